@@ -57,6 +57,7 @@ def server_command(way: str, model: Path, port: int, kv_blocks: int) -> list[str
 def serving(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
     """A server that answers; ended afterwards."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment.setdefault("OMP_WAIT_POLICY", "passive")  # as our command sets it: the same for stock
     environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 1) - 1}"
     with log.open("wb") as out, subprocess.Popen(command, env=environment, stdout=out, stderr=out) as server:
         try:

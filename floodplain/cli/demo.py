@@ -1,8 +1,8 @@
 """``floodplain demo``: serve one burst in three ways with a small real model, then lend memory between two servers.
 
-First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones). The load depends on this
-machine's measured capacity: a stable rate below it, several times that for the burst. Capacity is measured once,
-and every way gets the same requests. Everything runs in this process, from the load client to the model.
+First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones), on a slow machine fewer. The
+load depends on this machine's measured capacity: a stable rate below it, several times that for the burst. Capacity is
+measured once, and every way gets the same requests. Everything runs in this process, from the load client to the model.
 
 Second part: see ``demo.leases``. With ``--expansion`` there is one part: the burst in a part of the memory, without
 layers that stream and with them, and in all of it. With ``--cluster`` there is one part, too: see ``demo.relief``.
@@ -21,7 +21,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.demo.leases import serve_scene
 from floodplain.demo.leases_load import FULL_SCENE, QUICK_SCENE
-from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, sample_spec
+from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, fit_pool, sample_spec
 from floodplain.demo.page import print_summary, write_files
 from floodplain.demo.relief import runs_of, serve_relief
 from floodplain.demo.relief_load import FULL_RELIEF, QUICK_RELIEF
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
         check_writable(demo.out / name)
     if demo.cluster:
         return _run_cluster(demo, args)
-    runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
+    scale, runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
     leases = None
     try:
         leases = None if demo.expansion else _serve_leases(demo, progress=not args.quiet)
     finally:  # keep the first part's results, which took minutes
-        summary = write_files(demo.out, _scale(demo), runs, leases, expands=demo.expansion)
+        summary = write_files(demo.out, scale, runs, leases, expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
     return 1 if any(result["failed"] for _, result in runs) or (leases or {}).get("failed") else 0
 
@@ -85,7 +85,7 @@ def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
     return 1 if cluster["failed"] else 0
 
 
-async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:
+async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[Run]]:
     scale = _scale(demo)
     sample = sample_spec(demo.seed, scale)
     base = engine_config(demo.model, sample, scale)
@@ -93,8 +93,11 @@ async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:
     if progress:
         print(describe_goals(goals, is_measured=True), file=sys.stderr)
     spec = replace(burst(sample, STABLE_SHARE * capacity, scale), goodput=goals)
+    if not demo.expansion:  # whose pool is a part of this one
+        scale = fit_pool(scale, spec.num_prompts or 0)
+        base = engine_config(demo.model, sample, scale)
     ways = expansion_ways(scale.pool_part) if demo.expansion else WAYS
-    return [await serve_way(way, base, spec, capacity, progress=progress) for way in ways]
+    return scale, [await serve_way(way, base, spec, capacity, progress=progress) for way in ways]
 
 
 def _serve_leases(demo: DemoConfig, *, progress: bool) -> dict[str, Any]:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec, build
 
+PROMPTS_PER_PLACE = 3
+"""Requests of a load for each one that the pool holds, at least."""
+LEAST_RESIDENT = 6
+"""Requests of mean length in the smallest pool; the longest one takes less than four of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
@@ -17,7 +22,7 @@ class Scale:
         burst_s: in it, and
         tail_s: after it.
         burst_factor: Arrival rate in the burst over the rate outside it.
-        num_resident: Requests that the pool holds when half of their output is generated.
+        num_resident: Most requests that the pool holds when half of their output is generated.
         length_scale: Factor on chat-like lengths, which are cut at
         max_input: and at
         max_output: tokens.
@@ -69,6 +74,14 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
         burst_start=scale.quiet_s,
         burst_duration=scale.burst_s,
     )
+
+
+def fit_pool(scale: Scale, num_prompts: int) -> Scale:
+    """The scale with a pool that so many requests outgrow.
+
+    A slow machine gets few requests in the same time, so its pool holds fewer. The least one has room for the longest.
+    """
+    return replace(scale, num_resident=max(LEAST_RESIDENT, min(scale.num_resident, num_prompts // PROMPTS_PER_PLACE)))
 
 
 def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:

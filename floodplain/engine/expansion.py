@@ -93,12 +93,10 @@ class Expansion:
         """Stream as many layers as the policy decided. No step or copy of blocks may be outstanding."""
         before = self.slots.places
         try:
-            moved = self.slots.change_to(self._places[self._wanted], self._loop.state.ledger)
+            self.slots.change_to(self._places[self._wanted], self._loop.state.ledger, self._loop.remap_blocks)
         except UserError as error:
             logger.warning("the KV pool keeps its expansion: %s", error)
             return
-        if moved:
-            self._loop.remap_blocks(moved)
         if self.slots.places != before:
             logger.info(
                 "KV expansion %.2f -> %.2f: %d layers stream",
@@ -180,7 +178,7 @@ def open_layer_slots(
         if config.hardware is not None:
             near_bytes_s = emulated_bandwidth(PEER_LINK, pool.layout)
             line.pace(emulated_bandwidth(config.hardware, pool.layout), near_bytes_s)
-        slots.change_to(plan.places[0], ledger)
+        slots.change_to(plan.places[0], ledger, lambda moved: None)  # no table exists yet
     except BaseException:
         slots.close()
         raise

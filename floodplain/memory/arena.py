@@ -1,8 +1,8 @@
-"""What a device and an arena promise, on a GPU and without one.
+"""Protocols of a device and an arena, the same on a GPU and without one.
 
-A *page* is a value that stands for physical memory: it is allocated once, passes from arena to arena with its bytes,
-and goes back to the device that it came from. An *arena* is a reserved range of addresses; tensors over it stay valid
-while pages come and go behind them, and touching a part without a page is a fault.
+A *page* is a value that stands for physical memory: it is allocated once, is mapped in one arena after another with its
+bytes, and is released to the device that it came from. An *arena* is a reserved range of addresses; tensors over it
+stay valid while pages behind them are mapped and unmapped, and touching a part without a page is a fault.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Arena(Protocol):
         """
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
-        """Give the memory of mapped pages back to the system until they are written again; they hold nothing then.
+        """Return the memory of mapped pages to the system until they are written again; their content is lost.
 
-        False, and nothing changes, where pages have memory as long as they are owned.
+        False, with nothing changed, on a device whose pages have memory as long as they are owned.
 
         Raises:
             InvariantError: A page is missing there.
@@ -71,19 +71,19 @@ class Device(Protocol):
         """Pages allocated through this object."""
 
     def allocate(self, num_pages: int) -> list[Page] | None:
-        """Take pages, zeroed or with unspecified bytes; None if there are not as many (then none is taken)."""
+        """Take pages, zeroed or with unspecified bytes; None, with none taken, if there are too few."""
 
     def release(self, pages: Sequence[Page]) -> None:
         """Give unmapped pages back to the system."""
 
     def num_free_pages(self) -> int:
-        """Pages that nobody owns now, as observed on the device and not as booked."""
+        """Pages without an owner now, as observed on the device and not as booked."""
 
     def num_foreign_pages(self) -> int:
-        """Pages' worth of memory that others own now, as observed; safe to ask from any thread."""
+        """Pages' worth of memory that other owners have now, as observed; any thread may call it."""
 
     def forget_others(self) -> None:
-        """On a device that knows no owners, count what is in use now as others' no more. Any thread may call it."""
+        """On a device that cannot tell owners, stop counting memory in use now as foreign. Any thread may call it."""
 
     def cap_torch(self, kept_bytes: int) -> None:
         """Keep torch's own pool out of ``kept_bytes`` of the device, if it allocates there, until ``close``.

@@ -1,6 +1,6 @@
-"""What the kind of a device decides: where its memory comes from, and what copies to and from it.
+"""What depends on the kind of a device: where its memory comes from, and what copies to and from it.
 
-An engine chooses its backend once (``memory.backend_choice``), and asks nothing else what kind of device it has.
+An engine chooses its backend once (``memory.backend_choice``); nothing else asks what kind of device it has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Backend(Protocol):
 
     @property
     def piece_bytes(self) -> int:
-        """Each layer's part of a KV block must begin at, and have, a whole number of so many bytes."""
+        """Each layer's part of a KV block must begin at, and have, a multiple of so many bytes."""
 
     def describe(self) -> str:
         """The hardware's name, for reports."""
@@ -76,7 +76,7 @@ class Backend(Protocol):
         """Bytes of the KV pool if no flag gives them; ask when the parameters are loaded."""
 
     def measure_guest_bytes(self) -> int:
-        """Bytes of the device that a borrowing process takes beside what it borrows: not to be offered.
+        """Bytes of the device that borrowers take beside what they borrow; offers exclude them.
 
         Raises:
             UserError: No other process can use the device.
@@ -97,21 +97,21 @@ class Backend(Protocol):
         """
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """A started line for layers that stream.
+        """A started line for streamed layers.
 
         Raises:
-            UserError: None can stream on this device.
+            UserError: Layers cannot stream on this device.
         """
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for the copy of a layer that streams, int32 of this shape, as ``open_layer_line``'s copies need it.
+        """Memory for a streamed layer's copy, int32 of this shape, as the copies of ``open_layer_line`` need it.
 
         Raises:
             UserError: The system does not give that much memory.
         """
 
     def close_layer_copy(self, words: torch.Tensor) -> None:
-        """Give back what ``open_layer_copy`` made; no copy uses it any more."""
+        """Free the memory of ``open_layer_copy``; no copy uses it any more."""
 
     def open_peer_memory(self) -> PeerMemory:
         """Memory of neighbours of the same kind.

@@ -1,4 +1,4 @@
-"""Chooses the backend of a device: the one place that tells kinds of devices apart for everything below the model."""
+"""Chooses the backend of a device: the only place below the model that checks the kind of a device."""
 
 from __future__ import annotations
 

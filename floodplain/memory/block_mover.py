@@ -1,6 +1,6 @@
-"""Moves blocks of a host's KV pool to slots and back in the calling thread, taking their digests on the way.
+"""Moves blocks between a host's KV pool and slots in the calling thread, and computes their digests.
 
-Neither of the two takes part in torch's thread pool, so that copies never wait for compute.
+Neither mover uses torch's thread pool, so that copies never wait for compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from floodplain.memory.transfer import BlockStore
 
 SOURCE = Path(__file__).parent / "native" / "copy.cpp"
 _STAGING_BYTES = 4 * 2**20
-"""Staging that stays in the caches is half as fast again as a large one."""
+"""Staging that stays in the CPU caches is 1.5 times as fast as a large one."""
 
 
 class BlockMover(Protocol):
@@ -34,12 +34,12 @@ class BlockMover(Protocol):
 
 
 class NativeMover:
-    """One pass over the bytes, without Python's lock.
+    """Moves blocks by C++, in one pass over the bytes, without Python's lock.
 
     Args:
         library: ``native/copy.cpp``, loaded.
-        pool: Its blocks.
-        slots: Their slots.
+        pool: The blocks.
+        slots: The slots.
     """
 
     def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: SlotMemory) -> None:
@@ -52,7 +52,7 @@ class NativeMover:
         self._read_addresses()
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """See ``BlockMover``."""
+        """Copy blocks to or from slots; returns their digests, int64 [n]."""
         if self._words is not self._pool.words:
             self._read_addresses()
         blocks, addresses = np.ascontiguousarray(blocks, dtype=np.int64), self._slots.addresses(slots)
@@ -64,14 +64,14 @@ class NativeMover:
         return digests
 
     def _read_addresses(self) -> None:
-        """Anew whenever a layer's blocks are elsewhere than before. Another thread may do the same: addresses first."""
+        """Read the layers' addresses. ``_words`` is set last: another thread that finds it current uses them."""
         words = self._pool.words
         self._layers = np.array([one.data_ptr() for one in words], dtype=np.uint64)
         self._words = words
 
 
 class NumpyMover:
-    """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
+    """Moves blocks by NumPy where nothing can be compiled: gather into a small staging buffer, digest, copy."""
 
     def __init__(self, pool: BlockStore, slots: SlotMemory) -> None:
         num_layers, layer_words = len(pool.words), pool.words[0].shape[1]
@@ -81,7 +81,7 @@ class NumpyMover:
         self._weights = compute_weights(num_layers * layer_words)
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """See ``BlockMover``."""
+        """Copy blocks to or from slots; returns their digests, int64 [n]."""
         digests = np.empty(len(blocks), dtype=np.int64)
         move_some = self._move_out if direction is Direction.OUTBOUND else self._move_in
         for start in range(0, len(blocks), len(self._staging)):
@@ -107,6 +107,6 @@ class NumpyMover:
 
 
 def open_mover(pool: BlockStore, slots: SlotMemory) -> BlockMover:
-    """The faster one of those that this machine can run."""
+    """The fastest mover that this machine can run: a native one, or NumPy's where nothing can be compiled."""
     library = load_library(SOURCE, "numpy")
     return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)

@@ -1,7 +1,7 @@
 """The engine behind all copies: a queue and a thread for each direction, and a lane that moves its bytes.
 
-A *lane* copies in one direction. What it does when a copy is submitted runs on the thread that submits; what takes time
-runs on the copy thread of its direction.
+A *lane* copies in one direction. Its ``begin`` runs on the thread that submits; its ``finish``, which takes time, runs
+on the copy thread of its direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pass:
     """Copies that a lane did together.
 
     Attributes:
-        results: Of each copy; the first number is when it may be said to have ended, on the monotonic clock.
+        results: (time, result) of each copy; the result may be reported from then on, by the monotonic clock.
         time: How long the link was busy; None if nothing went over it.
     """
 
@@ -53,18 +53,18 @@ class Lane(Protocol[Job]):
         """Prepare a copy and return at once; called by the thread that submits."""
 
     def finish(self, jobs: Sequence[Job]) -> Pass:
-        """Do these copies, or wait for their ends; called by the copy thread. What it raises ends the engine."""
+        """Do these copies, or wait for their ends; called by the copy thread. An exception fails the engine."""
 
     def close(self) -> None:
-        """Give back what the lane holds. No copy is under way."""
+        """Free what the lane holds. No copy is under way."""
 
 
 class CopyEngine(Generic[Job]):
-    """See ``TransferEngine``.
+    """A ``TransferEngine`` with a queue, a thread and a lane for each direction.
 
     Args:
-        store: Its blocks move.
-        slots: Where to.
+        store: The blocks that are copied.
+        slots: The slots that they are copied to and from.
         open_lane: Makes the lane of a direction.
     """
 
@@ -91,7 +91,7 @@ class CopyEngine(Generic[Job]):
         return self
 
     def close(self) -> None:
-        """See ``TransferEngine``. A second call does nothing."""
+        """Finish the copies in flight, then stop the threads and close the lanes. A second call does nothing."""
         for jobs in self._jobs.values():
             jobs.put(None)
         for thread in self._threads:
@@ -105,22 +105,22 @@ class CopyEngine(Generic[Job]):
 
     @property
     def num_in_flight(self) -> int:
-        """See ``TransferEngine``."""
+        """Copies whose result has not been taken yet."""
         return self._num_in_flight
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """See ``TransferEngine``."""
+        """Check a copy, begin it and return at once."""
         self._expect_alive()
         check_copy(copy, self._store, self._slots)
         self._jobs[copy.direction].put(self._lanes[copy.direction].begin(transfer_id, copy))
         self._num_in_flight += 1
 
     def poll(self) -> list[CopyResult]:
-        """See ``TransferEngine``."""
+        """Take the results that are there, without waiting."""
         return self.wait(timeout_s=0)
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """See ``TransferEngine``."""
+        """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._collect(0)
         while not (results := self._take_arrived()) and self._num_in_flight and time.monotonic() < end_s:
@@ -128,14 +128,14 @@ class CopyEngine(Generic[Job]):
         return results
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See ``TransferEngine``."""
+        """How long the link was busy with the copies collected since the last call."""
         times, self._times = self._times, []
         return times
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _collect(self, timeout_s: float) -> None:
-        """Take what the copy threads are done with, waiting for it if that can come; else until the time is over."""
+        """Collect ended copies, waiting up to ``timeout_s`` for the first; sleep so long if all are collected."""
         self._expect_alive()
         if self._num_in_flight == len(self._arriving):
             if self._arriving and timeout_s > 0:
@@ -153,10 +153,10 @@ class CopyEngine(Generic[Job]):
         self._expect_alive()
 
     def _expect_alive(self) -> None:
-        """After a failure no copy is proven any more: every caller must hear of it.
+        """Raise if a copy thread has failed: no copy is proven any more, so every caller must fail.
 
         Raises:
-            InvariantError: With what ended the copies.
+            InvariantError: A lane raised; its exception is the cause.
         """
         if self._failure is not None:
             raise InvariantError(f"a copy thread ended with {self._failure!r}") from self._failure
@@ -170,9 +170,9 @@ class CopyEngine(Generic[Job]):
         return arrived
 
     def _run(self, direction: Direction) -> None:
-        """Body of a copy thread. What a lane raises is raised where copies are asked for, and ends the process there.
+        """Body of a copy thread. A lane's exception is raised to the caller of the engine, and ends the process there.
 
-        After that the thread goes on: lanes let go of memory as copies end, and a thread that must give memory back
+        The thread continues after that: lanes release memory as copies end, and a thread that must return that memory
         must not wait for ever.
         """
         lane = self._lanes[direction]
@@ -183,12 +183,12 @@ class CopyEngine(Generic[Job]):
                 self._ended.put(error)
 
     def _take_jobs(self, direction: Direction, most: float) -> list[Job]:
-        """Wait for a job; return it with those behind it. None when the engine closes."""
+        """Wait for a job; return it with the jobs behind it, at most ``most``. Empty when the engine closes."""
         queue, jobs = self._jobs[direction], []
         while (job := queue.get()) is not None:
             jobs.append(job)
             if len(jobs) >= most or queue.empty():
                 return jobs
         if jobs:
-            queue.put(None)  # these first
+            queue.put(None)  # finish these first
         return jobs

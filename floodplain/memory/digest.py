@@ -1,10 +1,10 @@
-"""A cheap proof that a block came back as it left: a position-weighted sum of its 32-bit words, modulo 2**64.
+"""A cheap proof that a block returns unchanged: a position-weighted sum of its 32-bit words, modulo 2**64.
 
     digest = SEED + sum of weight(i) * word[i]        weight(i) = 2 * (i * 0x9E3779B1 mod 2**30) + 1
 
 Weights are distinct, above 0 and below 2**31; words differ by less than 2**32. So one changed word always shows, and
-so do two words that changed places: the sums differ by a product below 2**63 that is not 0. The position counts over
-all layers of the block, so that K and V, or two layers, cannot change places unseen. It is no defence against malice.
+so do two exchanged words: the sums differ by a product below 2**63 that is not 0. The position counts over all layers
+of the block, so that an exchange of K and V, or of two layers, shows too. It is no defence against malice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SEED = 0x5DEECE66D
 """The digest of zeros; not 0, so that a digest that was never computed cannot pass for one."""
 
 WEIGHT_FACTOR = 0x9E3779B1
-"""Odd, so that it permutes the positions modulo 2**30: neighbours get weights that are far apart."""
+"""Odd, so that it permutes the positions modulo 2**30: adjacent words get weights that are far apart."""
 
 WEIGHT_MASK = 2**30 - 1
 

@@ -1,4 +1,4 @@
-"""Parameters of layers that an instance does not compute for a while: their pages go, and come back unfilled."""
+"""Parameters of layers that an instance does not compute for a while: unmapped, and mapped again unfilled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DroppedParameters:
     """The layers' buffers, and which of them have no pages. One thread at a time.
 
     Args:
-        buffers: Of each layer of the whole model, mapped.
+        buffers: The buffer of each layer of the whole model, mapped.
     """
 
     def __init__(self, buffers: Sequence[PagedBuffer]) -> None:
@@ -30,11 +30,11 @@ class DroppedParameters:
         return sum(self._buffers[layer].num_pages for layer in self.layers)
 
     def find_pages(self, kept: range) -> list[Page]:
-        """Pages that ``unmap`` takes."""
+        """Pages that ``unmap`` with the same ``kept`` takes."""
         return [page for layer, buffer in enumerate(self._buffers) if layer not in kept for page in buffer.pages]
 
     def unmap(self, kept: range) -> None:
-        """Take the pages of all layers but ``kept``; the caller owns them now."""
+        """Unmap the pages of all layers but ``kept``; the caller owns them now (``find_pages``)."""
         for layer, buffer in enumerate(self._buffers):
             if layer not in kept and buffer.is_mapped:
                 buffer.unmap()

@@ -23,7 +23,7 @@ class GroupArena:
     Args:
         device: Where the pages come from.
         layout: Shape of the cache.
-        num_quanta: Room of the address range.
+        num_quanta: Quanta that the address range has room for.
         first_quantum: Group quantum that lies at the start of the range.
 
     Attributes:
@@ -49,7 +49,7 @@ class GroupArena:
         return self._arena.tensor(torch.int32, (self._num_blocks, self._layout.layer_block_words))
 
     def map(self, pages: Mapping[int, Sequence[Page]]) -> None:
-        """Put pages behind group quanta that have none, or behind none of them.
+        """Put pages behind group quanta that have none.
 
         Raises:
             UserError: The system's limit on mappings is reached; nothing changed.
@@ -119,7 +119,7 @@ class GroupArena:
             self._words[target] = self._words[source]
 
     def empty(self) -> list[Page]:
-        """Take all pages, and release the range; no tensor over it is used any more."""
+        """Unmap and return all pages, and release the range; no tensor over it is used any more."""
         taken = self.unmap(list(self.pages))
         self._arena.close()
         return [page for pages in taken.values() for page in pages]

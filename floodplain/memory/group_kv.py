@@ -1,4 +1,4 @@
-"""The KV of a member of a group: arenas of the layers that it keeps, and of those that leave."""
+"""The KV of a member of a group: arenas of its kept layers, and of layers whose KV is leaving."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GroupKV:
         layout: Shape of the whole model's KV.
 
     Attributes:
-        arenas: Of the kept layers, all with the same quanta.
-        leaving: Of other layers.
+        arenas: Arenas of the kept layers, all with the same quanta.
+        leaving: Arenas of other layers, until their KV is unmapped.
         layers: The kept layers for compute, looked up anew at each access.
         max_quanta: Group quanta that the kept layers have addresses for.
     """
@@ -51,18 +51,17 @@ class GroupKV:
         return {layer: dict(arena.pages) for layer, arena in self.arenas.items()}
 
     def place(self, places: GroupPlaces, max_quanta: int, first_leaving: int) -> None:
-        """Map pages in new arenas; those of before end. Pages may be mapped in these, and elsewhere, until then.
+        """Map pages in new arenas, then close the old ones. Until then other arenas may map the same pages, too.
 
-        So nothing is unmapped before everything is mapped, and undoing a failure cannot fail: an unmap is never
-        refused.
+        Nothing is unmapped before everything is mapped, and undoing a failure cannot fail: an unmap is never refused.
 
         Args:
             places: The pages.
-            max_quanta: Room of the kept layers' arenas.
+            max_quanta: Quanta that the kept layers' arenas have room for.
             first_leaving: First group quantum of leaving layers.
 
         Raises:
-            UserError: The system's limit on mappings is reached; the arenas are those of before.
+            UserError: The system's limit on mappings is reached; the old arenas stay.
         """
         num_leaving = max((len(quanta) for quanta in places.leaving.values()), default=0)
         with ExitStack() as on_failure:
@@ -87,7 +86,7 @@ class GroupKV:
             on_failure.pop_all()
 
     def shrink(self, moves: Sequence[tuple[int, int]], quanta: Sequence[int]) -> list[Page]:
-        """Copy blocks (source, destination) in the kept layers, then take the pages from behind quanta."""
+        """Copy blocks (source, destination) in the kept layers, then unmap quanta; returns their pages."""
         blocks = [block for move in moves for block in move]
         if not all(arena.is_backed(blocks) for arena in self.arenas.values()):
             raise InvariantError("blocks of a group move that have no memory")
@@ -104,20 +103,20 @@ class GroupKV:
         return arena if arena is not None and arena.is_backed(blocks) else None
 
     def empty_leaving(self) -> list[Page]:
-        """Take the pages of leaving layers; their arenas end."""
+        """Unmap and return the pages of leaving layers, and close their arenas."""
         pages = [page for arena in self.leaving.values() for page in arena.empty()]
         self.leaving = {}
         return pages
 
     def empty(self) -> list[Page]:
-        """Take all pages; all arenas end."""
+        """Unmap and return all pages, and close all arenas."""
         pages = [page for arena in self.arenas.values() for page in arena.empty()]
         self.arenas.clear()
         self.max_quanta = 0
         return pages + self.empty_leaving()
 
     def find_pages(self) -> list[Page]:
-        """All pages here."""
+        """All pages that these arenas map."""
         arenas = [*self.arenas.values(), *self.leaving.values()]
         return [page for arena in arenas for pages in arena.pages.values() for page in pages]
 
@@ -133,7 +132,7 @@ class GroupKV:
 
 
 class GroupLayers(LayerTensors):
-    """KV of the kept layers by the index that they have in the whole model; the others are refused.
+    """KV of the kept layers by their index in the whole model; other layers are refused.
 
     Args:
         num_layers: Of the whole model.
@@ -148,7 +147,7 @@ class GroupLayers(LayerTensors):
         return self._num_layers
 
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``."""
+        """The tensor of a kept layer; any other layer raises ``InvariantError``."""
         arena = self._arenas.get(layer)
         if arena is None:
             raise InvariantError(f"the KV of layer {layer} is with another member of the group")

@@ -1,7 +1,7 @@
-"""The pages of an instance while it is in a group: fewer layers, so more blocks; bytes of used blocks stay in place.
+"""Pages of one instance while it is in a group: it keeps fewer layers, so its KV pool has more blocks.
 
-A member of a group computes its *kept* layers only. Pages of the other layers' parameters and KV go behind more blocks
-of the kept ones. Pages of used blocks are mapped at another address under group block ids: no byte is copied.
+A member of a group computes its *kept* layers only. Pages of the other layers' parameters and KV are mapped behind more
+blocks of the kept ones. Pages of used blocks are mapped at another address under group block ids: no byte is copied.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class GroupMemory:
     """Owner of one member's pages between ``drop`` and ``close_group`` or ``abandon``; empty before and after.
 
     A group block ``b`` is block ``b % Q`` of group quantum ``b // Q``, with Q = ``quantum_blocks``. All ids of
-    blocks and quanta below are group ids, but for ``quanta`` and ``used`` of ``drop``.
+    blocks and quanta below are group ids, except ``quanta`` and ``used`` of ``drop``.
 
-    Threads: every call takes one lock, so pages never go while ``read`` or ``write`` copies. Compute uses ``layers``
+    Threads: every call takes one lock, so ``read`` and ``write`` copy mapped pages only. Compute uses ``layers``
     without the lock. Beside compute may run: ``read``, ``write`` of blocks that no step uses, ``settle``, ``grow``,
     ``map_parameters``, ``take_spare``. At a boundary only, with no kernel running: ``drop``, ``drop_more``,
     ``shrink``, ``abandon``, ``close_group``.
@@ -65,12 +65,12 @@ class GroupMemory:
 
     @property
     def num_missing_pages(self) -> int:
-        """Pages that the parameters of dropped layers take when they return."""
+        """Pages that the parameters of dropped layers need when they are mapped again."""
         return self._parameters.num_pages
 
     @property
     def num_spare_pages(self) -> int:
-        """Free pages beyond those that unmapped parameters will take."""
+        """Free pages beyond those that unmapped parameters will need."""
         return max(0, len(self._free) - self.num_missing_pages)
 
     def drop(
@@ -91,15 +91,15 @@ class GroupMemory:
         Args:
             pages: ``Shrunk.pages`` of a pool that shrank to 0: layer by layer, in each quantum by quantum.
             quanta: The pool's whole quanta, in the order of ``pages`` (``KVPool.quanta`` before the shrink).
-            used: Those of ``quanta`` whose bytes are kept, in the order of their group quanta.
+            used: The ones of ``quanta`` whose bytes are kept, in the order of their group quanta.
             kept: Adjacent layers, one at least.
             first_quantum: Group quantum of ``used[0]``.
             num_quanta: Group quanta that the kept layers have from now on: 0 to ``num_quanta - 1``.
 
         Raises:
             InvariantError: There is a group, a quantum is not whole, or pages are too few.
-            UserError: The system's limit on mappings is reached. After any error everything is as before: ``pages``
-                are the caller's, and the parameters are there.
+            UserError: The system's limit on mappings is reached. After any error nothing changed: the caller
+                owns ``pages``, and the parameters are mapped.
         """
         with self._lock:
             if self.kept:
@@ -110,10 +110,10 @@ class GroupMemory:
             self._regroup(held, used, kept, first_quantum, num_quanta)
 
     def drop_more(self, used: Sequence[int], kept: range, first_quantum: int, num_quanta: int) -> None:
-        """Drop further layers of a settled member: as ``drop``, from this group's own quanta.
+        """Drop further layers of a settled member, as ``drop`` does, from this group's own quanta.
 
         Args:
-            used: Group quanta so far, in the order of their new ones.
+            used: Used group quanta by their present ids, in the order of their new ids.
             kept: Some of the layers kept so far.
             first_quantum: As in ``drop``.
             num_quanta: As in ``drop``.
@@ -194,7 +194,7 @@ class GroupMemory:
             return True
 
     def take_spare(self, num_pages: int) -> list[Page] | None:
-        """Take spare pages, such as for ``KVPool.grow``; None if there are not as many."""
+        """Take spare pages, such as for ``KVPool.grow``; None if there are too few."""
         with self._lock:
             if num_pages > self.num_spare_pages:
                 return None
@@ -207,7 +207,7 @@ class GroupMemory:
     def read(self, layer: int, blocks: Sequence[int]) -> np.ndarray | None:
         """A copy of one layer's part of group blocks, kept or leaving: uint8 [n, layer_block_bytes].
 
-        None if some of it is not here: the layer left, or the blocks have no memory any more.
+        None if the layer has no KV here, or a block has no memory.
         """
         with self._lock:
             arena = self._kv.find(layer, blocks)
@@ -232,7 +232,7 @@ class GroupMemory:
             return True
 
     def abandon(self) -> list[Page]:
-        """End the group from any state: unmap all KV, put pages behind all parameters, unfilled.
+        """End the group from any state: unmap all KV, and map all parameters, unfilled.
 
         Returns:
             All other pages: those of the pool before ``drop``, less what ``take_spare`` gave; empty without a group.
@@ -249,7 +249,7 @@ class GroupMemory:
             return pages
 
     def close_group(self) -> list[Page]:
-        """End the group in order, once all parameters are mapped again; as ``abandon`` else.
+        """End the group in order: as ``abandon``, but all parameters must be mapped already.
 
         Raises:
             InvariantError: Parameters of some layers have no pages; nothing changed.
@@ -273,7 +273,7 @@ class GroupMemory:
                 raise InvariantError(f"{len(pages)} pages are too few for the parameters")
 
     def _regroup(self, held: LayerPages, used: Sequence[int], kept: range, first: int, num_quanta: int) -> None:
-        """Map the held pages, the free ones and those of parameters anew; an error leaves them where they are."""
+        """Remap held, free and dropped parameters' pages for ``kept``; after an error all are where they were."""
         expect_group(held, used, kept, first, num_quanta)
         if not {*kept}.isdisjoint(self._parameters.layers):
             raise InvariantError(f"parameters of layers {kept} are not all mapped")

@@ -1,4 +1,4 @@
-"""Which page goes where when an instance drops layers: pure arithmetic over pages, layers and quanta."""
+"""Which page is mapped where when an instance drops layers: pure arithmetic over pages, layers and quanta."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class GroupPlaces:
     """Pages by layer and group quantum.
 
     Attributes:
-        kept: Of kept layers.
-        leaving: Of the used quanta of other layers.
-        spare: What neither takes, ascending.
-        num_pages: All of them.
+        kept: Pages of kept layers.
+        leaving: Pages of the used quanta of other layers.
+        spare: Pages that neither of them takes, ascending.
+        num_pages: Number of all pages, spare ones included.
     """
 
     kept: LayerPages
@@ -32,13 +32,13 @@ class GroupPlaces:
 def sort_pages(
     pages: Iterable[Page], layers: Iterable[int], quanta: Sequence[int], quantum_pages: int
 ) -> dict[int, dict[int, list[Page]]]:
-    """Pages that come layer by layer, in each quantum by quantum, by layer and quantum."""
+    """Group pages by layer and quantum; they are given layer by layer, in each quantum by quantum."""
     rest = iter(pages)
     return {layer: {q: [next(rest) for _ in range(quantum_pages)] for q in quanta} for layer in layers}
 
 
 def expect_group(held: LayerPages, used: Sequence[int], kept: range, first_quantum: int, num_quanta: int) -> None:
-    """Raise ``InvariantError`` unless the held pages can become such a group; the arguments are ``drop``'s."""
+    """Raise ``InvariantError`` unless held pages can form this group; arguments as in ``GroupMemory.drop``."""
     quanta = {*held[min(held)]}
     if not kept or kept.step != 1 or not {*kept} <= {*held}:
         raise InvariantError(f"layers {kept} are not some of the layers {sorted(held)}")
@@ -62,7 +62,7 @@ def place_pages(
     Args:
         held: Pages of the KV before.
         free: Further pages: free ones, and those of dropped parameters.
-        used: As in ``GroupMemory.drop``, as are the next three.
+        used: As in ``GroupMemory.drop``, like the next three.
         kept: Layers.
         first_quantum: Group quantum of ``used[0]``.
         num_quanta: Group quanta of the kept layers.

@@ -1,9 +1,9 @@
 """The KV cache of one model on one device: one arena per layer, resized at iteration boundaries.
 
-A block has a part in every layer, at the same place of each arena. Pages are unmapped whole, so blocks come and go by
-the *quantum*: as many blocks as it takes for a layer's part to be whole pages. Holes between quanta are fine.
+A block has a part in every layer, at the same place of each arena. Only whole pages are unmapped, so the pool shrinks
+by the *quantum*: as many blocks as make a layer's part whole pages. Holes between quanta are fine.
 
-Layers may go and return, too (``layer_arenas``): the fewer are mapped, the more blocks the same pages are.
+Layers can be unmapped and mapped again, too (``layer_arenas``): with fewer mapped, the same pages hold more blocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from floodplain.memory.layer_arenas import LayerArenas
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What a shrink came to.
+    """The result of a shrink.
 
     Attributes:
-        pages: The caller's now: to release to the device, or to map elsewhere.
+        pages: Unmapped pages, which the caller releases to the device or maps elsewhere.
         moved: Old block to new; every block table must be rewritten before the next step.
         num_blocks: Blocks that the pool still has.
     """
@@ -45,11 +45,11 @@ class KVPool:
     Args:
         device: Where the pages come from; it outlives the pool.
         layout: Shape of the cache.
-        max_blocks: Most blocks ever, also while layers are away; address space for whole quanta of them is reserved.
+        max_blocks: Most blocks, also while layers are unmapped; address space for whole quanta of them is reserved.
 
     Attributes:
-        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. One that is
-            not mapped is refused by an ``InvariantError``.
+        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. An
+            unmapped layer raises ``InvariantError``.
         words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
             was placed elsewhere. A new tuple when that changes: code that keeps addresses reads them anew.
     """
@@ -110,7 +110,7 @@ class KVPool:
         return 0 <= block < self.max_blocks and place < self._backed[quantum]
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Guard every copy of whole blocks: touching memory that is not there would end the process.
+        """Raise unless all layers of blocks have memory: copying unmapped memory would crash the process.
 
         Raises:
             InvariantError: A block has no memory, or a layer is with another engine.
@@ -155,7 +155,7 @@ class KVPool:
         return cast("list[BlockId]", list(chain.from_iterable(runs)))
 
     def map_quanta(self, quanta: Sequence[int], pages: Sequence[Page]) -> None:
-        """Put pages behind whole quanta, layer by layer; the inverse of ``unmap_quanta``. No ledger is told.
+        """Put pages behind whole quanta, layer by layer; the inverse of ``unmap_quanta``. No ledger is updated.
 
         Raises:
             UserError: The system's limit on mappings is reached; nothing changed.
@@ -169,15 +169,15 @@ class KVPool:
     def unmap_layers(self, layers: Sequence[int]) -> list[Page]:
         """Take all pages from behind mapped layers, ``num_layer_pages`` each; one layer at least stays mapped.
 
-        What is not placed elsewhere by then counts as with another engine: no block can be copied to a slot until it is
-        back. No copy may be in flight.
+        A layer that is not placed elsewhere by then counts as held by another engine: no block can be copied to a slot
+        until that layer is mapped again. No copy may be in flight.
         """
         return self._arenas.unmap_layers(layers, self._backed_places())
 
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
         """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
 
-        The caller brings the bytes of all blocks in use, and those of cached ones unless it drops these.
+        The caller fills all blocks in use, and cached blocks unless it drops them.
 
         Raises:
             UserError: The system's limit on mappings is reached; nothing changed.
@@ -185,7 +185,7 @@ class KVPool:
         self._arenas.map_layers(layers, self._backed_places(), pages)
 
     def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
-        """Say where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
+        """Set where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
 
         Args:
             layer: Which one; a mapped layer's arena may then serve others.
@@ -228,7 +228,7 @@ class KVPool:
         return pages
 
     def discard_quanta(self, quanta: Sequence[int]) -> bool:
-        """Give the system the memory behind quanta without used blocks until they are written; whether any could go."""
+        """Return the memory of quanta without used blocks to the system until written; True if any was returned."""
         return self._arenas.discard([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class KVPool:
         return None if num_blocks else growth
 
     def _find_runs(self, growth: list[tuple[int, int, int]]) -> list[range]:
-        """The blocks that come, in order; whole quanta side by side are one run."""
+        """The new blocks, in order; adjacent whole quanta are one run."""
         runs = [range(0)]
         for quantum, old, end in growth:
             first = quantum * self.quantum_blocks
@@ -289,7 +289,7 @@ class KVPool:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
 
     def _map(self, growth: list[tuple[int, int, int]], pages: list[Page], *, is_ours: bool) -> None:
-        """Put pages behind the growth of every mapped layer, or of none: then pages that are ours go to the device."""
+        """Map pages behind the growth of every mapped layer. On an error map none, and release our own pages."""
         try:
             self._arenas.map([self._place(*one) for one in growth], pages)
         except BaseException:

@@ -1,8 +1,8 @@
-"""One arena for each layer of a KV cache. A layer is *mapped* while its arena has pages; all mapped ones have the same.
+"""One arena per layer of a KV cache. A layer is *mapped* while its arena has pages, at the same places in each arena.
 
-Where a layer's blocks are is another matter. They are in its arena, or *placed* elsewhere under the same ids, such as a
-copy in the host's memory (its arena may then be unmapped, or serve others), or, of an unmapped layer that is not
-placed, with another engine.
+A layer's blocks are in its arena, or *placed* elsewhere under the same ids, such as in a copy in the host's memory (the
+arena may then be unmapped, or serve other layers). Blocks of an unmapped layer that is not placed are with another
+engine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LayerArenas:
 
     Attributes:
         mapped: The mapped layers, in order.
-        layers: The arenas' tensors, [max_blocks, 2, block_tokens, num_kv_heads, head_dim] each. Those of layers that
-            are not mapped are refused by an ``InvariantError``, since touching them would end the process.
+        layers: The arenas' tensors, [max_blocks, 2, block_tokens, num_kv_heads, head_dim] each. An unmapped
+            layer raises ``InvariantError``, since touching its tensor would crash the process.
         words: Where each layer's blocks are, int32 [max_blocks, layer_block_words]. A new tuple when that changes.
     """
 
@@ -55,7 +55,7 @@ class LayerArenas:
         return sorted({*range(len(self._arenas))} - {*self.mapped, *self._placed})
 
     def place(self, layer: int, words: torch.Tensor | None) -> None:
-        """Say where a layer's blocks are from now on; None: in its arena."""
+        """Set where a layer's blocks are from now on; None: in its arena."""
         own = self._own_words[layer]
         if words is None:
             self._placed.pop(layer, None)
@@ -68,14 +68,14 @@ class LayerArenas:
         self.words = tuple(self._placed.get(index, words) for index, words in enumerate(self._own_words))
 
     def map_layers(self, layers: Sequence[int], places: Places, pages: Sequence[Page]) -> None:
-        """Let unmapped layers be mapped; else as ``map``."""
+        """Map pages behind these places of unmapped layers, which then are mapped; otherwise as ``map``."""
         if len({*layers} - {*self.mapped}) < len(layers):
             raise InvariantError(f"layers {list(layers)} are not all unmapped")
         self._map([self._arenas[layer] for layer in layers], places, pages)
         self._set_mapped({*self.mapped, *layers})
 
     def unmap_layers(self, layers: Sequence[int], places: Places) -> list[Page]:
-        """Take all pages of mapped layers, which then are not mapped any more."""
+        """Unmap all pages of some mapped layers and return them; one layer at least stays mapped."""
         left = {*self.mapped} - {*layers}
         if len(left) + len(layers) != len(self.mapped) or not left:
             raise InvariantError(f"layers {list(layers)} of the mapped {list(self.mapped)} cannot go: one must stay")
@@ -84,7 +84,7 @@ class LayerArenas:
         return pages
 
     def map(self, places: Places, pages: Sequence[Page]) -> None:
-        """Put pages behind these places of every mapped layer, layer by layer, or of none.
+        """Put pages behind these places of every mapped layer, layer by layer, or behind none.
 
         Raises:
             UserError: The system's limit on mappings is reached; nothing changed.
@@ -96,9 +96,9 @@ class LayerArenas:
         return _unmap(self._mapped_arenas(), places)
 
     def discard(self, places: Places) -> bool:
-        """Give the memory behind these places back to the system until they are written; whether any could go.
+        """Return the memory behind these places to the system until they are written; True if any was returned.
 
-        Not of placed layers: their arenas may serve others.
+        Placed layers are skipped: their arenas may serve others.
         """
         arenas = [self._arenas[layer] for layer in self.mapped if layer not in self._placed]
         return sum(arena.discard(first, count) for arena in arenas for first, count in _join(places)) > 0
@@ -155,7 +155,7 @@ def _unmap(arenas: Sequence[Arena], places: Places) -> list[Page]:
 
 
 def _join(places: Places) -> Places:
-    """The same stretches in the same order, those that follow each other as one: a system call for each is slow."""
+    """Merge stretches that follow each other, in the same order: a system call for each would be slow."""
     joined: list[tuple[int, int]] = []
     for first, count in places:
         start = joined.pop()[0] if joined and sum(joined[-1]) == first else first
@@ -164,22 +164,22 @@ def _join(places: Places) -> Places:
 
 
 class _Tensors(LayerTensors):
-    """Tensors of which only some may be touched; which ones, each access looks up anew."""
+    """One tensor per layer; each access checks anew that the layer is mapped."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._readable = set(range(len(tensors)))
 
     def set_readable(self, indices: set[int]) -> None:
-        """Refuse all others from now on."""
+        """Set the layers that may be accessed; all others are refused from now on."""
         self._readable = set(indices)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all tensors."""
         self._tensors = []
 
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``."""
+        """The tensor of a mapped layer; an unmapped one raises ``InvariantError``."""
         if layer not in self._readable:
             raise InvariantError(f"the KV of layer {layer} is not mapped")
         return self._tensors[layer]

@@ -1,11 +1,11 @@
-"""The line on which layers travel: copies between a layer's copy off the device and where it is computed, in order.
+"""The line of streamed layers: ordered copies between a layer's copies off the device and the memory it computes in.
 
 A layer's copy and every arena have the same layout, ``[max_blocks, 2, block_tokens, kv_heads, head_dim]``, and a block
 the same place in each. So a copy is a list of offsets and a size.
 
-What makes them safe is their order: a slot is loaded after the rows of the layer that was computed in it have been
-written to that layer's copy, and a layer is loaded after its own rows have, because both were said in that order. On a
-host one queue keeps it for all copies; on a GPU two streams do, which wait for each other's events.
+Order makes the copies safe: a slot is loaded after the rows of the layer that was computed in it are written to that
+layer's copy, and a layer is loaded after its own rows are written, because both are submitted in that order. On a host
+one queue keeps the order of all copies; on a GPU two streams do, which wait for each other's events.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 import torch
 
 Ticket = NewType("Ticket", int)
-"""One copy of a line, to wait for."""
+"""A submitted copy of a line, to wait for."""
 Mark = Any
-"""A moment of compute, for the line that made it."""
+"""A point in the order of compute, for the line that made it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineStats:
-    """What a line has carried since it was opened.
+    """Totals of a line since it was opened.
 
     Attributes:
-        loaded_bytes: Onto the device.
-        load_s: Seconds for which the link was busy with these.
-        written_bytes: Off the device, to home.
-        near_loaded_bytes: Of ``loaded_bytes``, those from nearer copies.
-        near_written_bytes: To nearer copies, from the device or from home.
+        loaded_bytes: Loaded onto the device.
+        load_s: Seconds for which the link was busy with loads.
+        written_bytes: Written off the device, to home.
+        near_loaded_bytes: Of ``loaded_bytes``, those from near copies.
+        near_written_bytes: Written to near copies, from the device or from home.
     """
 
     loaded_bytes: int = 0
@@ -41,7 +41,7 @@ class LineStats:
     near_written_bytes: int = 0
 
     def __add__(self, more: LineStats) -> LineStats:
-        """What both have carried."""
+        """The sums of both totals."""
         return LineStats(
             self.loaded_bytes + more.loaded_bytes,
             self.load_s + more.load_s,
@@ -52,53 +52,53 @@ class LineStats:
 
 
 class LayerLine(Protocol):
-    """See the module. One thread submits and waits; ``place`` may be called by any.
+    """Runs ordered copies of streamed layers. One thread submits and waits; any thread may call ``place``.
 
-    A *place* is where a layer is computed: its slot, or its own arena. Offsets are int64 [n], in bytes from the
-    beginning of the place and of the copy alike, all of them multiples of ``piece_bytes``, which each piece has. An
-    array of offsets is not written to any more once it was given.
+    A *place* is where a layer is computed: its slot, or its own arena. Offsets are int64 [n], in bytes from the start
+    of the place and of the copy alike; they are multiples of ``piece_bytes``, the size of each piece. The caller does
+    not change an array of offsets after it has passed it.
     """
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
-        """Say where a layer's copy is. When this returns, no copy uses what was said before.
+        """Set where a layer's copies are. When this returns, nothing is copied from or to the earlier ones.
 
         Args:
-            layer: Whose.
-            home: In the host's memory, complete as far as the line has been drained; None while it does not stream.
+            layer: The layer.
+            home: Its copy in the host's memory, complete once the line is drained; None while it does not stream.
             near: A second copy behind a faster link, kept equal by ``write`` and ``fill``; None: there is none.
         """
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """Bring pieces of a layer onto the device, from the nearer copy."""
+        """Load pieces of a layer onto the device: from the near copy if there is one, else from home."""
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """Bring pieces of what was computed in a place to all copies of the layer."""
+        """Write pieces that were computed in ``place`` to all copies of the layer."""
 
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """Bring pieces of a layer from home to the nearer copy, if there is one."""
+        """Copy pieces of a layer from home to its near copy, if there is one."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Let compute go on when a copy has ended, and what was said before it of the same place or layer."""
+        """Make compute wait for a copy, and for earlier copies of the same place or layer."""
 
     def mark(self) -> Mark:
-        """Where compute is now: behind all that it has been told to do, and to wait for."""
+        """The point that compute has been given work up to, waits included."""
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
-        """Seconds that compute took from one mark to a later one; None if it has not come to that yet."""
+        """Seconds that compute took from one mark to a later one; None if it has not reached that yet."""
 
     def drain(self) -> None:
-        """Return when no copy is under way: copies may be read, and pages may go."""
+        """Wait until no copy is under way: layers' copies may be read, and pages may be unmapped."""
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Let loads take at least what links of these bandwidths would, and loads behind a fill what its way from home
-        takes, too; 0: as fast as this machine copies.
+        """Emulate links of these bandwidths; 0: as fast as this machine copies. Loads take at least their link's time,
+        and wait for earlier fills to pass home's link.
 
         Raises:
             InvariantError: The links are real ones.
         """
 
     def stats(self) -> LineStats:
-        """What it has carried, of copies that have ended; any thread may ask."""
+        """Totals of the copies that have ended; any thread may call it."""
 
     def close(self) -> None:
-        """Let the copies that are under way end. A second call does nothing."""
+        """Wait for the copies under way, and stop. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""Some layers of blocks and of slots: what a copy moves that names a range of layers."""
+"""Views of some layers of blocks and of slots, for copies that name a range of layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from floodplain.memory.transfer import BlockStore
 
 
 class LayersOfStore:
-    """See ``BlockStore``: adjacent layers of another one.
+    """Adjacent layers of another ``BlockStore``, as a ``BlockStore``.
 
     Args:
-        store: The other one.
-        layers: Which of its ``words``.
+        store: The whole store.
+        layers: Places in its ``words``.
     """
 
     def __init__(self, store: BlockStore, layers: range) -> None:
@@ -28,7 +28,7 @@ class LayersOfStore:
 
     @property
     def words(self) -> tuple[torch.Tensor, ...]:
-        """See ``BlockStore.words``: a new tuple when that of the other one is."""
+        """The tensors of these layers; a new tuple whenever the whole store has a new one."""
         words = self._store.words
         if words is not self._all:
             self._words = words[self._layers.start : self._layers.stop]
@@ -36,16 +36,16 @@ class LayersOfStore:
         return self._words
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """See ``BlockStore.expect_backed``."""
+        """Raise ``InvariantError`` if a block has no memory."""
         self._store.expect_backed(blocks)
 
 
 class LayersOfSlots:
-    """See ``SlotMemory``: adjacent layers of the slots of another one.
+    """Adjacent layers of other slots, as a ``SlotMemory``.
 
     Args:
-        slots: The other one.
-        layers: Which.
+        slots: The whole slots.
+        layers: Which layers.
     """
 
     def __init__(self, slots: SlotMemory, layers: range) -> None:
@@ -53,9 +53,9 @@ class LayersOfSlots:
         self._slots, self._layers = slots, layers
 
     def part(self, first: int, count: int) -> torch.Tensor:
-        """See ``SlotMemory.part``."""
+        """These layers of adjacent slots as 32-bit words: [count, number of layers, layer_block_words]."""
         return self._slots.part(first, count)[:, self._layers.start : self._layers.stop]
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """See ``SlotMemory.addresses``."""
+        """Where these layers begin in each of these slots (int64 [n]): uint64 [n]."""
         return self._slots.addresses(slots) + np.uint64(self._layers.start * self.layout.layer_block_bytes)

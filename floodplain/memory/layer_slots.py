@@ -1,9 +1,8 @@
-"""KV of layers that stream: which memory a layer is computed in, what is copied around it, and how layers begin and end
-to stream.
+"""KV of streamed layers: the memory each layer computes in, copies around it, and how layers start and stop streaming.
 
-Blocks have the same ids in all layers, wherever these are, so block tables, prefix keys and policies do not know of it:
-attention gets another base pointer. A slot holds nothing that is still valid when it changes its layer; a layer's copy
-lacks only what the line has not written yet. Both are mended by order alone (``memory.layer_line``).
+Blocks have the same ids in all layers, wherever these lie, so block tables, prefix keys and policies do not change:
+attention gets another base pointer. When a slot changes its layer, its content is invalid; a layer's copy lacks only
+what the line has not written yet. The order of copies alone makes both correct (``memory.layer_line``).
 """
 
 from __future__ import annotations
@@ -28,25 +27,27 @@ OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
 """Makes a layer's copy off the device: int32 of this shape; page-locked beside a GPU."""
 CloseHome = Callable[[torch.Tensor], None]
 """Gives back what ``OpenHome`` made."""
+Remap = Callable[[dict[BlockId, BlockId]], None]
+"""Rewrites every block table, old block to new block."""
 
 _MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
-"""How much of a layer is loaded to measure, and how often."""
+"""Blocks of one load when bandwidth is measured, and the number of loads."""
 
 
 class LayerSlots(LayerTensors):
     """The KV of each layer for compute, [max_blocks, 2, block_tokens, kv_heads, head_dim], and hooks around the layers.
 
     Args:
-        pool: All of its layers are mapped and none is placed elsewhere; this owner alone changes that.
+        pool: All of its layers are mapped and none is placed elsewhere; only this object changes that.
         line: Carries the copies; closed by ``close``.
-        num_slots: S, through which layers stream.
-        open_home: Where copies of layers are kept.
-        close_home: Called with each of these when nothing uses it any more.
+        num_slots: Layer slots through which layers stream.
+        open_home: Makes the home copy of a layer.
+        close_home: Frees such a copy when nothing uses it any more.
 
     Attributes:
         places: Which layers stream now.
         step_bytes: Bytes of one layer that the step under way reads: what each load of it brings.
-        near: Second copies of streamed layers; one goes when its layer streams no more.
+        near: Second copies of streamed layers; a copy is dropped when its layer stops streaming.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class LayerSlots(LayerTensors):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``: a layer's own arena, or that of its slot."""
+        """A layer's tensor: its own arena, or that of its slot."""
         return self._pool.layers[self.places.arena_of(layer)]
 
     def __len__(self) -> int:
         return self.places.num_layers
 
     def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
-        """A step begins: load what its first streamed layers read.
+        """Start a step: load the blocks that its first streamed layers read.
 
         Args:
             read_blocks: Blocks with a token that the step reads and does not write itself, int64 [any].
@@ -96,9 +97,9 @@ class LayerSlots(LayerTensors):
             self._load(layer)
 
     def before_layer(self, index: int) -> None:
-        """See ``LayerHooks``: a streamed layer is whole in its slot when this returns.
+        """Make compute wait until a streamed layer is whole in its slot.
 
-        Also if it reads nothing: the rows of the layer before must have left the slot.
+        It waits also if the layer reads nothing: rows of the slot's previous layer must be written from the slot first.
         """
         slot = self.places.slot_of(index)
         ticket = None if slot is None else self._tickets.pop(slot, None)
@@ -106,7 +107,7 @@ class LayerSlots(LayerTensors):
             self._clock.wait(ticket)
 
     def after_layer(self, index: int) -> None:
-        """See ``LayerHooks``: a streamed layer's rows go to its copy, and its slot to the next one, in this order."""
+        """Write a streamed layer's new rows to its copy, then load the next layer into its slot."""
         if index == len(self) - 1:
             self._clock.end_step()
         slot = self.places.slot_of(index)
@@ -118,7 +119,7 @@ class LayerSlots(LayerTensors):
             self._load(follower)
 
     def take_step_s(self) -> float:
-        """Seconds that the layers of the last step computed; see ``StepClock.take_step_s``."""
+        """Seconds that the layers of the last step computed, without waits (``StepClock.take_step_s``)."""
         return self._clock.take_step_s()
 
     @property
@@ -128,7 +129,7 @@ class LayerSlots(LayerTensors):
 
     @property
     def num_spare_pages(self) -> int:
-        """Pages of the pool's memory that make no whole quantum in all of its arenas."""
+        """Pages of the pool that no arena maps, such as the rest of a quantum over all arenas."""
         return len(self._spare)
 
     @property
@@ -138,11 +139,11 @@ class LayerSlots(LayerTensors):
 
     @property
     def home_bytes(self) -> int:
-        """Memory that the copies of layers take, as far as the pool has blocks."""
+        """Bytes of the home copies, counting the blocks that the pool has now."""
         return len(self._homes) * self._pool.num_blocks * self._block_bytes
 
     def settle(self) -> None:
-        """Return when every copy of a layer is complete: blocks may be copied to swap space and back, and moved."""
+        """Wait until every layer's copy is complete, so that blocks may be swapped or moved."""
         self.line.drain()
 
     def _load(self, layer: int) -> None:
@@ -152,7 +153,7 @@ class LayerSlots(LayerTensors):
             self._tickets[slot] = self.line.load(layer, self[layer], self._reads, self._block_bytes)
 
     def _find_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Offsets of the keys, and of the values, of these tokens: neighbours are copied together."""
+        """Byte offsets of these tokens' keys and values, sorted: adjacent rows are copied together."""
         block_tokens = self._pool.layout.block_tokens
         keys = tokens // block_tokens * self._block_bytes + tokens % block_tokens * self._row_bytes
         return np.sort(np.concatenate((keys, keys + self._block_bytes // 2)))
@@ -160,30 +161,32 @@ class LayerSlots(LayerTensors):
     # -- other places, at a boundary -------------------------------------------------------------------------------
 
     def count_blocks(self, places: LayerPlaces) -> int:
-        """Blocks that the pool's memory holds under such places: whole quanta."""
+        """Blocks, in whole quanta, that the pool's memory holds with layers at ``places``."""
         num_pages = self._pool.num_mapped_pages + len(self._spare)
         quantum_pages = self._pool.count_pages(self._pool.quantum_blocks) // len(self._pool.mapped_layers)
         return num_pages // (places.num_arenas * quantum_pages) * self._pool.quantum_blocks
 
-    def change_to(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
-        """Let more layers stream and the pool have more blocks, or fewer of both, as far as used blocks allow.
+    def change_to(self, places: LayerPlaces, ledger: BlockLedger, remap: Remap) -> None:
+        """Stream more layers for a larger pool, or fewer for a smaller pool, as far as used blocks allow.
 
-        No step is outstanding and no copy to or from swap space under way. Fewer may stay undone: then the pool has
-        given up what it could, sequences find no block, and another call goes on when some have left.
+        No step is outstanding, and no copy to or from swap space under way. If used blocks need the pages, a change to
+        fewer stays incomplete: the pool is as small as it can be, and a later call continues when blocks are free.
 
-        Returns:
-            Old block to new block; every block table must be rewritten before the next step.
+        Args:
+            places: The new places.
+            ledger: Of the pool.
+            remap: Called as soon as blocks have moved, so that an error after that leaves right tables.
 
         Raises:
-            UserError: The system's limit on mappings is reached, or there is no memory for a copy; nothing changed.
+            UserError: There is no memory for a copy (no layer changed), or the system's limit on mappings is reached.
         """
         if self.places == places:
-            return {}
+            return
         self.settle()
         if places.num_streamed > self.places.num_streamed:
             self._stream_more(places, ledger)
-            return {}
-        return self._stream_fewer(places, ledger)
+        else:
+            self._stream_fewer(places, ledger, remap)
 
     def _stream_more(self, places: LayerPlaces, ledger: BlockLedger) -> None:
         leaving = [layer for layer in places.streamed if self.places.slot_of(layer) is None]
@@ -202,7 +205,7 @@ class LayerSlots(LayerTensors):
         self._grow(ledger)
 
     def _grow(self, ledger: BlockLedger) -> None:
-        """Put spare pages behind new blocks; what makes no whole quantum in all arenas stays spare."""
+        """Map spare pages behind new blocks; pages that make no whole quantum in all arenas stay spare."""
         target = self.count_blocks(self.places) if self.places.num_streamed else self._base_blocks
         missing = target - self._pool.num_blocks
         num_pages = self._pool.count_growth_pages(missing) if missing > 0 else None
@@ -210,8 +213,10 @@ class LayerSlots(LayerTensors):
             self._pool.grow(ledger, missing, self._spare[:num_pages])
             del self._spare[:num_pages]
 
-    def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
+    def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger, remap: Remap) -> None:
         shrunk = self._pool.shrink(ledger, self.count_blocks(places))
+        if shrunk.moved:
+            remap(shrunk.moved)
         self.near.note_changed(shrunk.moved.values())
         self._spare += shrunk.pages
         returning = sorted({*places.arenas} - {*self.places.arenas})
@@ -220,13 +225,12 @@ class LayerSlots(LayerTensors):
             self._pool.map_layers(returning, self._spare[:num_pages])
             del self._spare[:num_pages]
             self._bring_home(places, ledger)
-        return shrunk.moved
 
     def _bring_home(self, places: LayerPlaces, ledger: BlockLedger) -> None:
         content = self._offsets_of_content(ledger)
         staying = [layer for layer in self.places.streamed if places.slot_of(layer) is None]
         for layer in staying:
-            self.near.drop(layer)  # not all of these blocks need be whole in it
+            self.near.drop(layer)  # some of these blocks may be stale in it
             self.line.load(layer, self._pool.layers[layer], content, self._block_bytes)
         self.line.drain()
         for layer in staying:
@@ -237,7 +241,7 @@ class LayerSlots(LayerTensors):
         self._grow(ledger)
 
     def measure_bandwidth(self) -> float:
-        """Bytes per second of loads here, the best of a few. Nothing is in the pool yet."""
+        """Bytes per second of loads here, the best of a few. The pool is empty."""
         layer = self.places.streamed[0] if self.places.num_streamed else 0
         place, num_blocks = self[layer], min(_MEASURED_BLOCKS, self._pool.num_blocks)
         offsets = np.arange(num_blocks, dtype=np.int64) * self._block_bytes
@@ -265,7 +269,7 @@ class LayerSlots(LayerTensors):
         return np.array(blocks, dtype=np.int64) * self._block_bytes
 
     def close(self) -> None:
-        """Let the line end; spare pages go to the device. The tensors must not be used any more."""
+        """Close the line, and release spare pages and copies. The tensors must not be used any more."""
         self.near.close()
         self.line.close()
         self._pool.device.release(self._spare)

@@ -1,4 +1,4 @@
-"""The KV of a model's layers as a sequence of tensors, each of which is looked up anew whenever it is asked for."""
+"""The KV of a model's layers as a sequence of tensors; each access looks its tensor up anew."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
 
     @abstractmethod
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """Where a layer is to be read and written now.
+        """The tensor in which a layer's KV is read and written now.
 
         Raises:
-            InvariantError: It has no memory here.
+            InvariantError: The layer has no memory here.
         """
 
     @overload
@@ -49,7 +49,7 @@ class PlacedLayers(LayerTensors):
         return self._first + len(self._tensors)
 
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``."""
+        """The tensor of a layer, by its index in the whole model."""
         if layer < self._first:
             raise InvariantError(f"layer {layer} is another stage's")
         return self._tensors[layer - self._first]

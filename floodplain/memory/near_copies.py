@@ -1,9 +1,9 @@
-"""Second copies of layers that stream, behind a faster link: a neighbour's memory. They make loads faster, and no more.
+"""Second copies of streamed layers behind a faster link, in a neighbour's memory. They only make loads faster.
 
-The copy in the host's memory, *home*, is always complete. So a near copy may go at any time, and loads come from home
-again; and it may come at any time, with nothing in it. A block of it is *stale* while it may differ from home: at first
-all are, and those that something else than the line has written at home since. A stale block is filled from home just
-before a load that reads it, by the same line and so in that order; the step's own rows the line writes to both.
+The copy in the host's memory, *home*, is always complete. So a near copy may be dropped at any time, and loads read
+home again; and it may be added at any time, with any content. A block of it is *stale* while it may differ from home:
+at first all are, later those that something other than the line has written at home. A stale block is filled from home
+just before a load that reads it, by the same line and so in that order. The line writes a step's rows to both copies.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from floodplain.core.errors import InvariantError
 from floodplain.memory.layer_line import LayerLine
 
 _MEASURED_BYTES, _MEASURED_TIMES = 2**23, 3
-"""How much is copied to measure, and how often."""
+"""Bytes of one copy when bandwidth is measured, and the number of copies."""
 
 
 class NearCopies:
-    """See the module. ``drop`` may be called by any thread, the rest by the one that submits to the line.
+    """Adds, fills and drops near copies. Any thread may call ``drop``; the thread that submits to the line, the rest.
 
     Args:
         line: Carries the copies.
-        homes: By layer, of those that stream; the owner of the layers changes it.
+        homes: Home copies by streamed layer; the owner of the layers changes the mapping.
         max_blocks: Blocks that every copy has places for.
-        block_bytes: Of one layer's part of a block.
+        block_bytes: Bytes of one layer's part of a block.
     """
 
     def __init__(self, line: LayerLine, homes: Mapping[int, torch.Tensor], max_blocks: int, block_bytes: int) -> None:
@@ -42,13 +42,13 @@ class NearCopies:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Those that have a near copy now."""
+        """Layers that have a near copy now."""
         with self._lock:
             return frozenset(self._is_stale)
 
     @property
     def copy_bytes(self) -> int:
-        """Of one layer: any block that the pool may ever have has its place, wherever others come and go."""
+        """Bytes of one layer's near copy: it has room for every block that the pool may ever have."""
         return self.max_blocks * self.block_bytes
 
     def add(self, layer: int, words: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class NearCopies:
 
         Args:
             layer: Which one.
-            words: int32 [max_blocks, layer_block_words], with anything in it; the caller keeps it until ``drop``.
+            words: int32 [max_blocks, layer_block_words], of any content; the caller keeps it until ``drop``.
         """
         home = self._homes.get(layer)
         if home is None or words.shape != home.shape or words.dtype != home.dtype or not words.is_contiguous():
@@ -80,23 +80,23 @@ class NearCopies:
         return seconds
 
     def drop(self, layer: int) -> None:
-        """A layer's near copy, if it has one, is used no more when this returns: its memory may go."""
+        """Drop a layer's near copy, if it has one. Its memory may be freed when this returns."""
         with self._lock:
             if self._is_stale.pop(layer, None) is not None:
                 self._line.place(layer, self._homes[layer])
 
     def note_changed(self, blocks: Collection[int]) -> None:
-        """Something else than the line writes these blocks at home, and has ended before the next step reads them."""
+        """Mark blocks stale that something other than the line writes at home before the next step reads them."""
         with self._lock:
             for is_stale in self._is_stale.values():
                 is_stale[list(blocks)] = True
 
     def mend(self, layer: int, offsets: np.ndarray) -> None:
-        """Fill what is stale of these pieces of a layer, before a load of them is submitted.
+        """Fill the stale ones of these blocks of a layer from home, before a load of them is submitted.
 
         Args:
             layer: With or without a near copy.
-            offsets: Of whole blocks, int64 [any], each once.
+            offsets: Byte offsets of whole blocks, int64 [any], each once.
         """
         with self._lock:
             is_stale = self._is_stale.get(layer)
@@ -109,6 +109,6 @@ class NearCopies:
             self._line.fill(layer, offsets[stale], self.block_bytes)
 
     def close(self) -> None:
-        """Forget them: the line ends."""
+        """Forget all near copies, because the line closes."""
         with self._lock:
             self._is_stale.clear()

@@ -1,7 +1,7 @@
-"""Memory of the host that a CUDA device copies from and to: page-locked, exactly those bytes.
+"""Page-locks memory of the host that a CUDA device copies from and to: exactly those bytes.
 
-torch's own page-locked memory comes in powers of two, and torch keeps it. On a system with unified addresses what is
-locked so is mapped for every device, too (cudaHostRegisterDefault): kernels read and write it at the host's address.
+torch's own page-locked memory is rounded up to powers of two, and torch keeps it. With unified addresses, memory that
+is locked here is mapped for every device (cudaHostRegisterDefault): kernels read and write it at the host's address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def lock_pages(words: torch.Tensor, advice: str) -> None:
 
     Args:
         words: Contiguous, on the host.
-        advice: What a user can do if that is refused.
+        advice: What a user can do if the system refuses.
 
     Raises:
         UserError: The system does not lock that much memory.

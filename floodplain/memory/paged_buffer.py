@@ -1,4 +1,4 @@
-"""A buffer over an arena of its own, whose pages may go, and come back, or others in their place."""
+"""A buffer over its own arena, whose pages can be unmapped, and mapped again or replaced."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PagedBuffer:
 
     Attributes:
         tensor: uint8 [num_bytes].
-        num_pages: Pages that it takes.
-        pages: Those that it has, in order; empty without.
-        is_filled: Whether the bytes are there. Whoever writes all of them sets it; it ends with ``unmap``.
+        num_pages: Pages that it needs.
+        pages: Its mapped pages, in order; empty if there are none.
+        is_filled: Whether the content is valid. The code that writes all of it sets this; ``unmap`` clears it.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
@@ -40,7 +40,7 @@ class PagedBuffer:
         return self._is_mapped
 
     def map(self, pages: Sequence[Page]) -> None:
-        """Put pages, in order, behind all of it. Their bytes are not taken for its own.
+        """Put pages, in order, behind the whole buffer. Its content does not count as filled.
 
         Raises:
             InvariantError: There are pages already, or they are too few or too many.
@@ -54,7 +54,7 @@ class PagedBuffer:
         self.pages, self._is_mapped = list(pages), True
 
     def unmap(self) -> list[Page]:
-        """Take its pages, which are the caller's now. No kernel may still be reading them.
+        """Unmap all pages and return them to the caller. No kernel may still be reading them.
 
         Raises:
             InvariantError: It has none.

@@ -10,7 +10,7 @@ import numpy as np
 def find_runs(values: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
     """Split into maximal runs v, v+1, v+2, …, in order: ``(first value, count)`` of each.
 
-    A plain loop: most are a handful of slots, beside every step, which arrays take several times as long for.
+    A plain loop: most inputs are a handful of slots, beside every step, for which NumPy takes several times as long.
     """
     runs: list[tuple[int, int]] = []
     first = count = 0

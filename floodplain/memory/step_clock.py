@@ -1,4 +1,4 @@
-"""How long compute takes for the layers of a step, and how long it stands still for copies of them."""
+"""Measures how long compute takes for the layers of a step, and how long it waits for copies of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from floodplain.memory.layer_line import LayerLine, Mark, Ticket
 
 
 class StepClock:
-    """By the marks of a line: where compute runs behind its caller, what has been told to it is timed later.
+    """Times steps by the marks of a line. Where compute runs behind its caller, times are known only later.
 
     Args:
-        line: Whose copies compute waits for.
+        line: Line whose copies compute waits for.
 
     Attributes:
         stall_s: Seconds for which compute waited, as far as they are known.
@@ -18,31 +18,31 @@ class StepClock:
     def __init__(self, line: LayerLine) -> None:
         self.stall_s = 0.0
         self._line = line
-        self._waits: list[tuple[Mark, Mark]] = []  # of which it is not known yet how long they took
+        self._waits: list[tuple[Mark, Mark]] = []  # waits whose duration is not known yet
         self._begin: Mark | None = None  # of the last step
         self._end: Mark | None = None
         self._begin_stall_s = 0.0
 
     def begin_step(self) -> None:
-        """Compute begins a step; the one before has ended."""
+        """Mark the begin of a step; the previous step has ended."""
         self._note_waits()
         self._begin, self._end, self._begin_stall_s = self._line.mark(), None, self.stall_s
 
     def end_step(self) -> None:
-        """Compute has been told all of it."""
+        """Mark the end of a step, when compute has been given all of it."""
         self._end = self._line.mark()
 
     def wait(self, ticket: Ticket) -> None:
-        """Let compute wait for a copy."""
+        """Make compute wait for a copy, and time the wait."""
         begin = self._line.mark()
         self._line.wait(ticket)
         self._waits.append((begin, self._line.mark()))
         self._note_waits()
 
     def take_step_s(self) -> float:
-        """Seconds that the last step computed, waits taken out; 0 if it was asked before.
+        """Compute time of the last step in seconds, without waits; 0 if it was taken before.
 
-        The step has ended. From then on ``stall_s`` has all of its waits.
+        Called after the step has ended: ``stall_s`` then includes all of its waits.
         """
         self._note_waits()
         begin, end = self._begin, self._end

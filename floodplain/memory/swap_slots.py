@@ -1,6 +1,6 @@
-"""Where blocks go that leave the pool: block-sized slots, here a bounded buffer of them in host memory.
+"""Slots of swap space, each with room for one block; here also a bounded buffer of them in host memory.
 
-Which slot is whose is the business of ``core.tiers.SlotLedger``; here are the bytes, and the digest of each slot.
+``core.tiers.SlotLedger`` assigns slots to blocks; this module has the bytes, and the digest of each slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from floodplain.memory.page_lock import lock_pages, unlock_pages
 from floodplain.memory.runs import find_runs
 
 EMPTY_DIGEST = 0
-"""Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""
+"""Digest of a slot without a whole block. If a block has it by chance, its swap-in is refused: a miss."""
 
 
 class SlotMemory(Protocol):
@@ -44,8 +44,8 @@ class Slots(SlotMemory, Protocol):
     """Slots of one tier, each with room for one block of all layers.
 
     Attributes:
-        tier: Where they are.
-        num_slots: Slots that can ever be; they are numbered from 0.
+        tier: The tier of the slots.
+        num_slots: The most slots that can ever exist, numbered from 0.
         digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
     """
 
@@ -54,25 +54,25 @@ class Slots(SlotMemory, Protocol):
     digests: np.ndarray
 
     def digests_of(self, layers: range | None) -> np.ndarray:
-        """The same for a range of layers (None: all), for slots that were written by that range: int64 [num_slots].
+        """Digests of a range of layers (None: all), for slots written by that range: int64 [num_slots].
 
         Each call returns the same array.
         """
 
     def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
-        """These layers (None: all) of these slots (int64 [n]) are about to be written: what covers any is empty."""
+        """Empty the digests that cover any of these layers (None: all) of these slots (int64 [n]), before a write."""
 
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
-        """Keep memory where it is for a while: which of these slots (int64 [n]) have any, bool [n].
+        """Keep memory in place while the context is open; yields which of these slots (int64 [n]) have any, bool [n].
 
-        Whoever copies does it in here: touching memory that is not there would end the process.
+        Every copy runs in this context: touching memory that is not there would crash the process.
         """
 
     def check(self, slots: Iterable[int]) -> None:
-        """Refuse numbers of slots that can never be.
+        """Raise unless all numbers are of slots that can exist.
 
         Raises:
-            InvariantError: There is one.
+            InvariantError: A number is negative, or ``num_slots`` or more.
         """
 
     def close(self) -> None:
@@ -84,24 +84,24 @@ class DigestedSlots:
 
     Args:
         layout: Shape of the cache.
-        num_slots: Slots that can ever be.
+        num_slots: The most slots that can ever exist.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
         self.num_slots = num_slots
         self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
-        """See ``Slots``."""
+        """Digest of the whole block in each slot: int64 [num_slots]."""
         self._parts: dict[range, np.ndarray] = {}
 
     def digests_of(self, layers: range | None) -> np.ndarray:
-        """See ``Slots.digests_of``."""
+        """Digests of a range of layers (None: all), int64 [num_slots]: the same array at each call."""
         if layers is None:
             return self.digests
         return self._parts.setdefault(layers, np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64))
 
     def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
-        """See ``Slots.forget_digests``."""
+        """Empty the digests that cover any of these layers (None: all) of these slots."""
         self.digests[slots] = EMPTY_DIGEST
         for part, digests in list(self._parts.items()):
             if layers is None or (part.start < layers.stop and layers.start < part.stop):
@@ -111,11 +111,11 @@ class DigestedSlots:
 class SwapSlots(DigestedSlots):
     """A fixed number of slots, each with room for one block of all layers.
 
-    A slot takes memory when it is first written, unless the buffer is page-locked, and until it is discarded.
+    A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded.
 
     Args:
         layout: Shape of the cache.
-        num_slots: How many.
+        num_slots: Number of slots.
         is_pinned: Whether the buffer is page-locked, for copies from and to a CUDA device.
 
     Raises:
@@ -136,21 +136,21 @@ class SwapSlots(DigestedSlots):
             self._is_locked = True
 
     def part(self, first: int, count: int) -> torch.Tensor:
-        """See ``SlotMemory.part``."""
+        """Adjacent slots as 32-bit words: [count, num_layers, layer_block_words]."""
         return self.words[first : first + count]
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """See ``SlotMemory.addresses``."""
+        """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
         return self.words.data_ptr() + slots.astype(np.uint64) * np.uint64(self.layout.block_bytes)
 
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
-        """See ``Slots.use``: all of them."""
+        """Yield True for each of these slots: this memory is never removed."""
         return nullcontext(np.ones(len(slots), dtype=np.bool_))
 
     def discard(self, slots: Sequence[int]) -> bool:
-        """Give the memory of slots back to the system until they are written; whether any could go. They are empty.
+        """Return the memory of slots to the system, and mark them empty; False if it stays because it is page-locked.
 
-        No copy may read or write them. Of a system page that other slots share, nothing goes.
+        No copy may read or write them. A system page that other slots share keeps its memory.
         """
         self.forget_digests(np.array(slots, dtype=np.int64), None)
         if self._is_locked:
@@ -164,7 +164,7 @@ class SwapSlots(DigestedSlots):
         return True
 
     def check(self, slots: Iterable[int]) -> None:
-        """See ``Slots.check``."""
+        """Raise ``InvariantError`` unless all numbers are of these slots."""
         check_slots(slots, self.num_slots)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class SwapSlots(DigestedSlots):
 
 
 def _map_private(num_bytes: int) -> mmap.mmap:
-    """Memory that is there when it is written, at the start of a system page."""
+    """Private memory, at the start of a system page, that is allocated when it is written."""
     try:
         return mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -183,10 +183,10 @@ def _map_private(num_bytes: int) -> mmap.mmap:
 
 
 def check_slots(slots: Iterable[int], num_slots: int) -> None:
-    """Refuse numbers that no slot has.
+    """Raise unless all numbers are of slots: at least 0, and below ``num_slots``.
 
     Raises:
-        InvariantError: There is one.
+        InvariantError: A number is not.
     """
     absent = [slot for slot in slots if not 0 <= slot < num_slots]
     if absent:

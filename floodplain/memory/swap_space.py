@@ -1,6 +1,6 @@
-"""Swap space: the tiers that blocks leave for, each with its slots and the engine that copies there and back.
+"""Swap space: its tiers, each with slots and the engine that copies between them and the KV pool.
 
-Mechanism only. Whose block lies in which slot is decided by ``core.backups``, and what a failed copy means by the loop.
+Mechanism only: ``core.backups`` assigns blocks to slots, and the step loop decides what a failed copy means.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, TransferEngine
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1e-3
-"""How long one tier is waited for while another has copies under way too."""
+"""Seconds to wait for one tier while another one has copies under way too."""
 
 
 class Problem(Enum):
@@ -49,7 +49,7 @@ class SwapStats:
     """Totals since the start.
 
     Attributes:
-        moved_bytes: Over each link, by what for; copies that turned out not to be whole count too.
+        moved_bytes: Bytes by kind of transfer and tier; copies that were not whole count too.
         failed_copies: Copies that were not whole, by problem.
     """
 
@@ -58,12 +58,12 @@ class SwapStats:
 
     @property
     def backup_bytes(self) -> int:
-        """Bytes written ahead, while their owner still ran."""
+        """Bytes that were backed up ahead, while their request still ran."""
         return sum(count for (kind, _), count in self.moved_bytes.items() if kind is TransferKind.BACKUP)
 
     @property
     def traffic_bytes(self) -> dict[tuple[str, str], int]:
-        """All bytes by (``out`` or ``in``, tier); what was written ahead went out."""
+        """All bytes by (``out`` or ``in``, tier); backups count as ``out``."""
         traffic: dict[tuple[str, str], int] = {}
         for (kind, tier), count in self.moved_bytes.items():
             key = ("in" if kind.direction is Direction.INBOUND else "out", tier.value)
@@ -76,9 +76,9 @@ class _Open:
     """A transfer under way.
 
     Attributes:
-        transfer: It.
+        transfer: The transfer.
         parts: Places in ``transfer.blocks`` of the blocks that move in each tier that has not ended.
-        lost: Places of the blocks that did not arrive whole in those tiers that have.
+        lost: Places of the blocks that did not arrive whole in the tiers that have ended.
     """
 
     transfer: Transfer
@@ -90,7 +90,7 @@ class SwapSpace:
     """Runs the transfers of step plans. One thread starts and polls; ``stats`` may be called from any.
 
     Args:
-        tiers: What there is, nearest first. The swap space owns their engines from now on.
+        tiers: All tiers, nearest first. The swap space owns their engines and slots from now on.
         clock: Monotonic seconds.
     """
 
@@ -129,7 +129,7 @@ class SwapSpace:
         return [ended for tier, one in self._tiers.items() for ended in self._take(tier, one.engine.poll())]
 
     def wait(self, timeout_s: float) -> list[tuple[int, Sequence[int]]]:
-        """The same, waiting for the first one; empty if none is under way or the time is over."""
+        """As ``poll``, but waits for the first to end; empty if none is under way or the time is over."""
         end_s = self._clock() + timeout_s
         ended = self.poll()
         while not ended and self._open and (left_s := end_s - self._clock()) > 0:
@@ -144,7 +144,7 @@ class SwapSpace:
         return [copied for one in self._tiers.values() for copied in one.engine.take_copy_times()]
 
     def close(self) -> None:
-        """Let the copies in flight end, and give back engines and slots. Safe to call twice."""
+        """Let the copies in flight end, and close engines and slots. Safe to call twice."""
         for one in self._tiers.values():
             one.engine.close()
             one.slots.close()
@@ -152,7 +152,7 @@ class SwapSpace:
         self._open.clear()
 
     def stats(self) -> SwapStats:
-        """What was moved so far; stays when the swap space is closed."""
+        """Totals so far; also valid after ``close``."""
         return SwapStats(dict(self._moved_bytes), dict(self._failed_copies))
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class SwapSpace:
 
 
 def _parts(transfer: Transfer) -> dict[Tier, list[int]]:
-    """Places in ``transfer.blocks`` of what moves in each tier."""
+    """Places in ``transfer.blocks`` of the blocks that move in each tier."""
     parts: dict[Tier, list[int]] = {}
     for place, location in enumerate(transfer.locations):
         parts.setdefault(location.tier, []).append(place)

@@ -1,7 +1,7 @@
-"""Moving scattered blocks out of the KV pool and back: gather into staging, one large copy, scatter.
+"""Copies of scattered blocks out of the KV pool and back: gather into staging, one large copy, scatter.
 
 Staging and slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one
-digest, any subset of a sequence can return alone, and blocks bound for adjacent slots travel as one copy.
+digest, any subset of a sequence's blocks can be swapped in alone, and blocks for adjacent slots are one copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 
 
 class BlockStore(Protocol):
-    """Where blocks are that are copied to slots: the KV pool, or slots of another tier.
+    """Blocks that are copied to and from slots: the KV pool, or slots of another tier.
 
     Attributes:
         layout: Shape of the cache.
@@ -31,10 +31,10 @@ class BlockStore(Protocol):
 
     @property
     def words(self) -> tuple[torch.Tensor, ...]:
-        """A tensor for each layer, int32 [blocks, words of a layer's part of a block]; when one changes, all anew."""
+        """A tensor for each layer, int32 [blocks, words of a layer's part of a block]; a new tuple if one changes."""
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Guard every copy: touching memory that is not there would end the process.
+        """Raise unless blocks have memory: a copy of memory that is not there would crash the process.
 
         Raises:
             InvariantError: A block has no memory.
@@ -47,10 +47,10 @@ class BlockCopy:
 
     Attributes:
         direction: Which way.
-        blocks: Of the store, and
-        slots: theirs.
-        layers: Places in ``BlockStore.words`` of the layers that move, adjacent ones; None moves all. What was written
-            by a range is proven when the same range is read.
+        blocks: Blocks of the store.
+        slots: The slot of each block.
+        layers: Places in ``BlockStore.words`` of the layers that move, adjacent ones; None moves all. A block
+            is proven only if it is read by the range that it was written by.
     """
 
     direction: Direction
@@ -64,11 +64,11 @@ class CopyResult:
     """How a copy ended.
 
     Attributes:
-        transfer_id: Which one.
+        transfer_id: The id that was submitted.
         lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. The bytes at
-            their destinations mean nothing.
+            their destinations are unspecified.
         num_bytes: Bytes that went over the link.
-        digests: Of each block, in the order of ``BlockCopy.blocks``, as the destination's side knows them.
+        digests: Of each block as it was copied, in the order of ``BlockCopy.blocks``.
         problem: Why blocks are lost.
     """
 
@@ -88,7 +88,7 @@ class Pacer(Protocol):
     """A modelled link that copies wait for."""
 
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-        """Send copies of these sizes one after another, behind all that is booked already.
+        """Book copies of these sizes one after another, behind all that is booked already.
 
         Returns:
             When the last byte arrives, on the monotonic clock, and the seconds since the first one left.
@@ -99,8 +99,8 @@ class TransferEngine(Protocol):
     """Runs copies beside compute. One thread submits and polls.
 
     Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
-    ``submit`` and its result nobody may write the blocks of an outbound copy, nor touch those of an inbound one, nor
-    the slots of either.
+    ``submit`` and its result, the blocks of an outbound copy must not be written, and those of an inbound copy and the
+    slots of either must not be touched.
     """
 
     @property
@@ -132,9 +132,9 @@ class Batch:
     """One filling of the staging buffer: a part of a copy, its slots ascending.
 
     Attributes:
-        order: Where in ``BlockCopy.blocks`` each row comes from.
-        blocks: Of each row.
-        slots: Of each row.
+        order: Index in ``BlockCopy.blocks`` of each row.
+        blocks: Block of each row.
+        slots: Slot of each row.
         runs: (row, first slot, count): each is one copy over the link.
     """
 
@@ -158,10 +158,10 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
 
 
 def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
-    """Refuse a copy that would touch what is not there.
+    """Raise unless a copy names blocks, slots and layers that exist, each block and slot once.
 
     Raises:
-        InvariantError: See ``TransferEngine.submit``.
+        InvariantError: As in ``TransferEngine.submit``; or the layers are not a range of those of ``pool``.
     """
     pool.expect_backed(copy.blocks)
     if len(copy.blocks) != len(copy.slots) or not copy.blocks:
@@ -175,13 +175,13 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
 
 
 def judge_outbound(transfer_id: int, num_bytes: int, found: np.ndarray) -> CopyResult:
-    """Which blocks left: those bound for a slot without memory have ``EMPTY_DIGEST`` for a digest."""
+    """Result of an outbound copy: a block whose slot had no memory has ``EMPTY_DIGEST``, and is lost."""
     lost = _places(found == EMPTY_DIGEST)
     return CopyResult(transfer_id, lost, num_bytes, tuple(found.tolist()), "a slot went away" if lost else None)
 
 
 def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-    """Which blocks came back as they left: their digests, against those stored when they left."""
+    """Result of an inbound copy: a block is lost if its slot was empty, or its digest is not the stored one."""
     is_empty = expected == EMPTY_DIGEST
     lost, problem = _places(is_empty | (expected != found)), None
     if lost:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from floodplain.demo.leases_load import QUICK_SCENE
-from floodplain.demo.load import QUICK
+from floodplain.demo.load import FULL, QUICK, Scale, engine_config, fit_pool, sample_spec
 from floodplain.demo.page import print_summary, write_files
 from floodplain.demo.run import measure_machine, serve_way
 from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, expansion_ways
+from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
+from floodplain.model.weights.open_model import open_model
 from floodplain.observe.plots import draw_ttft
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec, build
@@ -61,6 +63,20 @@ def test_every_way_is_what_its_result_says(runs: dict[str, dict[str, Any]]) -> N
     ]
     factors = {each["links"][0]["slowdown"] for name, each in hardware.items() if name != "fcfs"}
     assert len(factors) == 1
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK])
+@pytest.mark.parametrize("num_prompts", [1, 19, 60, 110, 1000])
+def test_slow_machines_outgrow_the_pool_and_it_holds_the_longest_request(scale: Scale, num_prompts: int) -> None:
+    fitted = fit_pool(scale, num_prompts)
+    assert fitted.num_resident <= scale.num_resident
+    assert fitted == replace(scale, num_resident=fitted.num_resident)
+    assert num_prompts < 18 or fitted.num_resident <= num_prompts / 3
+    assert num_prompts < 72 or fitted == scale, "a quick machine has all"
+    base = engine_config("dummy:tiny-llama", sample_spec(0, scale), fitted)
+    source = open_model("dummy:tiny-llama")
+    pool_tokens = (base.kv_memory or 0) / kv_bytes_per_token(source.config, base.dtype)
+    assert pool_tokens - base.block_tokens > scale.max_input + scale.max_output
 
 
 def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -> None:

@@ -50,11 +50,10 @@ def wait_formed(front: FrontProcess) -> dict[int, Any]:
     return dict(found)
 
 
-def kill(front: FrontProcess, stage: int, number: int = signal.SIGKILL) -> int:
-    """Send a signal to a stage; its process id."""
+def kill(front: FrontProcess, stage: int) -> None:
+    """Kill a stage."""
     (row,) = (row for row in front.rows() if row["stage"] == stage)
-    os.kill(row["pid"], number)
-    return int(row["pid"])
+    os.kill(row["pid"], signal.SIGKILL)
 
 
 def count_silent(front: FrontProcess) -> int:
@@ -72,9 +71,10 @@ def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[st
 
 def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess) -> None:
     """Of another stage: ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
-    before, moved = wait_formed(front), front.listing()["moved_requests"]
+    before, moved, silent = wait_formed(front), front.listing()["moved_requests"], count_silent(front)
     assert front.stream(do=lambda: kill(front, 0)) == [*expected()]
-    assert front.listing()["moved_requests"] > moved
+    num_held_up = count_silent(front) - silent  # by a busy machine: each moves the request once more
+    assert 1 <= front.listing()["moved_requests"] - moved <= 1 + num_held_up
     after = wait_formed(front)
     assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, and linked up anew
     assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
@@ -84,7 +84,7 @@ def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(
     stopped = int(wait_formed(front)[1]["pid"])
     num_silent = count_silent(front)  # a busy machine may have held a stage up before
     with ThreadPoolExecutor(1) as threads:
-        streaming = threads.submit(front.stream, do=lambda: kill(front, 1, signal.SIGSTOP))
+        streaming = threads.submit(front.stream, do=lambda: os.kill(stopped, signal.SIGSTOP))
         try:
             wait_until(lambda: count_silent(front) > num_silent, timeout_s=START_TIMEOUT_S)
         finally:

@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import UserError
+from floodplain.core.free_blocks import BlockId
 from floodplain.core.layer_places import LayerPlaces, every_place
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.layer_line import PythonLayerLine, open_layer_line
@@ -52,6 +54,7 @@ class World:
         self.lengths: list[int] = []
         self.tags: dict[tuple[int, int, int], int] = {}  # (sequence, position, layer) -> its key; the value is one more
         self.next_tag = 1
+        self.num_moved = 0
         self.kv = torch.empty(0)  # of the layer that is looked at: as an argument, a failing test would print all of it
 
     def open_home(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -134,10 +137,15 @@ class World:
         assert ends == [tag, tag, tag + 1, tag + 1], f"sequence {index}, token {position}, layer {layer}"
 
     def change(self, places: LayerPlaces) -> None:
-        moved = self.slots.change_to(places, self.ledger)
+        try:
+            self.slots.change_to(places, self.ledger, self.remap)
+        finally:
+            self.check()
+
+    def remap(self, moved: dict[BlockId, BlockId]) -> None:
+        self.num_moved += len(moved)
         for table in self.tables:
-            table[:] = [moved.get(block, block) for block in table]  # type: ignore[call-overload]
-        self.check()
+            table[:] = [moved.get(BlockId(block), block) for block in table]
 
     def check(self) -> None:
         """What is conserved: pages, and blocks; every token is where its layer's copy says."""
@@ -201,6 +209,30 @@ def test_the_same_over_the_lines_of_the_host(is_native: bool) -> None:
         with world(line if seed == 5 else open_layer_line(LAYOUT.num_layers), seed) as one:
             line.pace(2e8 * (seed % 2))
             live(one, 60)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tables_are_right_after_mappings_ran_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have moved by then: every token is still where its table says, and the next try completes the change."""
+
+    def fail(layers: object, pages: object) -> None:
+        raise UserError("the system's limit on mappings is reached")
+
+    with world(OrderedLine(LAYOUT.num_layers), seed) as one:
+        one.change(PLACES[-1])
+        for index in range(one.pool.num_blocks):
+            one.begin_sequence()
+            one.step({index: LAYOUT.block_tokens})
+        for index in reversed(range(one.pool.num_blocks)):
+            if index % one.pool.quantum_blocks:  # one block of every quantum is left
+                one.end_sequence(index)
+        with monkeypatch.context() as patch:
+            patch.setattr(one.pool, "map_layers", fail)
+            with pytest.raises(UserError, match="limit on mappings"):
+                one.change(PLACES[0])
+        assert one.num_moved > 0
+        one.change(PLACES[0])
+        assert one.slots.places == PLACES[0]
 
 
 def test_all_memory_serves_whatever_streams_and_all_comes_back() -> None:

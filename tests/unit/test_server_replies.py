@@ -107,7 +107,8 @@ def test_an_answer_written_in_pieces_is_the_whole_one(outputs: list[Any]) -> Non
         for text, pairs in outputs
     ]
     for make in (CompletionReply, ChatReply):
-        whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
+        with patch("time.time", return_value=7.0):  # the answers name the second in which they were made
+            whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
         with patch.object(answers, "PIECE_TOKENS", 2):
             written = write_answer(pieces, deltas, Tally(7).usage())
         expected = whole.body(deltas, Tally(7).usage()).model_dump_json()

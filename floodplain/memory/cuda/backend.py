@@ -1,4 +1,4 @@
-"""An engine that computes on a GPU: its device is the driver's memory, and neighbours are other GPUs."""
+"""The backend of a GPU: its device is the driver's memory, and neighbours are other GPUs."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
 
 DEFAULT_KV_SHARE = 0.9
-"""Of the memory that is free once the parameters are loaded."""
+"""Share of the memory that is free once the parameters are loaded."""
 NUM_GUESTS = 1
-"""Consumers whose contexts have a place beside what they borrow: placements give a producer one (AQUA, section 4)."""
+"""Consumers whose contexts get room beside what they borrow: placements give a producer one (AQUA, section 4)."""
 
 
 class CudaBackend:
-    """See ``Backend``. Made by ``open_cuda_backend``.
+    """The ``Backend`` of one GPU. Made by ``open_cuda_backend``.
 
     Args:
-        index: Of the GPU.
+        index: Index of the GPU.
     """
 
     shares_host_memory = False
     piece_bytes = 16
-    """A lane of our kernels moves so many at a time (``memory.cuda.triton_copy``)."""
+    """Bytes that a lane of our kernels moves at a time (``memory.cuda.triton_copy``)."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     @property
     def torch_device(self) -> torch.device:
-        """See ``Backend``."""
+        """Where tensors of this device lie."""
         return torch.device("cuda", self._index)
 
     def describe(self) -> str:
-        """See ``Backend``."""
+        """The GPU's name, for reports."""
         return torch.cuda.get_device_name(self._index)
 
     def open_device(
         self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
     ) -> OpenedDevice:
-        """See ``Backend``. Sizes are not looked at: the driver says what does not fit when it is allocated."""
+        """Open the GPU's memory for one engine. Sizes are not checked: an allocation that does not fit fails later."""
         device = open_cuda_device(self._index)
         closing = ExitStack()
         closing.callback(torch.cuda.empty_cache)  # embedding, head and activations lie in torch's own pool
@@ -73,24 +73,24 @@ class CudaBackend:
         return OpenedDevice(device, closing.close)
 
     def default_kv_bytes(self, device: Device) -> int:
-        """See ``Backend``: a share of what is free."""
+        """Bytes of the KV pool if no flag gives them: a share of what is free."""
         free = device.num_free_pages() * device.page_bytes
         return int(free * DEFAULT_KV_SHARE)
 
     def measure_guest_bytes(self) -> int:
-        """See ``Backend``: the contexts of ``NUM_GUESTS`` processes."""
+        """Bytes that the contexts of ``NUM_GUESTS`` borrowers take of the GPU."""
         return NUM_GUESTS * measure_context_bytes(self._index)
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
     ) -> tuple[SwapSlots, SwapTier]:
-        """See ``Backend``: page-locked."""
+        """Page-locked swap space in host memory, and its started engine."""
         slots = SwapSlots(pool.layout, num_slots, is_pinned=True)
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
         return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """See ``Backend``. Not yet run on a GPU."""
+        """A started line for streamed layers. Not yet run on a GPU."""
         driver = CudaDriver(self._index)
         if not driver.reads_host_memory:
             raise UserError(
@@ -101,28 +101,28 @@ class CudaBackend:
         return CudaLayerLine(self.torch_device, num_layers, lambda: PieceCopier(driver, self.torch_device))
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Backend``: page-locked, which takes all of its memory at once."""
+        """Page-locked memory for a streamed layer's copy, int32 of this shape, allocated at once."""
         words = torch.empty(shape, dtype=torch.int32)
         lock_pages(words, "lower --kv-expansion or --kv-memory")
         return words
 
     def close_layer_copy(self, words: torch.Tensor) -> None:
-        """See ``Backend``."""
+        """Unlock the memory of ``open_layer_copy``; no copy uses it any more."""
         unlock_pages(words)
 
     def open_peer_memory(self) -> CudaPeerMemory:
-        """See ``Backend``: GPUs of this machine."""
+        """Memory of neighbours: GPUs of this machine."""
         return CudaPeerMemory(self._index)
 
     def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
-        """See ``Backend``."""
+        """Swap space on neighbours, with its started engine."""
         staging_blocks = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
         return SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
 
     def open_slot_mover(
         self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
     ) -> CudaSlotMover:
-        """See ``Backend``."""
+        """A started mover between swap space in host memory and on neighbours."""
         return CudaSlotMover(host, peer, self.torch_device, staging_blocks).start()
 
 

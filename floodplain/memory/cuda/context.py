@@ -1,4 +1,4 @@
-"""What another process takes of a GPU before it has allocated anything: its context. Measured with a process."""
+"""Measures what another process takes of a GPU before it allocates anything: its context."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ expect_done("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
 print("there", flush=True)
 sys.stdin.read()
 """
-"""Makes a context on the device of that index, says so, and ends when nobody listens any more."""
+"""Makes a context on the device of that index, prints a line, and exits when its stdin is closed."""
 
 _PATIENCE_S = 60.0
 
 
 def measure_context_bytes(index: int, program: str = PROGRAM) -> int:
-    """Bytes that a bare context of another process takes of CUDA device ``index``: a second or two.
+    """Bytes that a bare context of another process takes of CUDA device ``index``; runs for a second or two.
 
-    Whatever somebody else allocates or frees there meanwhile is in the number, too. Not yet run on a GPU.
+    Memory that other processes allocate or free there meanwhile changes the result, too. Not yet run on a GPU.
 
     Raises:
         UserError: No second process can make a context there.

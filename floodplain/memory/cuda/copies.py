@@ -1,4 +1,4 @@
-"""What copies on a GPU: between its KV pool and slots, and between slots of one tier and those of another."""
+"""Opens what copies on a GPU: between its KV pool and slots, and between the slots of two tiers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def open_pool_copies(
     """The transfer engine of a KV pool on a GPU, not yet started.
 
     Args:
-        pool: Its blocks move.
+        pool: Its blocks are copied.
         device: The GPU on which it lies.
-        slots: Where to: page-locked, or on neighbours.
+        slots: The slots, page-locked or on neighbours.
         staging_blocks: Blocks that are gathered at a time; each direction has such a buffer on the device.
 
     Raises:
@@ -35,13 +35,13 @@ def open_pool_copies(
 
 
 class CudaSlotMover(SlotMover):
-    """A ``SlotMover`` whose copies pass through staging on the GPU, which takes the digests on the way.
+    """A ``SlotMover`` whose copies pass through staging on the GPU, which computes their digests.
 
     Args:
         host: The buffer; page-locked.
         peer: The slots on neighbours.
         device: The GPU; the neighbours' memory is mapped for it.
-        staging_blocks: Blocks that are there at a time, in each direction.
+        staging_blocks: Blocks in staging at a time, in each direction.
 
     Raises:
         InvariantError: The buffer is not page-locked.

@@ -21,10 +21,10 @@ _NO_PAGE = Page(-1)
 
 
 class CudaDevice:
-    """See ``Device``. Made by ``open_cuda_device``. One thread at a time.
+    """A ``Device`` of CUDA memory. Made by ``open_cuda_device``. One thread at a time.
 
     Args:
-        driver: Of the device.
+        driver: Driver of the device.
         max_pages: Most pages that this object owns at a time; None leaves it to the device.
     """
 
@@ -55,30 +55,29 @@ class CudaDevice:
         return num_pages if self._max_pages is None else min(num_pages, self._max_pages - len(self._owned))
 
     def backing(self) -> None:
-        """See ``Device.backing``: the driver's memory lies in no folder."""
+        """None: the driver's memory lies in no folder."""
 
     def num_foreign_pages(self) -> int:
         """Pages' worth of memory in use beyond this object's pages, torch's own and what was in use at the start.
 
-        The driver says how much of a device is free, not whose the rest is (cuMemGetInfo). What was in use when the
-        device was opened, or at the last ``forget_others``, is taken for nobody's, contexts for the most part: a
-        neighbour that held memory then is not seen, and one that makes a context later seems to hold it. Not yet run on
-        a GPU.
+        The driver says how much of a device is free, not who owns the rest (cuMemGetInfo). Memory in use when the
+        device was opened, or at the last ``forget_others``, is not counted: it is mostly contexts. So memory that a
+        neighbour borrowed before then is missed, and a context that it creates later is counted. Not yet run on a GPU.
         """
         return max(0, self._other_bytes() - self._base_bytes) // self.page_bytes
 
     def forget_others(self) -> None:
-        """Take what is in use now for nobody's, as what was in use at the start. Any thread may say so.
+        """Stop counting memory in use now as foreign, like memory in use at the start. Any thread may call it.
 
-        What another thread allocates or releases meanwhile may count as others' later, and is never forgotten.
+        Memory that another thread allocates or releases meanwhile may later count as foreign, and is never missed.
         """
         self._base_bytes = self._other_bytes(max)
 
     def _other_bytes(self, choose: Callable[[int, int], int] = min) -> int:
-        """What another thread allocates or releases meanwhile may count as others', and never the other way round.
+        """Bytes in use beside our own; too many, never too few, if another thread allocates or releases meanwhile.
 
         Args:
-            choose: ``max`` turns that round.
+            choose: ``max`` makes them too few, never too many.
         """
         own_bytes = self._own_bytes()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._driver.index)
@@ -90,10 +89,10 @@ class CudaDevice:
     def cap_torch(self, kept_bytes: int) -> None:
         """Keep torch's own pool (activations, workspaces, what no arena has) out of ``kept_bytes``, until ``close``.
 
-        They are this object's pages' and its neighbours': what is lent must be free whenever it is.
+        Those bytes are for this object's pages and for borrowers: lent memory must be free whenever it is lent.
 
         Raises:
-            UserError: Beside them there is less than torch has taken already.
+            UserError: What is left beside them is less than torch has taken already.
         """
         _, total_bytes = torch.cuda.mem_get_info(self._driver.index)
         room = int(total_bytes) - self._base_bytes - kept_bytes
@@ -106,7 +105,7 @@ class CudaDevice:
         self._caps_torch = True
 
     def allocate(self, num_pages: int) -> list[Page] | None:
-        """See ``Device.allocate``. The bytes of a fresh page are unspecified."""
+        """Take pages of unspecified bytes; None, with none taken, if there are too few."""
         api = self._driver.api
         if self._max_pages is not None and len(self._owned) + num_pages > self._max_pages:
             return None
@@ -123,14 +122,14 @@ class CudaDevice:
         return taken
 
     def release(self, pages: Sequence[Page]) -> None:
-        """See ``Device.release``."""
+        """Give unmapped pages back to the driver."""
         for page in pages:
             if page not in self._owned:
                 raise InvariantError("a page is released that is not owned")
             self._driver.call(self._driver.api.cuMemRelease, self._owned.pop(page))
 
     def reserve(self, num_pages: int) -> CudaArena:
-        """See ``Device.reserve``."""
+        """Reserve an empty arena."""
         arena = CudaArena(self, self._driver, num_pages)
         self._arenas = [*(a for a in self._arenas if a.is_open), arena]
         return arena
@@ -141,11 +140,11 @@ class CudaDevice:
 
     @property
     def access(self) -> Any:
-        """The right of this device to read and write what is mapped."""
+        """This device's right to read and write mapped memory, for ``cuMemSetAccess``."""
         return self._access
 
     def close(self) -> None:
-        """See ``Device.close``. A second call does nothing."""
+        """Close all arenas, release every page, and lift the cap on torch. A second call does nothing."""
         for arena in self._arenas:
             arena.close()
         self.release(list(self._owned))
@@ -163,7 +162,7 @@ class CudaDevice:
 
 
 class CudaArena:
-    """See ``Arena``. Made by ``CudaDevice.reserve``."""
+    """An ``Arena`` of CUDA memory. Made by ``CudaDevice.reserve``."""
 
     def __init__(self, device: CudaDevice, driver: CudaDriver, num_pages: int) -> None:
         self.page_bytes = device.page_bytes
@@ -179,7 +178,7 @@ class CudaArena:
         return self._address is not None
 
     def map(self, offset_page: int, pages: Sequence[Page]) -> None:
-        """See ``Arena.map``."""
+        """Map pages, in order, from the ``offset_page``-th page on; nothing changes on an error."""
         self._expect(offset_page, len(pages), are_mapped=False)
         if not pages:
             return
@@ -199,7 +198,7 @@ class CudaArena:
             raise
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
-        """See ``Arena.unmap``. Waits for the device first: a kernel that still runs must not lose its memory."""
+        """Unmap and return pages. Waits for the device first: a running kernel must not lose its memory."""
         self._expect(offset_page, num_pages, are_mapped=True)
         torch.cuda.synchronize(self._driver.index)
         for place in range(offset_page, offset_page + num_pages):
@@ -209,12 +208,12 @@ class CudaArena:
         return pages
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
-        """See ``Arena.discard``: memory stays with its handles."""
+        """False: pages have memory as long as they are owned."""
         self._expect(offset_page, num_pages, are_mapped=True)
         return False
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Arena.tensor``. Before the first page is mapped, one is lent while torch looks at the address."""
+        """View the range from its start. If it has no first page, one is mapped while torch inspects the address."""
         num_elements = math.prod(shape)
         if num_elements * dtype.itemsize > self._num_bytes:
             raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
@@ -230,7 +229,7 @@ class CudaArena:
             self._device.release(self.unmap(0, 1))
 
     def close(self) -> None:
-        """See ``Arena.close``. A second call does nothing."""
+        """Release the mapped pages and the range. A second call does nothing."""
         if self._address is None:
             return
         mapped = [place for place, page in enumerate(self._table) if page != _NO_PAGE]

@@ -1,4 +1,4 @@
-"""The CUDA driver with its errors raised (cuda-bindings, loaded when it is first needed), and what it says of a device.
+"""The CUDA driver with its errors raised (cuda-bindings, loaded when first needed), and attributes of a device.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/
 """
@@ -23,7 +23,7 @@ def _load_driver() -> Any:
 
 
 class CudaDriver:
-    """Calls on behalf of one device. Those on virtual memory need no current context, and others are left to torch.
+    """Driver calls for one device. Calls on virtual memory need no current context; others are left to torch.
 
     Safe to call from several threads, as the driver is.
 
@@ -62,30 +62,30 @@ class CudaDriver:
 
     @property
     def handle(self) -> Any:
-        """The driver's word for the device."""
+        """The driver's handle of the device."""
         return self.call(self.api.cuDeviceGet, self.index)
 
     @property
     def uuid(self) -> bytes:
         """16 bytes that are the same in every process; a MIG instance has its own.
 
-        Before CUDA 13 the plain name was that of a call which gives a MIG instance its whole GPU's.
+        Before CUDA 13 the call without ``_v2`` returns the UUID of the whole GPU for a MIG instance.
         """
         function = getattr(self.api, "cuDeviceGetUuid_v2", self.api.cuDeviceGetUuid)
         return bytes(self.call(function, self.handle).bytes)
 
     @property
     def name(self) -> str:
-        """The product's; that of a MIG instance ends with its profile, as in ``NVIDIA H100 MIG 1g.10gb``."""
+        """The product name; a MIG instance's ends with its profile, as in ``NVIDIA H100 MIG 1g.10gb``."""
         return bytes(self.call(self.api.cuDeviceGetName, _NAME_BYTES, self.handle)).split(b"\0")[0].decode()
 
     @property
     def is_mig_instance(self) -> bool:
-        """Whether it is a part of a GPU; the driver has no attribute for that, only the name tells."""
+        """Whether it is a part of a GPU; only the name shows it, the driver has no attribute for it."""
         return " MIG " in self.name
 
     def attribute(self, name: str) -> int:
-        """A ``CU_DEVICE_ATTRIBUTE_``: its name without that."""
+        """Value of ``CU_DEVICE_ATTRIBUTE_<name>``."""
         wanted = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call(self.api.cuDeviceGetAttribute, wanted, self.handle))
 
@@ -96,7 +96,7 @@ class CudaDriver:
 
     @property
     def reads_host_memory(self) -> bool:
-        """Whether kernels reach page-locked memory at the host's own addresses, also what was locked after the fact."""
+        """Whether kernels reach page-locked memory at the host's addresses, also if locked after allocation."""
         return bool(self.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"))
 
     def can_access(self, other: CudaDriver) -> bool:
@@ -107,7 +107,7 @@ class CudaDriver:
 
     @property
     def properties(self) -> Any:
-        """Of memory that lies on the device: what ``cuMemCreate`` wants to know."""
+        """Allocation properties of memory on the device, for ``cuMemCreate``."""
         properties = self.api.CUmemAllocationProp()
         properties.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location = self._location
@@ -115,13 +115,13 @@ class CudaDriver:
 
     @property
     def page_bytes(self) -> int:
-        """The least that can be allocated and mapped."""
+        """The smallest size that can be allocated and mapped."""
         minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self.call(self.api.cuMemGetAllocationGranularity, self.properties, minimum))
 
     @property
     def access(self) -> Any:
-        """The right of this device to read and write what is mapped, wherever that lies: for ``cuMemSetAccess``."""
+        """This device's right to read and write mapped memory, wherever it lies, for ``cuMemSetAccess``."""
         access = self.api.CUmemAccessDesc()
         access.location = self._location
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

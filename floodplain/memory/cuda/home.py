@@ -1,7 +1,7 @@
-"""Which GPU a producer's name stands for: its engine says so in a small file, and is at home there while it lives.
+"""Maps a producer's name to its GPU: the engine there claims a small file with the GPU's UUID while it runs.
 
-The file lies where those of host devices do, under the same rules (``named_file``). It has the GPU's UUID, which is the
-same in every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives the GPU there.
+The file lies where those of host devices do, under the same rules (``named_file``). The GPU's UUID is the same in every
+process, whatever index ``CUDA_VISIBLE_DEVICES`` gives the GPU there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAGIC = b"floodcu1"
 
 
 class CudaHome:
-    """The right to be found under a name, until ``close``. Made by ``claim_cuda_home``.
+    """The claim of an engine on a device name, until ``close``. Made by ``claim_cuda_home``.
 
     Args:
-        fd: Of the file, claimed; it is this object's from now on.
-        path: Of the file.
+        fd: Descriptor of the claimed file; this object owns it.
+        path: Path of the file.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -34,7 +34,7 @@ class CudaHome:
         self._path = path
 
     def close(self) -> None:
-        """Give the name up: the file goes, unless somebody put another one there. A second call does nothing."""
+        """Give the name up; the file is removed if no other process has it open. A second call does nothing."""
         if self._fd is not None:
             named_file.leave(self._fd, self._path)
             self._fd = None
@@ -49,7 +49,7 @@ class CudaHome:
 
 
 def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> CudaHome:
-    """Be found under ``name`` as the engine on that GPU; what a killed engine left under it is replaced.
+    """Claim ``name`` for the engine on that GPU; the file of a killed engine is replaced.
 
     Args:
         name: Of the device among its neighbours.
@@ -57,7 +57,7 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
         directory: Where the file lies; None as in ``open_home_device``.
 
     Raises:
-        UserError: Another engine has that name, or what is there is another user's, or no GPU's.
+        UserError: Another engine has that name, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
     while True:
@@ -70,7 +70,7 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
         except BaseException:
             os.close(fd)
             raise
-        named_file.leave(fd, path)  # of another GPU, and gone as soon as nobody looks it up: try again
+        named_file.leave(fd, path)  # names another GPU; it is removed once no process has it open: try again
 
 
 def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
@@ -91,7 +91,7 @@ def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
 
 
 def format_uuid(device_uuid: bytes) -> str:
-    """As ``nvidia-smi -L`` and ``CUDA_VISIBLE_DEVICES`` write it, of a whole GPU."""
+    """The UUID of a whole GPU as ``nvidia-smi -L`` and ``CUDA_VISIBLE_DEVICES`` write it."""
     return f"GPU-{uuid.UUID(bytes=device_uuid)}"
 
 

@@ -1,7 +1,7 @@
-"""Layers that travel between a GPU and their copies: a stream for each direction, and events. The host never blocks.
+"""The ``LayerLine`` of a GPU: a stream for each direction, and events. Submitting never blocks the host.
 
-What a queue keeps in order on a host, events do here: a copy waits for the last write from its place and for the last
-one to its layer, a write for what compute was told before it, compute for the copies of a layer's place.
+Events keep the order that a queue keeps on a host: a load waits for the last write from its place and for the last
+write to its layer; a write waits for compute submitted before it; compute waits for the copies of a layer's place.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from floodplain.memory.layer_line import LineStats, Mark, Ticket
 
 
 class Copier(Protocol):
-    """Copies pieces of layers: a ``PieceCopier``."""
+    """Copies pieces of layers on one stream: a ``PieceCopier``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
-        """Put copies on the current stream; offsets as in ``LayerLine``."""
+        """Enqueue copies on the current stream; offsets as in ``LayerLine``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: its stream, and what copies there."""
+    """One direction: its stream, and the copier of that stream."""
 
     stream: torch.cuda.Stream
     copier: Copier
@@ -35,7 +35,7 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy under way: what it carries, and the events around it, of which only those of a load tell its time."""
+    """A copy under way: what it carries, and the events around it; only loads are timed by them."""
 
     is_load: bool
     carried: LineStats
@@ -44,12 +44,12 @@ class _Copy:
 
 
 class CudaLayerLine:
-    """See ``LayerLine``.
+    """A ``LayerLine`` on a GPU.
 
     Args:
         device: The GPU that computes.
-        num_layers: Of the model.
-        open_copier: Makes what copies on one stream.
+        num_layers: Layers of the model.
+        open_copier: Makes the copier of one stream.
     """
 
     def __init__(self, device: torch.device, num_layers: int, open_copier: Callable[[], Copier]) -> None:
@@ -64,13 +64,13 @@ class CudaLayerLine:
         self._lock = threading.Lock()
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
-        """See ``LayerLine.place``: what was put on the streams before has ended when this returns."""
+        """Set where a layer's copies are, and wait until all copies submitted before have ended."""
         with self._lock:
             self._copies[layer] = (home, near)
         self.drain()
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.load``."""
+        """Load pieces behind the last write from ``place`` and the last write to the layer's copies."""
         with self._lock:
             home, near = self._copies_of(layer)
             waits = [event for event in (self._left.get(place.data_ptr()), self._written.get(layer)) if event]
@@ -80,7 +80,7 @@ class CudaLayerLine:
             return ticket
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.write``: the rows that compute was told to write before."""
+        """Write pieces of ``place`` to the layer's copies, behind all compute submitted so far."""
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         computed.record(torch.cuda.current_stream(self._device))
         with self._lock:
@@ -92,7 +92,7 @@ class CudaLayerLine:
             return ticket
 
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.fill``: among the writes, which it must not overtake."""
+        """Copy pieces from home to the near copy, in order with the writes, which it must not overtake."""
         with self._lock:
             home, near = self._copies_of(layer)
             pairs = [] if near is None else [(near, home)]
@@ -101,39 +101,39 @@ class CudaLayerLine:
             return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """See ``LayerLine.wait``: the current stream waits."""
+        """Make the current stream wait for a copy."""
         with self._lock:
             copy = self._under_way.get(ticket)
         if copy is not None:  # else it has ended
             torch.cuda.current_stream(self._device).wait_event(copy.end)
 
     def mark(self) -> Mark:
-        """See ``LayerLine.mark``."""
+        """Record an event on the current stream."""
         event = _open_timer()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
-        """See ``LayerLine.elapsed_s``."""
+        """Seconds between two marks; None if the later one has not been reached."""
         return begin.elapsed_time(end) / 1e3 if end.query() else None
 
     def drain(self) -> None:
-        """See ``LayerLine.drain``."""
+        """Block until all copies have ended."""
         for lane in (self._inbound, self._outbound):
             lane.stream.synchronize()
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """See ``LayerLine.pace``."""
+        """Raise ``InvariantError``: the links of a GPU are real."""
         raise InvariantError("a GPU's links are real: no other ones can be emulated")
 
     def stats(self) -> LineStats:
-        """See ``LayerLine.stats``."""
+        """Totals of the copies that have ended, up to the first that has not."""
         with self._lock:
             self._forget_ended()
             return self._stats
 
     def close(self) -> None:
-        """See ``LayerLine.close``."""
+        """Wait for all copies, and forget where layers' copies are."""
         self.drain()
         with self._lock:
             self._forget_ended()
@@ -154,9 +154,9 @@ class CudaLayerLine:
         piece_bytes: int,
         carried: LineStats,
     ) -> tuple[Ticket, torch.cuda.Event]:
-        """Put copies on a lane, each of a target and a source, behind some events; their ticket, and their end.
+        """Enqueue copies of (target, source) pairs on a lane behind some events; returns their ticket and end event.
 
-        Without pieces, too: what waits for the copy waits for those events.
+        Also without pieces: waiting for the copy then means waiting for those events.
         """
         self._forget_ended()
         for event in waits:
@@ -184,7 +184,7 @@ class CudaLayerLine:
 
 
 def _open_stream(device: torch.device) -> torch.cuda.Stream:
-    """One whose kernels are few and small, and begin before the next blocks of a compute kernel that fills the GPU."""
+    """A stream whose few, small kernels start before the next blocks of a compute kernel that fills the GPU."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Bytes on a neighbour GPU: memory of this process there, mapped for our own GPU, whose copy engine alone touches it.
+"""Memory of this process on a neighbour GPU, mapped for our own GPU, the only one that accesses it.
 
 No kernel ever runs on the neighbour, and nothing here makes a context there: physical memory is created with the
 neighbour as its location, and only the home device gets the right to read and write it.
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class CudaPeerMemory:
-    """See ``PeerMemory``: neighbours that are GPUs of this machine, each under its producer's name.
+    """``PeerMemory`` on GPUs of this machine, each under its producer's name.
 
     A neighbour may be the home device itself: another engine on the same GPU. Safe to call from several threads.
 
-    Which of the GPUs that this process sees can be borrowed from is found out at once, and logged.
+    The constructor checks which GPUs that this process sees can be borrowed from, and logs that.
 
     Args:
-        index: Of the home device, on which this process computes.
+        index: Index of the home device, on which this process computes.
         directory: Where producers' home files lie; None as in ``open_home_device``.
 
     Raises:
@@ -52,10 +52,10 @@ class CudaPeerMemory:
         if not usable:
             raise UserError(f"no GPU that this process sees can be borrowed from: {self._obstacles[home.uuid]}")
         self.page_bytes = math.lcm(*usable)
-        """Of all GPUs that can be borrowed from."""
+        """A multiple of the page size of each GPU that can be borrowed from."""
 
     def allocate(self, producer: str, num_bytes: int) -> CudaExtent | None:
-        """See ``PeerMemory.allocate``. Fresh bytes are unspecified.
+        """Take the whole pages in ``num_bytes`` on a producer's GPU, of unspecified bytes; else None.
 
         Raises:
             UserError: No such engine runs here, or its GPU is not visible or not reachable.
@@ -65,7 +65,7 @@ class CudaPeerMemory:
         return _create_extent(self._home, neighbour, num_bytes) if num_bytes else None
 
     def _find(self, producer: str) -> CudaDriver:
-        """The device that a producer computes on; whoever calls may touch it."""
+        """The device that a producer computes on. Raises ``UserError`` if it cannot be used here."""
         uuid = find_cuda_home(producer, self._directory)
         if uuid not in self._devices:
             hint = (
@@ -81,13 +81,13 @@ class CudaPeerMemory:
 
 
 class CudaExtent:
-    """See ``Extent``. Made by ``CudaPeerMemory``. ``close`` may be called on any thread, when no copy uses it.
+    """An ``Extent`` on a GPU. Made by ``CudaPeerMemory``. Any thread may call ``close`` when no copy uses it.
 
     Args:
         address: Where it begins.
-        num_bytes: What it has.
-        device: Where its bytes lie, if that is the home device; None if they are a neighbour's.
-        undo: Gives them back.
+        num_bytes: Its length.
+        device: The home device if its bytes lie there; None if they lie on a neighbour.
+        undo: Frees the bytes.
     """
 
     def __init__(self, address: int, num_bytes: int, device: torch.device | None, undo: ExitStack) -> None:
@@ -99,9 +99,9 @@ class CudaExtent:
         self._is_open = True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Extent.tensor``; on the home device only.
+        """View the extent from its start, if it lies on the home device.
 
-        torch would run its kernels on another device itself, which has no right to this memory.
+        torch would run kernels for memory on another device there, and that device has no right to this memory.
 
         Raises:
             InvariantError: It is too small for that, or closed, or on another device: copies go by ``address``.
@@ -116,7 +116,7 @@ class CudaExtent:
         return torch.as_tensor(DeviceBytes(self.address, num_bytes), device=self._device).view(dtype).view(shape)
 
     def close(self) -> None:
-        """See ``Extent.close``. It waits for no kernel of the home device: a loop that stands still delays nothing."""
+        """Free the memory. It waits for no kernel of the home device: a stuck step loop delays nothing."""
         with self._mutex:
             self._is_open = False
             self._undo.close()
@@ -143,7 +143,7 @@ def _create_extent(home: CudaDriver, neighbour: CudaDriver, num_bytes: int) -> C
     """One piece of physical memory, mapped; None if the neighbour has no room.
 
     Raises:
-        UserError: The driver does not do it, with its word for why: the lease is of no use, the engine goes on.
+        UserError: The driver refuses, with its name of the error: the lease is of no use, the engine continues.
     """
     api = home.api
     with ExitStack() as undo:

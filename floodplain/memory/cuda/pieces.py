@@ -1,11 +1,11 @@
-"""Pieces of a layer between a GPU and page-locked or neighbours' memory, wherever they lie: runs of them by the copy
-engine, scattered ones by a kernel that reads or writes the far memory at its own address.
+"""Copies pieces of a layer between a GPU and page-locked or neighbours' memory, wherever they lie.
 
-Which of the two: a call of the copy engine takes the host some 5 µs, whatever its size, and a link some 1 µs for a
-block of 64 KiB, let alone for a row of 2 KiB. A step with a thousand scattered pieces would be launched more slowly
-than it runs. One kernel does for all of them, but takes its share of the multiprocessors. So the copy engine, which
-takes none, gets what is long enough to hide its calls, and what takes a few of them only. Both limits are estimates:
-``benchmarks/gpu`` compares the two by the size of a piece.
+The copy engine copies runs of pieces; a kernel, which accesses the far memory at its own address, scattered ones. A
+call of the copy engine takes the host some 5 µs, whatever its size; a link takes some 1 µs for a block of 64 KiB, and
+less for a row of 2 KiB. A step with a thousand scattered pieces would be launched more slowly than it runs. One kernel
+copies them all, but takes its share of the multiprocessors. So the copy engine, which takes none, gets runs that are
+long enough to hide its calls, and copies of only a few runs. Both limits are estimates: ``benchmarks/gpu`` compares the
+two by the size of a piece.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from floodplain.memory.runs import find_runs
 
 FEW_RUNS = 4
 LONG_RUN_BYTES = 2**19
-"""Twice as long on a link of 50 GB/s as the call that begins it."""
+"""Takes twice as long on a link of 50 GB/s as the call that begins it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What one array of offsets comes to.
+    """How the pieces of one array of offsets are copied.
 
     Attributes:
-        offsets: The array itself: as long as it is kept, no other one is it.
-        piece_bytes: Of each.
-        runs: (first, count) of adjacent pieces, for the copy engine; or
-        ids: the pieces for a kernel, in the GPU's memory: int64 [n].
+        offsets: The array itself: while it is kept, no other array has its identity.
+        piece_bytes: Bytes of each piece.
+        runs: (first, count) of adjacent pieces, for the copy engine; unused if there are ``ids``.
+        ids: The pieces for a kernel, in the GPU's memory, int64 [n]; None for the copy engine.
     """
 
     offsets: np.ndarray
@@ -42,7 +42,7 @@ class _Pieces:
 
 
 def compile_kernel(device: torch.device) -> None:
-    """Let the kernel be compiled before the first step: it would count as the time of a load, for seconds."""
+    """Compile the kernel before the first step, where its seconds would count as the time of a load."""
     from floodplain.memory.cuda.triton_copy import copy_pieces
 
     words = torch.zeros(32, dtype=torch.int32, device=device)
@@ -51,13 +51,13 @@ def compile_kernel(device: torch.device) -> None:
 
 
 class PieceCopier:
-    """See ``Copier``. One for each stream: it alone runs there.
+    """A ``Copier`` by copy engine or kernel. One for each stream: nothing else runs there.
 
     Args:
-        driver: Of the device.
-        device: Whose current stream copies, and whose kernels reach all memory that is copied.
-        few_runs: So many runs of pieces go by the copy engine whatever they are.
-        long_run_bytes: And any number that are so long.
+        driver: Driver of the device.
+        device: The GPU whose current stream copies; its kernels reach all memory that is copied.
+        few_runs: Up to so many runs of pieces are for the copy engine, whatever their size.
+        long_run_bytes: So are more runs, if their average is at least so long.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class PieceCopier:
         self._last: _Pieces | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
-        """See ``Copier.copy``. All layers of a step have the same pieces: only the first one looks at them.
+        """Enqueue copies on the current stream. Only the first layer of a step looks at its shared pieces.
 
         Raises:
-            InvariantError: Pieces are no whole words.
+            InvariantError: Pieces are not whole 32-bit words.
         """
         if not len(offsets):
             return
@@ -92,8 +92,8 @@ class PieceCopier:
             copy_pieces(target.data_ptr(), source.data_ptr(), last.ids, piece_bytes // 4)
 
     def _look_at(self, offsets: np.ndarray, piece_bytes: int) -> _Pieces:
-        """Memory that torch hands out under a stream is reused in that stream's order, and page-locked memory only
-        after its copies: so ids may be dropped as soon as others come.
+        """Choose runs, or ids for a kernel. torch reuses memory of a stream in that stream's order, and page-locked
+        memory only after its copies: so ids may be dropped as soon as others replace them.
         """
         pieces = np.sort(offsets) // piece_bytes
         num_runs = 1 + int(np.count_nonzero(np.diff(pieces) != 1))

@@ -1,7 +1,7 @@
-"""One direction of copies on a GPU: a stream, and the staging that everything on it goes through.
+"""One direction of copies on a GPU: a stream, and the staging that all of its copies pass through.
 
-All work lies on the stream in order: gather, copy, next gather. So staging is never refilled before its copy has left
-it, and whoever puts work on it waits for nothing.
+All work is on the stream in order: gather, copy, next gather. So staging is never refilled before its copy has read it,
+and submitting work waits for nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from floodplain.memory.transfer import Batch
 
 
 class CudaMark:
-    """See ``Mark``.
+    """A ``Mark`` of copies on a CUDA stream.
 
     Args:
-        begin: Of the copies on their stream, behind what was there before them.
-        end: Of the copies; waiting for it leaves the processor to others.
+        begin: Event before the copies on their stream, behind earlier work there.
+        end: Event after the copies; a thread that waits for it sleeps.
         digests: Page-locked int64 [n]; valid after ``end``.
     """
 
@@ -31,20 +31,20 @@ class CudaMark:
         self._begin, self._end, self._digests = begin, end, digests
 
     def wait(self) -> tuple[np.ndarray, float]:
-        """See ``Mark.wait``. torch waits without Python's lock."""
+        """Wait for the copies, without Python's lock; returns their digests and the seconds they took."""
         self._end.synchronize()
         return self._digests.numpy(), self._begin.elapsed_time(self._end) / 1e3
 
 
 class CudaStream:
-    """See ``Stream``.
+    """A ``Stream`` of CUDA copies.
 
     Args:
-        direction: Of all its copies.
-        device: That computes, and whose copy engine works.
-        layout: Of the blocks.
+        direction: Direction of all its copies.
+        device: The GPU that computes, and whose copy engine copies.
+        layout: Shape of the blocks.
         end: Where the blocks are.
-        wire: To the slots.
+        wire: Copies between staging and the slots.
         staging_blocks: Blocks that are gathered at a time.
     """
 
@@ -59,7 +59,7 @@ class CudaStream:
         self._staging = torch.empty(shape, dtype=torch.int32, device=device)
 
     def run(self, batches: Sequence[Batch]) -> CudaMark:
-        """See ``Stream.run``: the copies wait for what is on the current stream now."""
+        """Begin to copy behind the work that is on the current stream now, and return at once."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         num_blocks = sum(len(batch.order) for batch in batches)
         digests = torch.empty(num_blocks, dtype=torch.int64, pin_memory=True)
@@ -77,16 +77,16 @@ class CudaStream:
         return CudaMark(begin, end, digests)
 
     def drain(self) -> None:
-        """See ``Stream.drain``."""
+        """Wait for all copies that were begun."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """See ``Stream.close``."""
+        """Wait for all copies that were begun, and free staging."""
         self.drain()
         self._staging = torch.empty(0)
 
     def _enqueue(self, batch: Batch, digests: torch.Tensor) -> None:
-        """Put one filling of staging on the current stream."""
+        """Enqueue the copies of one batch on the current stream."""
         if self._direction is Direction.OUTBOUND:
             self._end.copy(self._direction, batch.blocks, self._staging, digests)
         for row, slot, count in batch.runs:

@@ -1,7 +1,7 @@
-"""Copies on a GPU: put on the stream of their direction by ``submit``, waited for by the copy thread.
+"""Copies on a GPU: ``submit`` enqueues them on the stream of their direction, and the copy thread waits for them.
 
-What a copy uses of its slots is kept in place from ``submit`` to its end, and let go by the copy thread: memory that
-must be given back now waits for the copies that are under way there, and never for the step loop.
+Memory of a copy's slots is kept in place from ``submit`` to the end of the copy, and released by the copy thread:
+memory that must be returned now waits for the copies that are under way there, and never for the step loop.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from floodplain.memory.transfer import (
 
 
 class Mark(Protocol):
-    """The end of what was put on a stream."""
+    """The end of copies that were enqueued on a stream."""
 
     def wait(self) -> tuple[np.ndarray, float]:
-        """Wait for it, on any thread; the digests, int64 [n] in the order of the rows, and the seconds it took."""
+        """Wait for the end, on any thread; returns digests, int64 [n] in the order of the rows, and seconds taken."""
 
 
 class Stream(Protocol):
@@ -48,10 +48,10 @@ class Stream(Protocol):
         """Begin to copy, and return at once."""
 
     def drain(self) -> None:
-        """Wait for all that was begun."""
+        """Wait for all copies that were begun."""
 
     def close(self) -> None:
-        """The same, and give staging back."""
+        """Wait for all copies that were begun, and free staging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class CudaJob:
     """A copy under way.
 
     Attributes:
-        transfer_id: Which one.
-        copy: What was asked for.
+        transfer_id: The id that was submitted.
+        copy: The copy that was submitted.
         order: Which of the copy's blocks each digest belongs to; slots without memory have none.
         expected: The digests of its slots when it began: int64 [n].
         mark: Its end; None if none of its slots has memory.
@@ -76,12 +76,12 @@ class CudaJob:
 
 
 class CudaLane:
-    """See ``Lane``.
+    """A ``Lane`` that copies on a CUDA stream.
 
     Args:
-        store: Its blocks move.
-        slots: Where to.
-        stream: Of the lane's direction.
+        store: Its blocks are copied.
+        slots: The slots that they are copied to and from.
+        stream: Stream of the lane's direction.
     """
 
     most_jobs: float = 1
@@ -90,10 +90,10 @@ class CudaLane:
         self._store, self._slots, self._stream = store, slots, stream
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> CudaJob:
-        """See ``Lane.begin``: on a GPU the copy waits for what is on the current stream now.
+        """Enqueue a copy behind the work that is on the current stream now, and return at once.
 
         Raises:
-            InvariantError: It names layers.
+            InvariantError: The copy names layers.
         """
         if copy.layers is not None:
             raise InvariantError("staging on a GPU holds whole blocks: no copy of some layers")
@@ -107,17 +107,17 @@ class CudaLane:
             return CudaJob(transfer_id, copy, order, expected, mark, held.pop_all())
 
     def finish(self, jobs: Sequence[CudaJob]) -> Pass:
-        """See ``Lane.finish``. When a device is lost no copy is under way any more, and memory is let go, too."""
+        """Wait for the copy. Its slots' memory is released even if the device is lost: no copy is under way then."""
         (job,) = jobs
         with job.held:
             return self._settle(job)
 
     def close(self) -> None:
-        """See ``Lane.close``."""
+        """Wait for all copies, and free staging."""
         self._stream.close()
 
     def _enqueue(self, copy: BlockCopy, there: np.ndarray) -> tuple[np.ndarray, Mark | None]:
-        """Put the blocks at these places of the copy on the stream; their order there, and the end."""
+        """Enqueue the blocks at these places of the copy; returns their order on the stream, and the end."""
         if not len(there):
             return there, None
         blocks, slots = (tuple(ids[i] for i in there) for ids in (copy.blocks, copy.slots))
@@ -126,12 +126,12 @@ class CudaLane:
         try:
             mark = self._stream.run(batches)
         except BaseException:
-            self._stream.drain()  # some of it may be under way, and the memory is let go next
+            self._stream.drain()  # a part may be under way, and the memory is released next
             raise
         return there[np.concatenate([batch.order for batch in batches])], mark
 
     def _settle(self, job: CudaJob) -> Pass:
-        """Wait for a copy, and note what is known of its slots while their memory is still there."""
+        """Wait for a copy, and store the digests of its slots while their memory is kept."""
         copy, time = job.copy, None
         found = np.full(len(copy.blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
         if job.mark is not None:
@@ -149,11 +149,11 @@ class CudaLane:
 
 
 class CudaTransferEngine(CopyEngine[CudaJob]):
-    """The ``CopyEngine`` of blocks that move over a GPU; ``cuda.copies`` makes one.
+    """A ``CopyEngine`` whose blocks move over a GPU; ``cuda.copies`` makes one.
 
     Args:
-        store: Its blocks move.
-        slots: Where to.
+        store: Its blocks are copied.
+        slots: The slots that they are copied to and from.
         open_stream: Makes the stream of a direction.
     """
 

@@ -1,4 +1,4 @@
-"""What connects staging on a GPU with blocks and slots elsewhere; everything here is put on the current CUDA stream.
+"""Connects staging on a GPU with blocks and slots elsewhere; all copies are enqueued on the current CUDA stream.
 
 A *wire* copies rows of staging to and from adjacent slots: page-locked ones through torch, a neighbour's through the
 driver. torch would copy between two GPUs on a stream of the source's device, with a context there; the driver's call
@@ -27,11 +27,11 @@ class Wire(Protocol):
     """Copies between rows of staging, int32 [n, num_layers, layer_block_words], and as many adjacent slots."""
 
     def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
-        """Put a copy on the current stream: OUTBOUND leaves staging for the slots from ``first`` on."""
+        """Enqueue a copy on the current stream: OUTBOUND copies staging to the slots from ``first`` on."""
 
 
 class PinnedWire:
-    """See ``Wire``: to page-locked memory of the host.
+    """A ``Wire`` to page-locked memory of the host.
 
     Raises:
         InvariantError: The slots are not page-locked.
@@ -43,18 +43,18 @@ class PinnedWire:
         self._slots = slots
 
     def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
-        """See ``Wire.copy``."""
+        """Enqueue a copy between rows of staging and the slots from ``first`` on."""
         far = self._slots.part(first, len(rows))
         target, source = (far, rows) if direction is Direction.OUTBOUND else (rows, far)
         target.copy_(source, non_blocking=True)
 
 
 class PeerWire:
-    """See ``Wire``: to memory on neighbours, which whoever copies keeps in place (``Slots.use``).
+    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``).
 
     Args:
-        slots: On neighbours.
-        driver: Of our own device.
+        slots: Slots on neighbours.
+        driver: Driver of our own device.
     """
 
     def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
@@ -62,7 +62,7 @@ class PeerWire:
         self._driver = driver
 
     def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
-        """See ``Wire.copy``; one copy for each chunk that the slots lie in."""
+        """Enqueue copies between rows of staging and slots, one for each chunk that the slots lie in."""
         block_bytes = self._slots.layout.block_bytes
         stream = self._driver.api.CUstream(_current_stream(rows.device))
         near = rows.data_ptr()
@@ -73,7 +73,7 @@ class PeerWire:
 
 
 class End(Protocol):
-    """Where blocks are on our side."""
+    """The side of a copy on which its blocks are."""
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
         """OUTBOUND fills the first rows of staging with these blocks (int64 [n]), INBOUND copies them from there.
@@ -83,17 +83,17 @@ class End(Protocol):
 
 
 class PoolEnd:
-    """See ``End``: the KV pool, whose scattered blocks a kernel of our own device gathers and scatters."""
+    """An ``End`` at the KV pool, whose scattered blocks a kernel of our own device gathers and scatters."""
 
     def __init__(self, pool: BlockStore, device: torch.device) -> None:
         self._pool, self._device = pool, device
         self._read_addresses()
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
-        """See ``End.copy``.
+        """Gather or scatter blocks, and add to their digests; on the current stream.
 
-        Memory that torch hands out under a stream is reused in that stream's order, and page-locked memory only after
-        its copies: so the temporary here may be dropped at once.
+        torch reuses memory of a stream in that stream's order, and page-locked memory only after its copies: so the
+        temporary here may be dropped at once.
         """
         from floodplain.memory.cuda.triton_copy import gather, scatter
 
@@ -104,7 +104,7 @@ class PoolEnd:
         run(self._bases, places, staging, digests)
 
     def _read_addresses(self) -> None:
-        """Anew whenever a layer's blocks are elsewhere than before. Another thread may do the same: addresses first."""
+        """Read the layers' addresses. ``_words`` is set last: another thread that finds it current uses them."""
         words = self._pool.words
         bases = [one.data_ptr() for one in words]
         self._bases = torch.tensor(bases, dtype=torch.int64, device=self._device)
@@ -112,13 +112,13 @@ class PoolEnd:
 
 
 class PinnedEnd:
-    """See ``End``: slots in page-locked memory of the host, on their way to or from another tier."""
+    """An ``End`` at page-locked slots of the host, for copies to and from another tier."""
 
     def __init__(self, slots: SwapSlots) -> None:
         self._wire = PinnedWire(slots)
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
-        """See ``End.copy``: the digests are of what went through staging."""
+        """Copy slots to or from staging, and add the digests of what passed through staging."""
         from floodplain.memory.cuda.triton_copy import add_digests
 
         row = 0

@@ -1,1 +1,1 @@
-"""The emulated device: memory in a shared file that a process may die with, locks, links that are paced."""
+"""The emulated device: memory in a shared file, locks that end with their process, and paced links."""

@@ -33,7 +33,7 @@ class MappingBudget:
 
     @classmethod
     def of_this_process(cls) -> MappingBudget:
-        """What the system's limit leaves beside the mappings that are there now."""
+        """The budget that the system's limit leaves beside the mappings that exist now."""
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open() as maps:
             return cls(limit - sum(1 for _ in maps) - _SPARE_MAPPINGS)
@@ -57,15 +57,15 @@ class MappingBudget:
 
 
 class HostArena:
-    """See ``Arena``. Made by ``HostDevice.reserve``.
+    """An ``Arena`` over a host device's file. Made by ``HostDevice.reserve``.
 
     Args:
-        fd: The device's file, and
-        data_offset: where its page 0 begins.
+        fd: The device's file.
+        data_offset: Where page 0 begins in the file, in bytes.
         page_bytes: Bytes of a page.
         num_pages: Room of the range.
         budget: Counts mappings, shared by the arenas of a device.
-        release: Where the pages go that are still mapped at ``close``.
+        release: Takes the pages that are still mapped at ``close``.
         is_reserved: Whether the pages have memory before they are mapped.
     """
 
@@ -91,7 +91,7 @@ class HostArena:
         budget.add(1)
         num_bytes = num_pages * page_bytes
         self._address: int | None = libc.reserve_range(num_bytes)
-        # Views keep this alive, and it keeps the addresses: what a forgotten view shows is a fault, never other bytes.
+        # Views keep this alive, and it keeps the addresses reserved: a stale view faults, and never shows other bytes.
         self._memory: ctypes.Array[ctypes.c_uint8] | None = (ctypes.c_uint8 * num_bytes).from_address(self._address)
         weakref.finalize(self._memory, libc.free_range, self._address, num_bytes).atexit = False
 
@@ -101,7 +101,7 @@ class HostArena:
         return self._address is not None
 
     def map(self, offset_page: int, pages: Sequence[Page]) -> None:
-        """See ``Arena.map``."""
+        """Map pages, in order, from the ``offset_page``-th page on."""
         places = self._places(offset_page, len(pages))
         if (self._table[places] != _HOLE).any():
             raise InvariantError(f"pages {offset_page}+{len(pages)} of the arena are mapped already")
@@ -116,7 +116,7 @@ class HostArena:
             place += count
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
-        """See ``Arena.unmap``."""
+        """Unmap and return pages; their addresses stay reserved."""
         places = self._places(offset_page, num_pages)
         pages = [Page(page) for page in self._table[places].tolist()]
         if _HOLE in pages:
@@ -129,7 +129,7 @@ class HostArena:
         return pages
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
-        """See ``Arena.discard``: only of a private device, whose pages have no memory before they are written."""
+        """Free the memory of mapped pages until they are written; False except on a private device."""
         if self._is_reserved:
             return False
         if (self._table[self._places(offset_page, num_pages)] == _HOLE).any():
@@ -138,7 +138,7 @@ class HostArena:
         return True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Arena.tensor``."""
+        """View the range from its start; a view keeps the range reserved."""
         num_elements = math.prod(shape)
         if num_elements * dtype.itemsize > self.num_pages * self.page_bytes:
             raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
@@ -147,7 +147,7 @@ class HostArena:
         return torch.frombuffer(self._memory, dtype=dtype, count=num_elements).view(shape)
 
     def close(self) -> None:
-        """See ``Arena.close``. A second call does nothing. The range stays reserved while there are views of it."""
+        """Unmap and release all pages. A second call does nothing. The range stays reserved while views of it exist."""
         if self._address is None:
             return
         libc.unmap_to_reserved(self._address, self.num_pages * self.page_bytes)
@@ -175,7 +175,7 @@ class HostArena:
 
     @staticmethod
     def _count_borders(table: np.ndarray) -> int:
-        """Neighbouring places that the kernel cannot keep in one mapping."""
+        """Count adjacent places that the kernel cannot keep in one mapping."""
         left, right = table[:-1], table[1:]
         is_joined = ((left == _HOLE) & (right == _HOLE)) | ((left != _HOLE) & (right == left + 1))
         return int(np.count_nonzero(~is_joined))

@@ -1,4 +1,4 @@
-"""An engine that computes on CPUs: its device is shared memory, and neighbours are other such devices."""
+"""The backend of CPUs: its device is shared memory, and neighbours are other such devices."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ DEFAULT_KV_BYTES = 2**30
 
 
 class HostBackend:
-    """See ``Backend``."""
+    """The ``Backend`` of CPUs."""
 
     torch_device = torch.device("cpu")
     shares_host_memory = True
     piece_bytes = 1
 
     def describe(self) -> str:
-        """See ``Backend``: the processor and the number of its cores."""
+        """The processor's name and the number of its cores, for reports."""
         return f"{_processor()}, {os.cpu_count()} cores"
 
     def open_device(
         self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
     ) -> OpenedDevice:
-        """See ``Backend``. Also lets this process keep the memory of freed activations."""
+        """Open memory for one engine, and let the process keep the memory of freed activations."""
         keep_activation_pages()
         kv_bytes = kv_bytes or DEFAULT_KV_BYTES
         _expect_available(kv_bytes, param_bytes)
@@ -57,43 +57,43 @@ class HostBackend:
         return OpenedDevice(device, device.close)
 
     def default_kv_bytes(self, device: Device) -> int:
-        """See ``Backend``: the same on any machine."""
+        """Bytes of the KV pool if no flag gives them: the same on any machine."""
         return DEFAULT_KV_BYTES
 
     def measure_guest_bytes(self) -> int:
-        """See ``Backend``: nothing."""
+        """0: a borrower takes nothing beside what it borrows."""
         return 0
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
     ) -> tuple[SwapSlots, SwapTier]:
-        """See ``Backend``."""
+        """Swap space in host memory, and its started engine."""
         slots = SwapSlots(pool.layout, num_slots)
         return slots, SwapTier(slots, HostTransferEngine(pool, slots, link).start())
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """See ``Backend``."""
+        """A started line for streamed layers."""
         return open_layer_line(num_layers)
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Backend``: taken page by page, as blocks come to be used."""
+        """Memory for a streamed layer's copy, int32 of this shape, allocated page by page as blocks are used."""
         return torch.empty(shape, dtype=torch.int32)
 
     def close_layer_copy(self, words: torch.Tensor) -> None:
-        """See ``Backend``: it goes with its last tensor."""
+        """Do nothing: the memory is freed with its last tensor."""
 
     def open_peer_memory(self) -> HostPeerMemory:
-        """See ``Backend``: host devices of this machine."""
+        """Memory of neighbours: host devices of this machine."""
         return HostPeerMemory()
 
     def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
-        """See ``Backend``."""
+        """Swap space on neighbours, with its started engine."""
         return SwapTier(slots, HostTransferEngine(pool, slots, link).start())
 
     def open_slot_mover(
         self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
     ) -> HostSlotMover:
-        """See ``Backend``: nothing is staged."""
+        """A started mover between swap space in host memory and on neighbours; nothing is staged."""
         return HostSlotMover(host, peer, links).start()
 
 

@@ -1,10 +1,10 @@
-"""A device made of shared memory: an object of the machine whose pages processes own, as they own a GPU's memory.
+"""A device made of shared memory, whose pages are owned by processes, as a GPU's memory is.
 
 It is one file of ``capacity_bytes``. A process owns a page by holding an open-file-description lock on the page's bytes
-(``F_OFD_SETLK``, fcntl(2)). The kernel drops such locks when the owner dies, SIGKILL included, and keeps them while it
-is stopped: what a GPU driver does with memory. Anyone who may open the file can see which pages are owned.
+(``F_OFD_SETLK``, fcntl(2)). The kernel drops such locks when the owner exits, by SIGKILL too, and keeps them while it
+is stopped, as a GPU driver does with memory. A process that may open the file can see which pages are owned.
 
-A child made by fork without exec shares the description, and keeps the pages alive: start helpers with spawn.
+A child made by fork without exec shares the description, and keeps the pages owned: start helpers with spawn.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from floodplain.memory.runs import find_runs
 
 
 class HostDevice:
-    """See the module. Made by one of the functions below; safe to use from several threads.
+    """A ``Device`` of shared memory. Made by one of the functions below; safe to use from several threads.
 
     Args:
         fd: The device's file, open for reading and writing; the device owns it. All users of one ``HostDevice`` share
             its locks, so pages owned here are also kept in a set.
         capacity_pages: Pages of the file behind its header.
-        path: Where it lies; None if it has no name.
-        is_home: Whether whoever opened it computes on it, and ``fd`` has the lock that says so.
+        path: Where the file lies; None if it has no name.
+        is_home: Whether this process computes on the device, and ``fd`` has the lock for that.
     """
 
     page_bytes = PAGE_BYTES
@@ -63,36 +63,36 @@ class HostDevice:
         return int(np.count_nonzero(self._is_owned))
 
     def num_free_pages(self) -> int:
-        """Pages that no process owns now."""
+        """Pages that have no owner now."""
         with self._mutex:
             return int(np.count_nonzero(self._find_free()))
 
     def num_foreign_pages(self) -> int:
-        """Pages that others own now, seen in one look; of a closed device all, since nothing of it is seen."""
+        """Pages that other owners have now, from one scan; all pages if the device is closed, and cannot be scanned."""
         with self._mutex:
             if not self._is_open:
                 return self.capacity_pages
             return self.capacity_pages - self.num_owned_pages - int(np.count_nonzero(self._find_free()))
 
     def forget_others(self) -> None:
-        """See ``Device.forget_others``: locks say whose each page is."""
+        """Do nothing: locks show the owner of each page."""
 
     def cap_torch(self, kept_bytes: int) -> None:
-        """See ``Device.cap_torch``: torch allocates elsewhere."""
+        """Do nothing: torch allocates elsewhere."""
 
     def backing(self) -> tuple[Path, int] | None:
-        """See ``Device.backing``: a folder such as ``/dev/shm``, which a container may limit; None without a name."""
+        """The folder, such as ``/dev/shm``, and its free bytes, which a container may limit; None without a name."""
         if self._path is None:
             return None
         room = os.fstatvfs(self._fd)
         return self._path.parent, room.f_bavail * room.f_frsize
 
     def allocate(self, num_pages: int) -> list[Page] | None:
-        """Take zeroed pages, in runs as long as can be; None if there are too few.
+        """Take zeroed pages, in runs as long as possible; None, with none taken, if there are too few.
 
         On a named device their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm
-        would end the process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device
-        whose file was removed by hand: no other process could map the pages. A private device has no file system's
+        would kill the process with SIGBUS). Bytes of a dead owner are erased. If the file was removed by hand, a
+        process that is not its home gets no page: no other process could map it. A private device has no file system's
         limit, and its pages take memory when they are written, as the heap does.
         """
         taken: list[Page] = []
@@ -130,7 +130,7 @@ class HostDevice:
         return arena
 
     def close(self) -> None:
-        """Close all arenas and give up every page; the last one to leave a device removes it.
+        """Close all arenas and give up every page; the last process to close a named device removes it.
 
         A second call does nothing.
         """
@@ -161,9 +161,9 @@ class HostDevice:
         return PAGE_BYTES * (1 + first), PAGE_BYTES * count
 
     def _find_free(self) -> np.ndarray:
-        """Which pages neither this object nor any other owns: locks of others are found by asking for what conflicts.
+        """Which pages have no owner, bool [capacity_pages]: locks of other owners are found as conflicts.
 
-        The answer to a question is any one conflicting lock, so the parts beside it are asked about again.
+        The kernel names any one conflicting lock, so the parts beside it are asked about again.
         """
         is_free = ~self._is_owned
         unknown = [(0, self.capacity_pages)]
@@ -197,7 +197,7 @@ class HostDevice:
         return True
 
     def _reserve_memory(self, offset: int, num_bytes: int) -> bool:
-        """Whether the file system has so much memory; then it is the file's."""
+        """Reserve the file system's memory for a range of the file; False if there is too little."""
         try:
             os.posix_fallocate(self._fd, offset, num_bytes)
         except OSError as error:
@@ -218,16 +218,16 @@ class HostDevice:
 
 
 def open_private_device(capacity_bytes: int) -> HostDevice:
-    """Make a device that only this process knows; it ends with the process."""
+    """Make a device that only this process can open; it is freed when the process exits."""
     num_pages = device_file.count_pages(capacity_bytes)
     return HostDevice(device_file.create_anonymous(num_pages), num_pages)
 
 
 def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Open the machine's device ``name`` as the one engine that computes on it, at home there while it lives.
+    """Open the machine's device ``name`` as its home, the one engine that computes on it, until it is closed.
 
-    Pages that others own, of a life of this engine before, stay theirs; what an engine left behind that nobody has open
-    is replaced, whatever its size.
+    Pages that other processes borrowed from an earlier run of this engine stay theirs. A file of another size is
+    replaced if no process has it open.
 
     Args:
         name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
@@ -235,8 +235,8 @@ def open_home_device(name: str, capacity_bytes: int, directory: Path | None = No
         directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
 
     Raises:
-        UserError: The name is bad, or what is there is another user's or no device; or another engine is at home, or it
-            has another size and others have it open.
+        UserError: The name is bad; the file is another user's, or no device; another engine is the device's home; or
+            the file has another size, and other processes have it open.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     return HostDevice(device_file.claim(path, num_pages), num_pages, path, is_home=True)
@@ -250,7 +250,7 @@ def attach_device(name: str, directory: Path | None = None) -> HostDevice:
         directory: As in ``open_home_device``.
 
     Raises:
-        UserError: There is none, the name is bad, or what is there is another user's or no device.
+        UserError: There is none, the name is bad, or the file is another user's or no device.
     """
     path = named_file.find_path(name, directory)
     return HostDevice(*device_file.attach(path), path)

@@ -34,7 +34,7 @@ def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
     """Open the device file at ``path``, creating it of that size if there is none; returns what ``attach`` does.
 
     Raises:
-        UserError: What is there is another user's or no device, or the folder is missing.
+        UserError: The file is another user's or no device, or the folder is missing.
     """
     header = _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES)
     fd = named_file.open_or_create(path, header, (1 + num_pages) * PAGE_BYTES)
@@ -47,7 +47,7 @@ def attach(path: Path) -> tuple[int, int]:
     To be closed by ``named_file.leave``.
 
     Raises:
-        UserError: There is none, or what is there is another user's or no device.
+        UserError: There is none, or it is another user's or no device.
     """
     fd = named_file.open_existing(path)
     return fd, _checked_pages(fd, path)
@@ -56,10 +56,10 @@ def attach(path: Path) -> tuple[int, int]:
 def claim(path: Path, num_pages: int) -> int:
     """Open the device file at ``path`` as its home; returns its descriptor, to be closed by ``named_file.leave``.
 
-    A file of another size that nobody has open is replaced.
+    A file of another size that no other process has open is replaced.
 
     Raises:
-        UserError: As ``attach_or_create``; or another engine is at home; or it has another size, and others hold it.
+        UserError: As ``attach_or_create``; another engine is its home; or others hold a file of another size.
     """
     while True:
         fd, found_pages = attach_or_create(path, num_pages)
@@ -76,11 +76,11 @@ def claim(path: Path, num_pages: int) -> int:
         except BaseException:
             named_file.leave(fd, path)
             raise
-        os.close(fd)  # it is removed: look again
+        os.close(fd)  # the file is removed: try again
 
 
 def _checked_pages(fd: int, path: Path) -> int:
-    """The pages of a device as its header has them; what is none is closed."""
+    """The number of pages in a device's header; ``fd`` is closed if the file is no device."""
     try:
         return _check(fd, path)
     except BaseException:

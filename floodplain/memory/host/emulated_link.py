@@ -1,4 +1,4 @@
-"""A link that is not there: real copies on this machine that take at least the time of the modelled one."""
+"""An emulated link: real copies on this machine that take at least the time of the modelled one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from floodplain.cost.link import LinkProfile
 
 
 class EmulatedLink:
-    """Paces copies. Each direction carries one copy at a time, whoever uses it; the two do not disturb each other.
+    """Paces copies. Each direction carries one copy at a time, for all its users; the two directions are independent.
 
     Args:
         profile: The modelled link.
@@ -30,9 +30,9 @@ class EmulatedLink:
         return self._curves[direction].time_s(num_bytes) / self.scale
 
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-        """Send copies of these sizes one after another, behind all that is booked already.
+        """Book copies of these sizes one after another, behind all that is booked already.
 
-        What is done beside the copies (gather, digests) counts into that time: on a GPU it is hidden behind the link.
+        Work beside the copies (gather, digests) is a part of that time: on a GPU it is hidden behind the link.
 
         Returns:
             When the last byte arrives, on the monotonic clock, and the seconds since the first one left.

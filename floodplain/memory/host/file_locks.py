@@ -1,4 +1,4 @@
-"""Locks on the bytes of a file that belong to an open description, fcntl(2): they go when its last holder dies."""
+"""Locks on bytes of a file that belong to an open description, fcntl(2): dropped when its last holder exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def try_lock(fd: int, start: int, length: int) -> bool:
 
 
 def try_share(fd: int, start: int, length: int) -> bool:
-    """Lock bytes together with others that share them; False if somebody has one of them alone, and nothing changed."""
+    """Lock bytes, shared; False, with nothing changed, if another description has any of them exclusively."""
     return _try(fd, fcntl.F_RDLCK, start, length)
 
 

@@ -1,4 +1,4 @@
-"""Layers that travel within a host's memory: a native thread, or where nothing can be compiled one of Python's."""
+"""Lines of streamed layers within a host's memory: a native thread, or Python's where nothing can be compiled."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _LOAD, _WRITE, _FILL = range(3)
 
 
 class HostClock:
-    """``LayerLine.mark`` where compute is the calling thread."""
+    """``LayerLine.mark`` and ``elapsed_s`` where compute is the calling thread."""
 
     def mark(self) -> Mark:
-        """See ``LayerLine.mark``."""
+        """The time now, in seconds."""
         return time.perf_counter()
 
     def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
-        """See ``LayerLine.elapsed_s``: known at once."""
+        """Seconds from one mark to a later one, known at once."""
         return float(end - begin)
 
 
 class NativeLayerLine(HostClock):
-    """See ``LayerLine``: a thread of C++, which takes part in no lock of Python's and in no pool of torch's.
+    """A ``LayerLine`` by a C++ thread, which takes no lock of Python's, and no thread of torch's pool.
 
     Args:
         library: ``native/layer_line.cpp``, loaded.
@@ -55,42 +55,42 @@ class NativeLayerLine(HostClock):
         self._last = Ticket(0)
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
-        """See ``LayerLine.place``."""
+        """Set where a layer's copies are; when this returns, nothing is copied from or to the earlier ones."""
         self._library.layer_line_place(self._line, layer, _address(home), _address(near))
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.load``."""
+        """Queue a load of pieces into ``place``, from the near copy if there is one, else from home."""
         return self._submit(_LOAD, layer, place, offsets, piece_bytes)
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.write``."""
+        """Queue a write of pieces of ``place`` to all copies of the layer."""
         return self._submit(_WRITE, layer, place, offsets, piece_bytes)
 
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.fill``."""
+        """Queue a copy of pieces from home to the near copy, if there is one."""
         return self._submit(_FILL, layer, None, offsets, piece_bytes)
 
     def wait(self, ticket: Ticket) -> None:
-        """See ``LayerLine.wait``: the caller stands still, until all copies before have ended, too."""
+        """Block the caller until this copy, and all before it, have ended."""
         self._library.layer_line_wait(self._line, ticket)
 
     def drain(self) -> None:
-        """See ``LayerLine.drain``."""
+        """Block until all copies submitted so far have ended."""
         self.wait(self._last)
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """See ``LayerLine.pace``."""
+        """Emulate links of these bandwidths; 0: as fast as this machine copies."""
         self._library.layer_line_pace(self._line, home_bytes_s, near_bytes_s)
 
     def stats(self) -> LineStats:
-        """See ``LayerLine.stats``."""
+        """Totals of the copies that have ended."""
         counts = np.zeros(5, dtype=np.int64)
         self._library.layer_line_stats(self._line, counts.ctypes.data)
         loaded, load_ns, written, near_loaded, near_written = counts.tolist()
         return LineStats(loaded, load_ns / 1e9, written, near_loaded, near_written)
 
     def close(self) -> None:
-        """See ``LayerLine.close``."""
+        """Wait for the copies under way, and stop the thread. A second call does nothing."""
         line, self._line = self._line, None
         if line is not None:
             self._library.layer_line_close(line)
@@ -108,7 +108,7 @@ class NativeLayerLine(HostClock):
 
 
 class PythonLayerLine(HostClock):
-    """The same where nothing can be compiled; slower, since its thread waits for Python's lock. See ``LayerLine``.
+    """A ``LayerLine`` where nothing can be compiled; slower, since its thread waits for Python's lock.
 
     Args:
         num_layers: Of the model.
@@ -127,47 +127,47 @@ class PythonLayerLine(HostClock):
         self._thread.start()
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
-        """See ``LayerLine.place``."""
+        """Set where a layer's copies are; when this returns, nothing is copied from or to the earlier ones."""
         with self._copies_lock:
             self._copies[layer] = (_as_bytes(home), _as_bytes(near))
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.load``."""
+        """Queue a load of pieces into ``place``, from the near copy if there is one, else from home."""
         submitted_s, number = time.monotonic(), self._num_submitted + 1
         return self._submit(lambda: self._load(number, submitted_s, layer, place, offsets, piece_bytes))
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.write``."""
+        """Queue a write of pieces of ``place`` to all copies of the layer."""
         return self._submit(lambda: self._write(layer, place, offsets, piece_bytes))
 
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
-        """See ``LayerLine.fill``."""
+        """Queue a copy of pieces from home to the near copy, if there is one."""
         submitted_s = time.monotonic()
         return self._submit(lambda: self._fill(submitted_s, layer, offsets, piece_bytes))
 
     def wait(self, ticket: Ticket) -> None:
-        """See ``LayerLine.wait``: the caller stands still, until all copies before have ended, too."""
+        """Block the caller until this copy, and all before it, have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_done >= ticket)
             ready_s = self._ready_s.pop(ticket, 0.0)
         time.sleep(max(0.0, ready_s - time.monotonic()))
 
     def drain(self) -> None:
-        """See ``LayerLine.drain``."""
+        """Block until all copies submitted so far have ended."""
         self.wait(Ticket(self._num_submitted))
         self._ready_s.clear()
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """See ``LayerLine.pace``."""
+        """Emulate links of these bandwidths; 0: as fast as this machine copies."""
         with self._copies_lock:
             self._pace = (home_bytes_s, near_bytes_s)
 
     def stats(self) -> LineStats:
-        """See ``LayerLine.stats``."""
+        """Totals of the copies that have ended."""
         return self._stats
 
     def close(self) -> None:
-        """See ``LayerLine.close``."""
+        """Wait for the copies under way, and stop the thread. A second call does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
@@ -215,13 +215,13 @@ class PythonLayerLine(HostClock):
         self._stats += LineStats(near_written_bytes=num_bytes)
 
     def _take_link(self, submitted_s: float, link_s: float) -> float:
-        """Let a modelled link be busy for so long; when it has carried that."""
+        """Book ``link_s`` seconds on the modelled link; returns when they end, on the monotonic clock."""
         self._free_s = max(self._free_s, submitted_s) + link_s
         return self._free_s
 
 
 def open_layer_line(num_layers: int) -> LayerLine:
-    """The faster one of those that this machine can run, started."""
+    """The fastest line that this machine can run, started: native, or Python's if nothing can be compiled."""
     library = load_library(SOURCE, "a thread of Python's")
     return PythonLayerLine(num_layers) if library is None else NativeLayerLine(library, num_layers)
 

@@ -1,4 +1,4 @@
-"""The system calls of the memory floor that Python lacks: mmap with MAP_FIXED, and punching holes into a file."""
+"""System calls that Python lacks: mmap with MAP_FIXED, and punching holes into a file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def discard_file(address: int, num_bytes: int) -> None:
 
 
 def unmap_to_reserved(address: int, num_bytes: int) -> None:
-    """Take what is behind the addresses away; they stay reserved."""
+    """Unmap what is behind the addresses; they stay reserved."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
 

@@ -1,11 +1,11 @@
-"""The files by which engines of one machine find each other's devices: where they lie, how they come to be, and whose.
+"""Files by which engines of one machine find each other's devices: their paths, creation, locks and removal.
 
-What is in them is the business of ``device_file`` (a host device, pages and all) and ``cuda_home`` (which GPU).
+Their content is defined by ``device_file`` (a host device, pages and all) and ``cuda.home`` (which GPU).
 
-Locks on the first bytes say who is there, and the kernel drops them with their holder, however it ends: everybody who
-has the file open shares one, and the engine that computes on the device, which is at home, has another one alone. The
-last one to leave removes the file. Where that one was killed, the next engine of the machine does (``sweep``). Whoever
-removes a file has all of it locked, so nobody is there, and whoever opened it meanwhile looks again.
+Locks on the first bytes show who uses a file, and the kernel drops them when their holder exits, however it does. Each
+process that has the file open shares one lock; the engine that computes on the device, its home, holds another one
+alone. The last process to close the file removes it; if that one was killed, the next engine of the machine does
+(``sweep``). A file is removed with all of it locked, so that no process uses it; one that just opened it retries.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from floodplain.memory.host import file_locks
 from floodplain.memory.host.file_locks import TO_THE_END
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Of a device, and of the member of a coordinator that computes on it."""
+"""Names of a device, and of the member of a coordinator that computes on it."""
 
 _PREFIX = "floodplain-"
 _MAGIC = b"flood"  # headers of all kinds begin with it
-_HOME, _PRESENT = 0, 1  # the bytes whose locks say who is there
+_HOME, _PRESENT = 0, 1  # bytes that the home locks, that each process with the file open locks
 
 
 def find_path(name: str, directory: Path | None) -> Path:
-    """Where the device ``name`` lies; ``directory`` None is /dev/shm, or the temporary folder without one."""
+    """Path of the device ``name``; ``directory`` None is /dev/shm, or the temporary folder without one."""
     if not NAME.fullmatch(name):
         raise UserError(f"device name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
     return (directory or _default_directory()) / f"{_PREFIX}{name}"
@@ -78,35 +78,35 @@ def open_existing(path: Path) -> int:
 
 
 def claim(fd: int, path: Path) -> None:
-    """Be at home there, until ``leave`` or the end of this process.
+    """Become the device's home, until ``leave`` or the end of this process.
 
     Raises:
-        UserError: Another engine is.
+        UserError: Another engine is its home.
     """
     if not file_locks.try_lock(fd, _HOME, 1):
         raise _taken(path)
 
 
 def expect_no_home(fd: int, path: Path) -> None:
-    """Raise the UserError of ``claim`` if somebody else is at home there."""
+    """Raise the UserError of ``claim`` if another engine is the device's home."""
     if has_home(fd):
         raise _taken(path)
 
 
 def has_home(fd: int) -> bool:
-    """Whether somebody else is at home there."""
+    """Whether another engine is the device's home."""
     return file_locks.find_lock(fd, _HOME, 1) is not None
 
 
 def leave(fd: int, path: Path) -> None:
-    """Close the file with all its locks; the last one to leave removes it."""
-    file_locks.unlock(fd, 0, TO_THE_END)  # before looking, so that of two who leave at once one is the last
+    """Close the file with all its locks; the last process to close it removes it."""
+    file_locks.unlock(fd, 0, TO_THE_END)  # before the check, so that one of two that leave at once is the last
     remove_if_alone(fd, path)
     os.close(fd)
 
 
 def remove_if_alone(fd: int, path: Path) -> bool:
-    """Remove the file if nobody else has it open, and keep others out until ``fd`` is closed; whether that was so."""
+    """Remove the file, and lock others out until ``fd`` is closed; False if another process has it open."""
     if not file_locks.try_lock(fd, 0, TO_THE_END):
         return False
     if is_named(fd, path):
@@ -115,16 +115,16 @@ def remove_if_alone(fd: int, path: Path) -> bool:
 
 
 def sweep(directory: Path | None = None) -> dict[str, int]:
-    """Remove what killed processes of this user left; the devices' names, with the bytes that they had in memory.
+    """Remove what killed processes of this user left; returns the devices' names with their bytes in memory.
 
     Args:
-        directory: See ``find_path``.
+        directory: As in ``find_path``.
     """
     removed: dict[str, int] = {}
     for path in (directory or _default_directory()).glob(f"{_PREFIX}*"):
         try:
             fd = _open_own(path)
-        except (OSError, UserError):  # somebody else's, or removed meanwhile
+        except (OSError, UserError):  # another user's, or removed meanwhile
             continue
         is_ours = os.pread(fd, len(_MAGIC), 0) == _MAGIC
         num_bytes = 512 * os.fstat(fd).st_blocks
@@ -161,7 +161,7 @@ def _open_own(path: Path) -> int:
 
 
 def _try_enter(path: Path) -> int | None:
-    """Open the file and be one of those who have it open; None if it is just being removed."""
+    """Open the file, and share the lock of the processes that have it open; None if it is just being removed."""
     fd = _open_own(path)
     if file_locks.try_share(fd, _PRESENT, 1) and is_named(fd, path):
         return fd

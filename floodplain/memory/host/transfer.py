@@ -32,7 +32,7 @@ from floodplain.memory.transfer import (
 )
 
 MEASURED_BLOCKS, MEASURED_BYTES = 64, 64 * 2**20
-"""How much is copied to measure bandwidth, at most."""
+"""The most blocks and bytes that are copied to measure bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class HostJob:
     """One copy.
 
     Attributes:
-        ready_s: When it may be said to have ended: its bytes are on the modelled link until then.
-        link_s: How long they are.
+        ready_s: When its result may be reported: its bytes are on the modelled link until then.
+        link_s: Seconds for which they are on the link.
     """
 
     transfer_id: int
@@ -51,15 +51,15 @@ class HostJob:
 
 
 class HostLane:
-    """See ``Lane``: copies in the calling thread.
+    """A ``Lane`` that copies in the calling thread.
 
-    On a machine whose cores all compute, each time that a copy thread wakes up it holds a step up. So it takes all jobs
-    that are there at once, and never sleeps until bytes have crossed a modelled link: results wait instead.
+    If all cores of a machine compute, each wake-up of a copy thread delays a step. So a pass takes all jobs that are
+    queued, and the thread never sleeps until bytes have crossed a modelled link: results wait instead.
 
     Args:
-        direction: Of all its copies.
-        store: Its blocks move.
-        slots: Where to.
+        direction: Direction of all its copies.
+        store: Its blocks are copied.
+        slots: The slots that they are copied to and from.
         link: Paces the copies; None lets them run as fast as this machine does.
     """
 
@@ -72,12 +72,12 @@ class HostLane:
         self._movers: dict[range | None, BlockMover] = {None: open_mover(store, slots)}
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> HostJob:
-        """See ``Lane.begin``: it is on the modelled link from now on."""
+        """Book a copy on the modelled link, if there is one, and return at once."""
         ready_s, link_s = self._link.book(copy.direction, self._sizes(copy)) if self._link else (0.0, 0.0)
         return HostJob(transfer_id, copy, ready_s, link_s)
 
     def finish(self, jobs: Sequence[HostJob]) -> Pass:
-        """See ``Lane.finish``: all jobs in one pass, which takes as long as here, or as on the modelled link."""
+        """Do all jobs in one pass. Its time is that of the copies here, or of the modelled link if that is longer."""
         begin_s = time.perf_counter()
         results: list[tuple[float, CopyResult]] = []
         for layers, some in groupby(jobs, key=lambda job: job.copy.layers):
@@ -87,7 +87,7 @@ class HostLane:
         return Pass(results, CopyTime(self._slots.tier, self._direction, len(jobs), num_blocks, duration_s))
 
     def close(self) -> None:
-        """See ``Lane.close``: it holds nothing."""
+        """Do nothing: the lane holds nothing."""
 
     def _move(self, layers: range | None, jobs: Sequence[HostJob]) -> list[tuple[float, CopyResult]]:
         """Do jobs that all move the same layers."""
@@ -115,12 +115,12 @@ class HostLane:
         return self._movers[layers]
 
     def _sizes(self, copy: BlockCopy) -> list[int]:
-        """Bytes of each piece that goes over the link: adjacent slots travel together if they are copied whole."""
+        """Bytes of each copy over the link: adjacent slots are one copy if whole blocks move."""
         counts = [count for _, count in find_runs(sorted(copy.slots))] if copy.layers is None else [1] * len(copy.slots)
         return [count * self._block_bytes(copy) for count in counts]
 
     def _block_bytes(self, copy: BlockCopy) -> int:
-        """Bytes of what moves of a block."""
+        """Bytes that move of each block."""
         layout = self._store.layout
         return layout.block_bytes if copy.layers is None else len(copy.layers) * layout.layer_block_bytes
 
@@ -132,7 +132,7 @@ class HostLane:
 
 
 class HostTransferEngine(CopyEngine[HostJob]):
-    """The ``CopyEngine`` of blocks and slots that are in this machine's memory. See ``HostLane``."""
+    """A ``CopyEngine`` whose blocks and slots are in this machine's memory, with a ``HostLane`` each way."""
 
     def __init__(self, store: BlockStore, slots: Slots, link: Pacer | None = None) -> None:
         super().__init__(store, slots, lambda direction: HostLane(direction, store, slots, link))
@@ -141,7 +141,7 @@ class HostTransferEngine(CopyEngine[HostJob]):
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
     """Bytes per second of gather, digest, copy and scatter here: the best of several tries, the slower direction.
 
-    Nothing paces the copies: this is what ``cost.link.common_scale`` wants. It takes three times what is copied.
+    Copies are not paced: ``cost.link.common_scale`` needs this rate. It takes three times the memory of what is copied.
 
     Raises:
         UserError: There is not that much memory.

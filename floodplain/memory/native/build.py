@@ -28,11 +28,11 @@ DISABLE_VARIABLE = "FLOODPLAIN_NO_NATIVE_KERNELS"
 
 @functools.cache
 def load_library(source: Path, fallback: str) -> ctypes.CDLL | None:
-    """A compiled file of C++; None if it cannot be compiled or loaded, with one line in the log that says why.
+    """Compile and load a C++ file; None, with one line in the log that says why, if that fails or is off.
 
     Args:
         source: The file.
-        fallback: What does its work otherwise, for the log.
+        fallback: Name of what does its work otherwise, for the log.
 
     The library is kept under a name that changes with source, flags, compiler and processor (see ``LibraryCache``).
     torch must be loaded first: OpenMP loops then run on its threads, not on a second pool beside it.
@@ -69,7 +69,7 @@ def _find_or_compile(source: Path, compiler: str) -> bytes:
 def _load(library: bytes) -> ctypes.CDLL:
     """Load a library from memory: these bytes and no others, also where no folder may hold programs.
 
-    Its descriptor stays open, because dlopen takes a name that it has loaded once for the same library.
+    Its descriptor stays open, because dlopen treats a name that it has loaded before as the same library.
     """
     fd = os.memfd_create("floodplain-kernels", os.MFD_CLOEXEC)
     try:
@@ -87,7 +87,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a cache folder may be shared by unlike machines."""
+    """The CPU features that ``-march=native`` depends on: a cache folder may be shared by unlike machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

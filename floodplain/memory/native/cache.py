@@ -44,7 +44,7 @@ class LibraryCache:
 
     @classmethod
     def of_user(cls) -> Self | None:
-        """The one in the user's cache folder, else in the folder for temporary files.
+        """The cache in the user's cache folder, else in the folder for temporary files.
 
         None, with a line in the log, if neither can be used.
         """
@@ -72,7 +72,7 @@ class LibraryCache:
         return library if seal == _seal(library) else None
 
     def store(self, name: str, library: bytes) -> None:
-        """Keep ``library`` as ``name``: whole or not at all, in the place of what is there.
+        """Keep ``library`` as ``name``: whole or not at all, replacing what is there.
 
         Raises:
             OSError: It cannot be written.

@@ -29,29 +29,29 @@ VERSION_TIMEOUT_S = 10.0
 
 
 class CompilerFailed(Exception):
-    """The compiler cannot do it, or not in time. The message is one line."""
+    """The compiler fails, or takes too long. The message is one line."""
 
 
 def find_compiler() -> str | None:
-    """The path of the first compiler that is installed."""
+    """The path of the first compiler that is installed; None if there is none."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 @functools.cache
 def compiler_version(compiler: str) -> str:
-    """What the compiler says of itself.
+    """Output of the compiler's ``--version``.
 
     Raises:
-        CompilerFailed: It says nothing, or not in time.
+        CompilerFailed: It fails, or takes too long.
     """
     return _run((compiler, "--version"), VERSION_TIMEOUT_S, os.environ)
 
 
 def compile_library(compiler: str, source: Path) -> bytes:
-    """The shared library that ``source`` becomes.
+    """Compile ``source`` to a shared library; returns its bytes.
 
     Raises:
-        CompilerFailed: As the class says.
+        CompilerFailed: The compiler fails, or takes too long.
         OSError: There is no folder for temporary files.
     """
     with tempfile.TemporaryDirectory(prefix="floodplain-") as scratch:
@@ -62,7 +62,7 @@ def compile_library(compiler: str, source: Path) -> bytes:
 
 
 def _run(command: Sequence[str], timeout_s: float, environ: Mapping[str, str]) -> str:
-    """What a command prints. It runs in a session of its own, so that what it starts ends with it."""
+    """Run a command; returns its output. It has a session of its own, so that its children end with it."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,6 +1,6 @@
 """Bytes on a neighbour's device: within a lease, the consumer allocates them there itself (design/005-leases.md).
 
-Nobody holds a pointer into another process: the pages are this process's own, and go when it ends.
+No pointer leads into another process: this process owns the pages, and they are freed when it exits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Extent(Protocol):
 
     Attributes:
         address: Where it begins in this process, until ``close``.
-        num_bytes: What may be used of it; fresh bytes are zero or unspecified.
+        num_bytes: Usable bytes; fresh bytes are zero or unspecified.
     """
 
     address: int
@@ -35,7 +35,7 @@ class Extent(Protocol):
         Reading or writing the view raises torch.AcceleratorError if the device is gone.
 
         Raises:
-            InvariantError: It is too small for that, or closed.
+            InvariantError: The extent is too small, or closed.
         """
 
     def close(self) -> None:
@@ -43,17 +43,17 @@ class Extent(Protocol):
 
 
 class PeerMemory(Protocol):
-    """Where extents come from.
+    """Allocates extents on neighbours' devices.
 
     Attributes:
-        page_bytes: Memory is taken by whole pages. A lease should be a multiple, or its rest lies idle: who asks for
-            one rounds up; ``allocate`` rounds down, so that it never takes more than was leased.
+        page_bytes: Memory is taken by whole pages. A lease should be a multiple, or its rest is idle: requests for
+            leases round up; ``allocate`` rounds down, so that it never takes more than was leased.
     """
 
     page_bytes: int
 
     def allocate(self, producer: str, num_bytes: int) -> Extent | None:
-        """Take the whole pages in ``num_bytes`` on a producer's device; None if it has no room, or that is no page.
+        """Take the whole pages in ``num_bytes`` on a producer's device; None without a whole page, or without room.
 
         Raises:
             UserError: The device cannot be reached from here.
@@ -63,9 +63,9 @@ class PeerMemory(Protocol):
 class HostPeerMemory:
     """Neighbours that are host devices of this machine, each under its producer's name.
 
-    Safe to call from several threads, closing extents included: one may give back what another one had no time for.
+    Safe to call from several threads, also to close extents: one thread may close what another had no time to close.
 
-    A device is attached to while there are extents on it, so that one that was removed and made anew is found.
+    A device stays attached only while it has extents, so that a device that was removed and created anew is found.
 
     Args:
         directory: Where the devices' files lie; None as in ``open_home_device``.
@@ -84,7 +84,7 @@ class HostPeerMemory:
         return {producer: device.num_owned_pages for producer, device in self._devices.items()}
 
     def allocate(self, producer: str, num_bytes: int) -> HostExtent | None:
-        """See ``PeerMemory.allocate``. Fresh bytes are zero.
+        """Take the whole pages in ``num_bytes`` on a producer's host device, zeroed; None as in ``PeerMemory``.
 
         Raises:
             UserError: There is no such device here, it is another user's, or too many mappings are needed.
@@ -110,11 +110,11 @@ class HostPeerMemory:
 
 
 class HostExtent:
-    """See ``Extent``. Made by ``HostPeerMemory``.
+    """An ``Extent`` on a host device. Made by ``HostPeerMemory``.
 
     Args:
-        arena: Its pages, from the first place on, and no others.
-        num_bytes: Of them.
+        arena: Holds the extent's pages, from its first place on, and no others.
+        num_bytes: Bytes of these pages.
         on_close: Called when the pages are free.
     """
 
@@ -125,24 +125,24 @@ class HostExtent:
         self._on_close = on_close
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Extent.tensor``. The host's memory cannot be lost: what is mapped stays, whatever becomes of its name.
+        """View the extent from its start. Host memory cannot be lost: a mapping outlives the name of its file.
 
         Raises:
-            InvariantError: It is too small for that, or closed.
+            InvariantError: The extent is closed, or too small.
         """
         if not self._arena.is_open:
             raise InvariantError("the extent is closed")
         return self._arena.tensor(dtype, shape)
 
     def close(self) -> None:
-        """See ``Extent.close``."""
+        """Free the pages, then call ``on_close``. A second call does nothing."""
         if self._arena.is_open:
             self._arena.close()
             self._on_close()
 
 
 def _fill_arena(device: HostDevice, num_pages: int) -> HostArena | None:
-    """An arena of fresh pages; None if there are not as many."""
+    """An arena of fresh pages; None if there are too few."""
     arena = device.reserve(num_pages)
     pages = device.allocate(num_pages)
     if pages is None:

@@ -1,4 +1,4 @@
-"""Copies slots of a tier to slots of another one and back, beside everything else, each block proven by its digest."""
+"""Copies slots between two tiers, beside everything else; each block is proven by its digest."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from floodplain.memory.transfer import BlockCopy
 
 
 class LinkPair:
-    """The way between two tiers when each has a link to the device: over both of them, one after the other.
+    """The path between two tiers that each have a link to the device: over both links, one after the other.
 
     Args:
-        near: Of the tier that is copied from when a copy is OUTBOUND.
-        far: Of the other one.
+        near: Link of the tier that an OUTBOUND copy reads.
+        far: Link of the tier that it writes.
     """
 
     def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
         self._near, self._far = near, far
 
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-        """See ``EmulatedLink.book``; pieces follow each other, so the slower link counts."""
+        """Book copies on both links, as ``EmulatedLink.book``; pieces are pipelined, so the slower link counts."""
         legs = [self._near.book(direction.opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
         return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)
 
@@ -40,7 +40,7 @@ class SlotStore:
     """Slots of one buffer as a ``BlockStore``: blocks of a single layer.
 
     Attributes:
-        slots: They.
+        slots: The wrapped slots.
     """
 
     def __init__(self, slots: SwapSlots) -> None:
@@ -49,7 +49,7 @@ class SlotStore:
         self.slots = slots
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """See ``BlockStore.expect_backed``."""
+        """Raise ``InvariantError`` unless all numbers are of these slots."""
         self.slots.check(blocks)
 
 
@@ -60,12 +60,12 @@ class _Open:
 
 
 class SlotMover:
-    """See the module: between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
+    """Copies between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
 
     Args:
         host: The buffer.
         peer: The slots elsewhere.
-        engine: Copies between ``SlotStore(host)`` and ``peer``; not yet started, and the mover's from now on.
+        engine: Copies between ``SlotStore(host)`` and ``peer``; not yet started; the mover owns it.
     """
 
     def __init__(self, host: SwapSlots, peer: Slots, engine: CopyEngine[Any]) -> None:
@@ -73,20 +73,20 @@ class SlotMover:
         self._engine = engine
         self._open: dict[int, _Open] = {}
         self.moved_bytes = {Tier.HOST: 0, Tier.PEER: 0}
-        """Copied so far, by the tier that they went to."""
+        """Bytes copied so far, by the tier that they were copied to."""
 
     @property
     def layout(self) -> KVLayout:
-        """Of the blocks."""
+        """Shape of the blocks."""
         return self._host.layout
 
     def start(self) -> Self:
-        """Start to copy; returns the mover."""
+        """Start the copy engine; returns the mover."""
         self._engine.start()
         return self
 
     def submit(self, relocation: Relocation) -> None:
-        """Begin to copy, and return at once."""
+        """Begin a relocation, and return at once."""
         to_peer = relocation.targets[0].tier is Tier.PEER
         far, near = (relocation.targets, relocation.sources) if to_peer else (relocation.sources, relocation.targets)
         direction = Direction.OUTBOUND if to_peer else Direction.INBOUND
@@ -108,7 +108,7 @@ class SlotMover:
         self._engine.close()
 
     def _settle(self, relocation_id: int, digests: Sequence[int]) -> tuple[int, Sequence[int]]:
-        """A block arrived if what was copied has the digest that was stored when it left the device."""
+        """End a relocation: a block is whole if its copy has the digest that was stored when it left the device."""
         one = self._open.pop(relocation_id)
         found = np.asarray(digests, dtype=np.int64)
         is_whole = (found == one.expected) & (found != EMPTY_DIGEST)
@@ -116,7 +116,7 @@ class SlotMover:
         slots = np.array([location.slot for location in one.relocation.targets], dtype=np.int64)
         if target is Tier.HOST:
             self._host.digests[slots] = np.where(is_whole, found, EMPTY_DIGEST)
-        else:  # those that arrived were noted where they were copied
+        else:  # the copy itself stored the digests of whole ones
             self._peer.digests[slots[~is_whole]] = EMPTY_DIGEST
         self.moved_bytes[target] += len(slots) * self.layout.block_bytes
         return relocation_id, np.flatnonzero(~is_whole).tolist()

@@ -1,7 +1,7 @@
-"""Slots on neighbours' devices: they come and go by the *chunk*, which is what one lease has room for.
+"""Slots on neighbours' devices, added and removed by the *chunk*: the slots that one lease has room for.
 
-A chunk that must be given back now, whatever its process is doing, is taken away by ``remove`` on another thread: the
-copy that is under way there ends first, and those that come later find nothing, which is a miss and no wrong byte.
+A chunk that must be returned now is removed by ``remove`` on another thread, whatever the step loop is doing: copies
+under way there end first, and later copies find no memory, which is a miss and never a wrong byte.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from floodplain.memory.swap_slots import DigestedSlots, check_slots
 
 
 class PeerSlots(DigestedSlots):
-    """See ``Slots``. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
+    """``Slots`` in leased memory. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
 
     Args:
         layout: Shape of the cache.
         chunk_slots: Slots of a chunk.
-        max_chunks: Chunks that can ever be; they are numbered from 0.
+        max_chunks: The most chunks that can ever exist, numbered from 0.
     """
 
     tier = Tier.PEER
@@ -38,12 +38,12 @@ class PeerSlots(DigestedSlots):
         self._num_users = np.zeros(max_chunks, dtype=np.int64)
         self._num_copies = np.zeros(max_chunks, dtype=np.int64)
         self._extents: dict[int, Extent] = {}
-        self._bases = np.zeros(max_chunks, dtype=np.uint64)  # whoever began to use a chunk finds it here to the end
-        self._is_usable = np.zeros(max_chunks, dtype=np.bool_)  # whoever begins looks here
+        self._bases = np.zeros(max_chunks, dtype=np.uint64)  # stays valid until the last user of a chunk ends
+        self._is_usable = np.zeros(max_chunks, dtype=np.bool_)  # checked when a use begins
 
     @property
     def chunk_bytes(self) -> int:
-        """What a chunk takes of a lease."""
+        """Bytes that a chunk takes of a lease."""
         return self.chunk_slots * self.layout.block_bytes
 
     def slots_of(self, chunk: int) -> range:
@@ -55,7 +55,7 @@ class PeerSlots(DigestedSlots):
         return int(self._num_copies[chunk])
 
     def add(self, chunk: int, extent: Extent) -> None:
-        """Make an extent the memory of a chunk; it belongs to the slots from now on.
+        """Make an extent the memory of a chunk; the slots own it from now on.
 
         Raises:
             InvariantError: The chunk has memory already, or would have too little.
@@ -68,7 +68,7 @@ class PeerSlots(DigestedSlots):
             self._extents[chunk], self._bases[chunk], self._is_usable[chunk] = extent, extent.address, True
 
     def remove(self, chunk: int) -> None:
-        """Give a chunk's memory back once no copy uses it; what lay there is lost. A second call does nothing."""
+        """Free a chunk's memory once no copy uses it; its content is lost. A second call does nothing."""
         with self._changed:
             self._is_usable[chunk] = False
             self._changed.wait_for(lambda: not self._num_users[chunk])
@@ -79,13 +79,13 @@ class PeerSlots(DigestedSlots):
                 extent.close()
 
     def part(self, first: int, count: int) -> torch.Tensor:
-        """See ``SlotMemory.part``; within one chunk."""
+        """Adjacent slots of one chunk as 32-bit words: [count, num_layers, layer_block_words]."""
         chunk, place = divmod(first, self.chunk_slots)
         shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
         return self._extents[chunk].tensor(torch.int32, shape)[place : place + count]
 
     def pieces(self, first: int, count: int) -> Generator[tuple[int, int]]:
-        """Adjacent slots as (address, number of slots): chunks follow each other in numbers, and not in memory."""
+        """Adjacent slots as (address, number of slots), one for each chunk: chunks are not adjacent in memory."""
         end = first + count
         while first < end:
             chunk, place = divmod(first, self.chunk_slots)
@@ -94,13 +94,13 @@ class PeerSlots(DigestedSlots):
             first += num_slots
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """See ``SlotMemory.addresses``."""
+        """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
         chunks, places = np.divmod(slots, self.chunk_slots)
         return self._bases[chunks] + places.astype(np.uint64) * np.uint64(self.layout.block_bytes)
 
     @contextmanager
     def use(self, slots: np.ndarray) -> Generator[np.ndarray]:
-        """See ``Slots.use``: none of the chunks is removed meanwhile."""
+        """Keep the slots' chunks from removal while the context is open; yields which slots have memory, bool [n]."""
         chunks = slots // self.chunk_slots
         with self._changed:
             is_there = self._is_usable[chunks]
@@ -115,10 +115,10 @@ class PeerSlots(DigestedSlots):
                 self._changed.notify_all()
 
     def check(self, slots: Iterable[int]) -> None:
-        """See ``Slots.check``."""
+        """Raise ``InvariantError`` unless all numbers are of these slots."""
         check_slots(slots, self.num_slots)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Remove all chunks, each once no copy uses it."""
         for chunk in list(self._extents):
             self.remove(chunk)
