@@ -1,4 +1,4 @@
-"""One benchmark: makes the load, finds its goals, replays it, and returns the result as for JSON."""
+"""One benchmark: makes the load, finds its goals, replays it, and returns the result for JSON."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
 async def _goals(
     spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
 ) -> tuple[str, ...]:
-    """The goals of the flags, else goals measured before the load. One line on stderr tells which."""
+    """The goals of the flags, else goals measured before the load. One line on stderr tells which, unless quiet."""
     goals = spec.goodput or await measure_goals(target, requests, progress=not how.quiet)
     if not how.quiet:
         complain(describe_goals(goals, is_measured=not spec.goodput))

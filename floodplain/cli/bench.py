@@ -1,4 +1,4 @@
-"""``floodplain bench offline MODEL`` and ``floodplain bench serve``: replay a workload, write client measurements."""
+"""``floodplain bench offline MODEL`` and ``bench serve``: replay a workload, write client measurements."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the order, and wait until it is done; 1 if the front refuses or does not answer, or the group ends."""
+    """Send the order, and wait for a drop or restore; 1 if the front refuses or does not answer, or the group fails."""
     config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
     base_url = config.base_url.rstrip("/")
     ask = partial(ask_front, base_url, api_key=key_to_send(config.api_key_file))

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the coordinator; returns when a signal has stopped it."""
     config = dataclass_from(args, CoordinatorConfig)
     if config.placement is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored until it serves; then it rereads the file
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored until it serves; then the signal rereads the file
 
     from floodplain.coordinator.run import coordinate
 

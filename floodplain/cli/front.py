@@ -1,4 +1,4 @@
-"""Requests of the cluster verbs to a front, and their answers."""
+"""Requests of the verbs ``cluster`` and ``instances`` to a front, and its answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEY_HELP = "key file of the front, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
 CHANGE = AnswerLimits(total_s=30.0)
-"""Limits of the answer to a change of the cluster, for which instances must first confirm."""
+"""Limits of the answer to a change of the cluster. A drop is answered once all instances have confirmed."""
 
 
 class FrontRefuses(Exception):
-    """A front answered with an error, whose message this has."""
+    """A front answered with another status than 200. The message is the reason, in one line."""
 
 
 def key_to_send(path: Path | None) -> str | None:

@@ -75,7 +75,7 @@ def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequen
 
     Args:
         config: Its engine flags.
-        is_quiet: Whether it logs nothing.
+        is_quiet: Whether it gets ``--quiet``.
         part_flags: Flags that make it a stage of a pipeline, or let it drop layers or migrate requests.
     """
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]

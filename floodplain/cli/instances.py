@@ -71,7 +71,7 @@ def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) ->
 
 
 def describe(listing: Mapping[str, Any]) -> str:
-    """A table of instances, and a line about ended ones.
+    """A table of instances, and a line with counts of ended instances, moved and waiting requests.
 
     Args:
         listing: A ``cluster.listing.Listing``.

@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 def in_own_process(work: Callable[[], T], what: str) -> T:
     """The result of ``work`` in a forked child, which then exits without waiting for its threads.
 
-    Call it before torch is imported: a fork has no threads.
+    Call it before torch is imported: the child has only the calling thread.
 
     Args:
         work: A function whose result can be pickled.

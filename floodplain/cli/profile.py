@@ -1,4 +1,4 @@
-"""``floodplain profile``: measures what a model needs or can spare. Each of its verbs is a module ``profile_VERB``."""
+"""``floodplain profile``: measures what a model needs or can spare. Each verb is a module ``profile_VERB``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``floodplain profile show PROFILE.json``: shows a profile as a table or a picture."""
+"""``floodplain profile show PROFILE.json``: shows a profile as a table, and with ``--plot`` as a picture."""
 
 from __future__ import annotations
 

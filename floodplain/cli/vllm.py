@@ -22,7 +22,7 @@ from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
-"""Flags of vLLM that are set here; with ``--swap none`` and ``vllm`` also those that ``_own_flags`` returns."""
+"""Flags of vLLM set here; also ``--additional-config`` (swap none or vllm), ``--kv-offloading-size`` (swap vllm)."""
 
 SWAPS = ("host", "peer", "vllm", "none")
 """Where KV of preempted requests goes: our swap space, a neighbour's memory as a tier before it, vLLM's own

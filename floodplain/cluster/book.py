@@ -35,8 +35,8 @@ class Entry:
         epoch: Of the instance that it is placed on, and
         ticket: under which; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
-        num_moves: How often its instance ended or gave it back.
-        num_fruitless: The same since its last token, without instances that were leaving.
+        num_moves: How often it was given back, or was lifted and had to ``wait``.
+        num_fruitless: Instances that ended or gave it back since its last token, except those that were leaving.
     """
 
     request: Request
@@ -122,7 +122,7 @@ class Book:
         return entry if entry is not None and entry.epoch == epoch and self.roster.get(epoch) else None
 
     def check_ticket(self, epoch: int, ticket: int) -> None:
-        """Check that an instance may name a ticket: it exists, and is not a ticket of another instance.
+        """Check that an instance may name a ticket: it was issued, and is not placed on another instance.
 
         Raises:
             WireError: It may not.

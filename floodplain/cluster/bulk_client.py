@@ -143,7 +143,7 @@ class BulkClient:
             self._is_closed = True
             sock = self._sock
         if sock is not None:
-            with contextlib.suppress(OSError):  # not connected yet, or the peer has hung up
+            with contextlib.suppress(OSError):  # not connected yet, or the peer has disconnected
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 

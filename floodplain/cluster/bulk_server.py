@@ -39,7 +39,7 @@ CHUNK_BYTES = 256 * 2**10
 STALL_S = 30.0
 """A connection on which a client neither reads nor sends a request for so long is closed."""
 MAX_PEERS = 16
-"""Most connections that have shown a secret, and most that have not; further ones are closed."""
+"""Most connections that have shown a secret (more are refused), and most that have not (the oldest is closed)."""
 _ACCEPT_RETRY_S = 0.1
 
 
@@ -50,7 +50,7 @@ class BulkServer:
         listener: Bound (``floodplain.web.listen.bind``); owned from now on.
         gate: Called before each chunk. It returns when the chunk may be sent, within less than a client's timeout.
         chunk_bytes: About the size of a chunk; one index is never split.
-        stall_s: See ``STALL_S``.
+        stall_s: Seconds, as ``STALL_S``.
 
     Attributes:
         address: Where clients connect: ``host:port``.
@@ -206,7 +206,7 @@ class BulkServer:
 
 
 def _read_hello(sock: socket.socket) -> bytes:
-    """The first bytes that a client sends; fewer if it hangs up.
+    """The first bytes that a client sends; fewer if it disconnects.
 
     Raises:
         OSError: They did not arrive within ``HELLO_TIMEOUT_S``.
@@ -222,5 +222,5 @@ def _read_hello(sock: socket.socket) -> bytes:
 
 
 def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other end has hung up
+    with contextlib.suppress(OSError):  # the other end has disconnected
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
 """A link between stages on GPUs: plans use a connection, activations go directly from device to device.
 
-It has the methods of ``StageLink``. torch.distributed (NCCL) transfers, in a process group of the two stages. A
+It has the methods of ``StageLink``. Transfers use torch.distributed (NCCL), in a process group of the two stages. A
 transfer into this device starts only after its plan has arrived, so that none waits for a stage that has ended. If
 the connection ends, the process group is aborted, which ends a blocked transfer. Not yet run on a GPU; tests run it
 over gloo.
@@ -60,7 +60,7 @@ class PairGroup:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # a tensor lives until its transfer has ended
 
     def send(self, x: torch.Tensor) -> None:
-        """Start to send a tensor; block on the oldest transfer while ``MAX_SENT`` are unfinished.
+        """Start to send a tensor; block on the oldest transfer while ``MAX_SENT`` may be unfinished.
 
         Raises:
             PeerLost: A transfer failed.
@@ -126,7 +126,7 @@ class DeviceLink:
         """The next frame, with its tensor on this device.
 
         Raises:
-            PeerLost: The link has ended, or the tensor has not the shape of activations.
+            PeerLost: The link has ended, a transfer failed, or the tensor does not have the shape of activations.
         """
         frame = self._link.recv()
         shape = frame.body.pop("tensor", None)

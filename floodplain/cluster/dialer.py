@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 10.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 REST_S = 5.0
-"""After this time without rest a warning is logged."""
+"""If the engine has not come to rest after this time, a warning is logged."""
 
 
 class Member(Protocol):
@@ -112,7 +112,7 @@ class Dialer:
             resting.result()  # raises if the engine failed
 
     async def _serve(self, link: FrameLink) -> bool:
-        """Serve one life, until the connection or this process ends. False if refused, or on a protocol error."""
+        """Serve one life, until the connection or this process ends. False: no welcome, or a protocol error."""
         try:
             link.send(pack(self._member.hello(self._token)))
             welcome = await _read_welcome(link)

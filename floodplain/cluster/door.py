@@ -105,7 +105,7 @@ class Door(Accepting[asyncio.Task[None]]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, accepted: socket.socket) -> None:
-        """Serve a connection. ``asyncio.start_server`` is not used: it logs a traceback whenever no file is left."""
+        """Serve a connection. Not by ``asyncio.start_server``, which logs tracebacks if no file descriptor is left."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)

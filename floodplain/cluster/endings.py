@@ -12,7 +12,7 @@ COMPLAINT = "floodplain: "
 FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM)
 """Statuses of a process that was ended by an operator, or by the kernel for lack of memory."""
 BAD_INPUT = 2
-"""The exit status of a command whose input is wrong."""
+"""The exit status of a command with wrong input; its complaint says what to change."""
 
 
 class Ending(NamedTuple):

@@ -157,7 +157,7 @@ class ClusterEngine:
             caller.abort()
 
     async def close(self) -> None:
-        """End this machine's instances, and disconnect all others."""
+        """End the front's own instances, and disconnect all others."""
         self._is_draining = True
         for caller in self._callers:
             caller.fail(RuntimeError("the server is closed"))
@@ -248,7 +248,7 @@ class ClusterEngine:
         return self.failure is None
 
     def _find_end(self) -> Exception | None:
-        """Why no instance can serve any more; None if one can or may."""
+        """Why it cannot serve: before all served, one did not start; later, none is left. None: it can, or may."""
         launcher = self._launcher
         hopeless = launcher.given_up if self._is_started else launcher.given_up | launcher.refused
         if not hopeless:

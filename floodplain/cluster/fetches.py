@@ -32,7 +32,7 @@ class Fetches:
 
     Args:
         sources: For each request, oldest first: epochs of the members that copy its KV, and that of the member that
-            goes on with it.
+            resumes it.
     """
 
     def __init__(self, sources: Mapping[int, tuple[set[int], int]]) -> None:
@@ -63,7 +63,7 @@ class Fetches:
 
         Returns:
             The outcome of the request (None: other members have still to answer), and the epoch of the member that
-            goes on with it. None if this answer was not awaited.
+            resumes it. None if this answer was not awaited.
         """
         fetch = self._fetches.get(request)
         if fetch is None or epoch not in fetch.epochs:

@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 64 * 2**20
 MAX_HELLO_BYTES = 16 * 2**10
 """Largest first frame, before the sender has shown its token."""
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
-"""A peer that leaves more unread is declared dead."""
+"""A peer that leaves more unread is disconnected."""
 
 _HEAD = struct.Struct("!II")
 
@@ -39,8 +39,8 @@ class FrameLink:
     """Sends and receives frames on one connection. ``close`` it.
 
     Args:
-        reader: Of the connection, and
-        writer: of the same.
+        reader: The reader of the connection.
+        writer: The writer of the connection.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -62,7 +62,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The leader has drained and planned a shrink. Beside it: (source, destination) of moved blocks, then freed quanta.
+    """The leader drained, and planned a shrink. Beside it: (source, destination) pairs of blocks, then freed quanta.
 
     Attributes:
         epoch: Of the member.
@@ -99,7 +99,7 @@ class GroupDone:
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        answer: Which order.
+        answer: The answer to that order.
     """
 
     epoch: int

@@ -144,7 +144,7 @@ class GroupBook:
         group = self._groups.get(number)
         return group is not None and group.fetches.abort(request)
 
-    # -- members say -----------------------------------------------------------------------------------------------
+    # -- messages of members ---------------------------------------------------------------------------------------
 
     def confirm(self, epoch: int, number: int) -> Change | None:
         """A member is paused and has reported what it holds; see ``Group.is_confirmed``."""

@@ -64,7 +64,7 @@ class GroupLife(Life):
         self._failed: BaseException | None = None
         self._counted = StatsBook()
 
-    # -- what the life asks --------------------------------------------------------------------------------------------
+    # -- failure, end, statistics --------------------------------------------------------------------------------------
 
     def find_failure(self) -> BaseException | None:
         """The failure of the engine, the group's pipeline, or an order; None if there is none."""
@@ -253,7 +253,7 @@ class GroupLife(Life):
         return [ticket for ticket, request in self._requests.items() if id(request) in wanted]
 
     def _forget_streams(self) -> None:
-        """End all streams: their requests are the front's again."""
+        """Cancel all streams; the front takes their requests back."""
         for task in self._streams.values():
             task.cancel()
 

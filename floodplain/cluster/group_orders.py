@@ -63,7 +63,7 @@ class Drop:
         first_layer: The first that it keeps, and
         end_layer: the first after these.
         num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
-        first_quantum: See above.
+        first_quantum: The group quantum of the first of these.
         num_quanta: Of the group.
         max_model_len: Most tokens of a request: what one instance can hold, so that one member can resume it alone.
         secret: The secret that members show each other, hexadecimal.

@@ -165,7 +165,7 @@ class GroupPipeline:
             self._pause = None
 
     async def leave(self) -> list[Record]:
-        """Stop computing. The leader's records, whose links stay open until ``close``; empty for other members."""
+        """Stop computing. The leader's records (its links stay open until ``close``); empty for other members."""
         records = await self.hold()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)

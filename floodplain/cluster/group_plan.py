@@ -54,7 +54,7 @@ class Traveller:
         num_computed: Leading tokens whose KV moves.
         place: Of the member that has it.
         blocks: By the group's ids.
-        sources: The place of each block before the copy: the same block, or a swap slot (``core.kv_sources``).
+        sources: The source of each block's copy: the same block, or a swap slot of the member (``core.kv_sources``).
     """
 
     entry: Entry
@@ -184,7 +184,7 @@ class GroupPlan:
                 counts[homes[request]] += len(one.blocks)
         return homes
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def message(self, order: Order) -> tuple[GroupOrder, tuple[int, ...]]:
         """The message of an order, and the integers beside it. ``ADOPT`` orders are built by the caller."""
@@ -294,5 +294,5 @@ def _memory_of(report: Prepared, layer_block_bytes: int) -> StageMemory:
 
 
 def _most_quanta(report: Prepared) -> int:
-    """Quanta that a member has pages for if it keeps a single layer."""
+    """Most quanta that a member can have addresses for: all its pages behind a single kept layer."""
     return (report.num_kv_pages + sum(report.param_pages)) // report.quantum_pages

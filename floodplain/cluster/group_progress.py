@@ -54,7 +54,7 @@ class Group:
         return STEPS.get(self.state, Step())
 
     def awaits(self, epoch: int, answer: Answer) -> bool:
-        """Whether this member's answer for the whole group is missing."""
+        """Whether this answer of this member, for the whole group, is missing."""
         return self._step.answer is answer and epoch in self.awaited
 
     def take(self, event: GroupEvent) -> list[Order] | None:

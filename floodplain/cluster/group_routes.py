@@ -20,13 +20,13 @@ POLL_S = 0.01
 
 
 class Members(BoundedModel):
-    """Which instances: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them; the first leads."""
+    """The instances: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them; the first leads."""
 
     instances: list[str]
 
 
 class Member(BoundedModel):
-    """Which group: that of this instance."""
+    """The group of this instance."""
 
     instance: str
 
@@ -34,9 +34,9 @@ class Member(BoundedModel):
 class GroupRow(BaseModel):
     """One group.
 
-    ``instances`` are the epochs of its members, ``names`` what commands call them.
-    ``blocks`` are those of its pool once it is settled, ``own_blocks`` those of all members' own pools; ``seconds`` are
-    those since the change that is under way, or was last, was asked for.
+    ``instances`` are the epochs of its members, ``names`` their names in commands.
+    ``blocks`` are those of its pool once it is settled, ``own_blocks`` those of all members' own pools; ``seconds`` is
+    the time since the current or last change was requested.
     """
 
     number: int
@@ -51,9 +51,9 @@ class GroupRow(BaseModel):
 
 
 class Groups(BaseModel):
-    """All groups, and what became of others.
+    """All groups, and counters of changes.
 
-    ``entered`` says how often groups came to rest in each state so far; ``restored`` has the seconds that the last
+    ``entered`` says how often a group stayed in each state so far; ``restored`` has the seconds that the last
     restores took, by number.
     """
 

@@ -97,7 +97,7 @@ class Session:
         await self.pipeline.open()
 
     def _unmap(self, order: Drop, used: tuple[int, ...], engine: Engine) -> None:
-        """Abort the paused engine's requests, which are the front's again, and unmap; their KV stays in its pages."""
+        """Abort the paused engine's requests, which the front has lifted, and unmap; their KV stays in its pages."""
         pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
         for seq_id in list(engine.loop.state.sequences):
             engine.finish(seq_id, FinishReason.ABORT)
@@ -119,7 +119,7 @@ class Session:
         memory = self._member.memory
         await self._in_thread(memory.drop_more, used, kept, order.first_quantum, order.num_quanta)
 
-    # -- KV comes -------------------------------------------------------------------------------------------------
+    # -- KV arrives -----------------------------------------------------------------------------------------------
 
     async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Copy the kept layers of requests from the members that have them, and from the own swap space."""

@@ -63,7 +63,7 @@ class Grouping:
         self._send, self._end, self._place = send, end, place
         self._plans: dict[int, GroupPlan] = {}
 
-    # -- the operator, or the monitor, asks ---------------------------------------------------------------------------
+    # -- calls of the operator or the monitor -------------------------------------------------------------------------
 
     def drop(self, epochs: Sequence[int]) -> int:
         """Begin to form a group of these instances, the leader first. Its number.

@@ -62,7 +62,7 @@ class Lost(NamedTuple):
     """How a life of a slot's instance ended.
 
     Attributes:
-        words: Why; empty if the life's end was only a consequence.
+        words: Why; empty for ``left``, ``pipeline`` and ``group``: the reason is elsewhere.
         served_s: Seconds for which it served, up to its last message; None if it never served.
     """
 
@@ -121,7 +121,7 @@ class Launcher:
         ended = [keeper.exception() for keeper in self._keepers if keeper.done() and not keeper.cancelled()]
         return next((error for error in ended if error is not None), None)
 
-    # -- what the front says of a slot -----------------------------------------------------------------------------
+    # -- notifications of the front --------------------------------------------------------------------------------
 
     def admits(self, slot: int) -> bool:
         """Whether the instance of a slot may join now; if not, it must try again later."""
@@ -147,7 +147,7 @@ class Launcher:
 
         Args:
             slot: Of the instance.
-            why: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; others are not the
+            why: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; any other is not the
                 reason itself.
             silent_s: Seconds since its last message.
         """

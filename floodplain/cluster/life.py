@@ -60,7 +60,7 @@ class Life:
         self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
-        self._num_known: dict[int, int] = {}  # by ticket: tokens that were sent to the front, or are about to be
+        self._num_known: dict[int, int] = {}  # by ticket: number of tokens that the front knows, or is about to
         self._rows: list[TokenRow] = []
         self._heard_s = time.monotonic()
 

@@ -12,7 +12,7 @@ from floodplain.cluster.operators import OperatorRoute
 
 
 class InstanceRow(BaseModel):
-    """One instance. Commands call it by its ``slot``, or by ``e`` and its ``epoch``, which no other life ever has."""
+    """One instance. Commands name it by its ``slot``, or by ``e`` and its unique ``epoch``."""
 
     epoch: int
     slot: int | None
@@ -31,7 +31,7 @@ class InstanceRow(BaseModel):
 
 
 class Listing(BaseModel):
-    """All instances, and what became of others."""
+    """All instances, the number of requests without one, and counters of moved requests and ended lives."""
 
     instances: list[InstanceRow]
     without_instance: int

@@ -54,7 +54,7 @@ class MigrationCounts:
 
     Attributes:
         num_ended: Migrations, by ``MigrationResult``.
-        downtime_s: Total time from the order to stop a request to the order to resume it.
+        downtime_s: Total time from the order to stop a request to the order to resume it, or to its recomputation.
         num_tokens: Tokens whose KV moved.
     """
 

@@ -122,7 +122,7 @@ class MigrationBook:
         self._migrations[one.number] = one
         return one, [(Act.HOLD, source)]
 
-    # -- instances say -------------------------------------------------------------------------------------------------
+    # -- messages of instances -----------------------------------------------------------------------------------------
 
     def hold(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
         """The source holds ``num_blocks`` that the target lacks; None: the request does not run there."""
@@ -166,7 +166,7 @@ class MigrationBook:
             return _after(lift, self._deliver(one, is_whole=one.target is not None))
         return _after(lift, self._copy(one, num_blocks, MigrationState.FINISHING))
 
-    # -- what else happens ---------------------------------------------------------------------------------------------
+    # -- ends and timeouts ---------------------------------------------------------------------------------------------
 
     def end(self, epoch: int) -> list[Step]:
         """An instance's life has ended. Before FINISHING the caller gives its requests back."""
@@ -190,7 +190,7 @@ class MigrationBook:
         return None if one is None else self._end(one, MigrationResult.CANCELLED)
 
     def expire(self, number: int) -> Step | None:
-        """Abort a migration with a silent live instance. The request is recomputed if it may have been ended."""
+        """Give up waiting for a live instance. In STOPPING the source may have ended the request: it is recomputed."""
         one = self._migrations.get(number)
         if one is None:
             return None

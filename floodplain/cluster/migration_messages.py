@@ -94,7 +94,7 @@ class KvHeld:
     Attributes:
         epoch: Of the source.
         number: Of the migration.
-        is_running: Whether the request runs there; if False, nothing is held.
+        is_running: Whether the request runs there; if False, no blocks are beside the message.
         address: Of the source's bulk server, ``HOST:PORT``.
     """
 

@@ -14,7 +14,7 @@ from floodplain.web.bodies import BoundedModel
 
 
 class Between(BoundedModel):
-    """From which instance, to which: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them."""
+    """The source and the target instance: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them."""
 
     source: str
     target: str
@@ -31,7 +31,7 @@ class MigrationRow(BaseModel):
 
 
 class Migrations(BaseModel):
-    """Those under way, and what became of others: ``ended`` counts them by result; both others only grow."""
+    """Migrations under way, and counters: ``ended`` (by result), ``downtime_s`` and ``moved_tokens`` only grow."""
 
     migrations: list[MigrationRow]
     ended: dict[str, int]

@@ -119,7 +119,7 @@ class Monitor:
         if is_stuck:
             self._note_overload(load, now)
 
-    # -- what is seen -------------------------------------------------------------------------------------------------
+    # -- the load -----------------------------------------------------------------------------------------------------
 
     def _find_load(self, now: float) -> ClusterLoad:
         heads = self._find_heads()
@@ -208,7 +208,7 @@ class Monitor:
         block_bytes = 2 * self._shape.kv_size * dtype_bytes * facts.block_tokens
         return DropSizes(self._shape.num_layers, self._shape.layer_bytes(dtype_bytes), block_bytes)
 
-    # -- what is done -------------------------------------------------------------------------------------------------
+    # -- drops and restores -------------------------------------------------------------------------------------------
 
     def _drop(self, need_blocks: int) -> bool:
         """Begin drops. True if at least one group is being formed."""

@@ -59,7 +59,7 @@ class MovableLife(Life):
         return self._own.failure or self._failed
 
     async def end_migrations(self) -> None:
-        """End all migrations. On return nothing is held, copied or read."""
+        """End all migrations. On return no copy runs, and the engine has been told to free their blocks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

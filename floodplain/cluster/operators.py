@@ -18,7 +18,7 @@ OWN_NAMES = "own_names"
 
 
 class OperatorRoute(JsonRoute):
-    """A route about the cluster. With API keys, any key may read, an admin's may change; else the loopback may do both.
+    """A route about the cluster. With API keys, any key may read, an admin's may change; else this machine may do both.
 
     Without keys, requests of a web page open on this machine are refused by ``Host``, ``Origin`` and ``Content-Type``.
     """

@@ -1,7 +1,7 @@
 """Step plans and their tokens as frames between stages: only what a stage needs of a plan.
 
-Stages behind the first get activations instead of token ids. Of a request they need only its sampling parameters.
-Everything is checked against the stage's own sizes: a block id out of range would end the process.
+Stages behind the first get activations instead of token ids; of a request, its sampling parameters and its number of
+known tokens. Everything is checked against the stage's own sizes: a block id out of range would end the process.
 """
 
 from __future__ import annotations

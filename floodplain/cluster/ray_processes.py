@@ -30,7 +30,7 @@ FIRST_RELEASE = (2, 52)
 READY_TIMEOUT_S = 180.0
 """A driver that is not ready after this time is killed: Ray waits for some answers without a limit."""
 START_END_TIMEOUT_S = 10.0
-"""Time to end for a driver that is still connecting: it reads no order meanwhile."""
+"""A driver told to end while it connects is killed after this time: it reads no order meanwhile."""
 _DRIVER = "import sys; from floodplain.cluster.ray_driver import main; sys.exit(main())"
 _SENT = ("OMP_NUM_THREADS", "FLOODPLAIN_")
 
@@ -149,7 +149,7 @@ def check_ray() -> None:
     """Raise if Ray is not installed, or too old to authenticate.
 
     Raises:
-        UserError: It is; the message says what to install.
+        UserError: Ray is missing or too old; the message says what to install.
     """
     try:
         version = importlib.metadata.version("ray")

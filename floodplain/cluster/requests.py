@@ -30,8 +30,8 @@ class Requests:
     Attributes:
         on_opened: Called with each request that arrives.
         on_closed: Called with each request that ended, for any reason.
-        num_moved: Requests that were placed on another instance, and
-        num_moved_tokens: tokens that were computed again for them, prompts included.
+        num_moved: How often a request was placed again after it had lost its instance, and
+        num_moved_tokens: tokens that are recomputed for that, prompts included.
         num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
         num_generated_tokens: Tokens that callers got.
     """
@@ -81,7 +81,7 @@ class Requests:
             caller = self._callers.pop(entry.number)
             caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
 
-    # -- instances say -------------------------------------------------------------------------------------------------
+    # -- messages of instances -----------------------------------------------------------------------------------------
 
     def take_tokens(self, message: Tokens) -> None:
         """Apply the new tokens and ends of an instance's requests.

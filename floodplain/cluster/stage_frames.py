@@ -98,7 +98,7 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close the connection: a blocked ``send`` or ``read`` fails. Safe to call twice."""
-        with contextlib.suppress(OSError):  # the peer has hung up, or this end
+        with contextlib.suppress(OSError):  # the peer has disconnected, or this end
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 

@@ -106,7 +106,7 @@ class StageLink:
         self._reader.join()
 
     def close(self) -> None:
-        """Close the link; a blocked ``recv`` raises ``PeerLost``. Safe to call twice, on any thread."""
+        """Close the link; a blocked ``send`` or ``recv`` raises ``PeerLost``. Safe to call twice, on any thread."""
         self._sock.close()
         self._reader.join()
 

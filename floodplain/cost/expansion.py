@@ -33,7 +33,7 @@ def best_expansion(weight_bytes: float, pool_bytes: float, link_ratio: float) ->
 
 
 def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> float:
-    """The gain in tokens per second if load fills both pools and no step waits for a copy.
+    """Tokens per second relative to no expansion, if load fills both pools and no step waits for a copy.
 
     g = e (W/a + 1) / (W/a + e): e times the batch, in steps that read e times the KV and the same weights.
     """
@@ -47,7 +47,7 @@ def best_places(
     """The closed form with slots and whole layers: the largest expansion whose copies take no longer than a step.
 
     Args:
-        num_layers: Of the model; more than ``num_slots``.
+        num_layers: Layers of the model; more than ``num_slots``.
         weight_bytes: As in ``best_expansion``.
         pool_bytes: Memory of the pool, slots included.
         link_ratio: As in ``best_expansion``.
@@ -120,5 +120,5 @@ def _longest(some: Iterable[Path], others: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _is_inside(fewer: Path, path: Path, more: Path) -> bool:
-    """Whether ``path`` is nowhere longer than both of its neighbours."""
+    """Whether ``path`` is longer than both of its neighbours for no ratio of the two durations."""
     return (more[1] - fewer[1]) * (path[0] - fewer[0]) <= (more[0] - fewer[0]) * (path[1] - fewer[1])

@@ -62,7 +62,7 @@ def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int =
     Args:
         rows: In any order.
         parts: The ``PARTS`` to fit; the others cost nothing.
-        seed: Of the folds.
+        seed: Seed of the folds.
 
     Raises:
         UserError: The rows are too few, hold a time that is not positive, or leave a part undetermined.

@@ -11,7 +11,7 @@ from floodplain.core.errors import UserError
 
 GB = 1e9
 _CALL_LATENCY_S = 10e-6
-"""Assumed for every link: latency of an asynchronous copy. No source measures it separately."""
+"""Assumed for every link: latency of an asynchronous copy before its first byte. No source measures it separately."""
 _LARGE_BYTES = 512 * 2**20
 """Copy size of tools that report one bandwidth (nvbandwidth's default buffer); assumed for quoted numbers."""
 
@@ -110,4 +110,4 @@ def _profiles() -> tuple[LinkProfile, ...]:
 
 
 LINKS = MappingProxyType({profile.name: profile for profile in _profiles()})
-"""The named links. Each is one direction of one pair; duplex traffic is assumed not to interfere."""
+"""The named links. Each curve is of one direction of one pair; duplex traffic is assumed not to interfere."""

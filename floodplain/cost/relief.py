@@ -18,7 +18,7 @@ EXCHANGE_LOSS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """The time of a step with only streams.
+    """The time of a step by its number of streams.
 
     Attributes:
         base_s: Seconds of any step.
@@ -41,7 +41,7 @@ class StreamStep:
 
         Args:
             num_streams: Streams in the memory of the group.
-            num_stages: Of the pipeline.
+            num_stages: Stages of the pipeline.
             hop_s: Seconds from one stage to the next.
             bubble: Idle share of the stages' time; None: that of equal stages.
         """
@@ -73,7 +73,7 @@ class TurnCost:
 
         Args:
             tokens_per_s: Tokens per second without turns.
-            bandwidth: Of the link, bytes per second.
+            bandwidth: Bytes per second of the link.
         """
         wanted = self.turning * tokens_per_s
         possible = bandwidth / self.kv_bytes * self.slice_tokens
@@ -92,7 +92,7 @@ class DropCost:
     Attributes:
         remap_s: Seconds for which members are paused to unmap and map pages.
         exchange_bytes: KV that each member sends, all members at once.
-        bandwidth: Of the link between members, bytes per second.
+        bandwidth: Bytes per second of the link between members.
     """
 
     remap_s: float

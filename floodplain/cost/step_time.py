@@ -103,9 +103,7 @@ LINE_PARTS = ("base_s", "decode_s", "prefill_token_s")
 
 
 class WorkMeter:
-    """Measures the work of one loop's plans. A plan names its decodes; their context lengths follow from earlier
-    plans, so every plan must be measured, in order.
-    """
+    """Measures every plan of one loop, in order: the context lengths of its decodes follow from earlier plans."""
 
     def __init__(self) -> None:
         self._contexts: dict[SeqId, int] = {}

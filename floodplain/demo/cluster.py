@@ -53,7 +53,7 @@ class VerbProcess:
         return self._process.poll()
 
     def wait_ready(self) -> Mapping[str, Any]:
-        """Wait until the verb serves. Its JSON object, which has its ``url``.
+        """Wait until the verb serves; return the JSON object that it prints, with its ``url``.
 
         Raises:
             UserError: It ended, or was not ready in time; with the last line of its log.

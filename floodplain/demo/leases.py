@@ -28,7 +28,7 @@ from floodplain.workload.spec import WorkloadSpec, build
 def serve_scene(
     base: EngineConfig, sample: WorkloadSpec, scale: LendingScale, num_resident: int, *, progress: bool
 ) -> dict[str, Any]:
-    """Start the three processes, run the scene, end them. The results, for ``leases`` of ``demo.json``.
+    """Start the three processes, run the scene, end them; return the results, ``leases`` of ``demo.json``.
 
     Args:
         base: The engine of the first part.

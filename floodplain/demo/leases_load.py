@@ -29,10 +29,10 @@ NUM_WARM_UP, WARM_UP_TOKENS = 2, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingScale:
-    """The times and sizes of the scene, in seconds from its start.
+    """The sizes of the scene, and its times in seconds from its start.
 
     Attributes:
-        lend_after_s: Time without load changes before the lender lends (``--lend-after``).
+        lend_after_s: Seconds of calm before the lender lends (``--lend-after``).
         borrow_s: When the borrower's users start.
         double_s: When the lender's users double.
         light_s: When the added users send no further requests.
@@ -116,7 +116,7 @@ class DemoServer:
     def __init__(self, url: str, model: str, requests: Sequence[LoadRequest]) -> None:
         self.url = url
         self.records: list[RequestRecord] = []
-        """Records of finished requests, in that order."""
+        """Records of requests, in the order in which they ended."""
         self._model = model
         self._requests: Iterator[LoadRequest] = cycle(requests)
 
@@ -137,7 +137,7 @@ class DemoServer:
         await asyncio.gather(*(use(number) for number in range(num_users)))
 
     async def send(self, request: LoadRequest) -> list[RequestRecord]:
-        """Send one request now, and wait for its answer. Its record, which is not added to ``records``."""
+        """Send one request now, and wait for its answer; return its one record, not added to ``records``."""
         from floodplain.workload.client import run_load
         from floodplain.workload.http_target import HttpTarget
 

@@ -26,7 +26,7 @@ class Scale:
         length_scale: Factor on chat-like lengths, which are cut at
         max_input: and at
         max_output: tokens.
-        pool_part: With ``--expansion``, the full pool over the small one.
+        pool_part: With ``--expansion``, the full pool divided by the small one.
     """
 
     quiet_s: float
@@ -77,9 +77,9 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
 
 
 def fit_pool(scale: Scale, num_prompts: int) -> Scale:
-    """The scale with a pool that so many requests outgrow.
+    """The scale with a pool that is too small for ``num_prompts`` requests.
 
-    A slow machine gets few requests in the same time, so its pool holds fewer. The least one has room for the longest.
+    A slow machine gets few requests in the same time, so its pool holds fewer. The smallest pool holds the longest one.
     """
     return replace(scale, num_resident=max(LEAST_RESIDENT, min(scale.num_resident, num_prompts // PROMPTS_PER_PLACE)))
 

@@ -34,7 +34,7 @@ LEASES_CAPTION = (
 def write_files(
     folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None, *, expands: bool = False
 ) -> dict[str, Any]:
-    """Write all files into ``folder``. The content of ``demo.json``.
+    """Write all files into ``folder``; return the content of ``demo.json``.
 
     Args:
         folder: Made if it does not exist.
@@ -72,7 +72,7 @@ def write_files(
 
 
 def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the table of the runs, a line about leases, and the page's path; or all of ``demo.json``."""
+    """Print a table of the runs, lines on expansion and leases, and the page's path; or all of ``demo.json``."""
     from floodplain.observe.strict_json import to_json
     from floodplain.observe.table import format_number, format_table, summary_rows, transposed
 

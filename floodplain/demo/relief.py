@@ -41,7 +41,7 @@ POLL_S = 0.05
 def serve_relief(
     model: str, seed: int, scale: ReliefScale, *, progress: bool
 ) -> tuple[list[RequestRecord], dict[str, Any]]:
-    """Start the processes, run the scene, end them: the requests' records, and ``cluster`` of ``demo.json``.
+    """Start the processes, run the scene, end them; return the records and ``cluster`` of ``demo.json``.
 
     Args:
         model: The model of both instances.

@@ -26,9 +26,9 @@ NUM_INSTANCES = 2
 BLOCK_TOKENS = 16
 DTYPE = "bfloat16"
 POOL_MARGIN = 1.08
-"""Spare KV memory: an engine maps only whole quanta of blocks."""
+"""Factor on KV memory: an engine maps only whole quanta of blocks, at most as many as its memory holds."""
 SILENCE_S = 2.0
-"""``--instance-timeout``: twice the default, because both instances, the front and the users may share two cores."""
+"""``--instance-timeout``: twice the default: both instances, the front and the users may share two cores."""
 NUM_PROMPTS = 600
 LENGTH_SCALE = 8.0
 """Factor on chat-like lengths, so large that nearly all prompts are cut at ``max_input``."""
@@ -103,7 +103,7 @@ class Crowd:
         requests: The requests that they repeat; at least one.
 
     Attributes:
-        records: Records of finished or failed requests, in that order, in seconds since ``begin``.
+        records: Records of requests in the order in which they ended or failed; times since ``begin``.
     """
 
     def __init__(self, target: LoadTarget, requests: Sequence[LoadRequest]) -> None:
@@ -118,7 +118,7 @@ class Crowd:
         await asyncio.gather(*(self._send(request) for request in short))
 
     def begin(self) -> float:
-        """Set the origin of times to now. Now, in monotonic seconds."""
+        """Set the origin of times to now; return it, in monotonic seconds."""
         self._begin_s = time.monotonic()
         return self._begin_s
 

@@ -1,4 +1,4 @@
-"""The output of ``floodplain demo --cluster``: ``demo.json``, the picture, the page, and the summary it prints."""
+"""The output of ``floodplain demo --cluster``: ``demo.json``, picture, page, and the printed summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 
 
 def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Write all files into ``folder``. The content of ``demo.json``.
+    """Write all files into ``folder``; return the content of ``demo.json``.
 
     Args:
         folder: Made if it does not exist.

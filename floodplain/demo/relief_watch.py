@@ -1,4 +1,4 @@
-"""Polls ``/groups`` and ``/instances`` of a front several times a second while instances drop and restore layers."""
+"""Polls ``/groups`` and ``/instances`` of a front while its instances drop and restore layers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class ReliefTotals:
     """Totals of all groups since the front started. Seconds are sums over all drops or all restores.
 
     Attributes:
-        num_drops: Groups that dropped layers.
+        num_drops: Groups that completed a drop.
         num_restores: Groups that ended with all layers back.
         usable_s: From the decision to drop until the pool was usable.
         dropped_s: From the decision to drop until all KV was copied.

@@ -1,4 +1,4 @@
-"""Serves the load of ``floodplain demo`` with one engine for each way, and measures this machine's capacity."""
+"""Serves the load of ``floodplain demo`` with one engine per way; measures this machine's capacity."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) ->
 
 
 async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
-    """Serve a few other texts, so that threads, allocator and learned prices are in the same state for every way."""
+    """Serve a few other texts, so that threads, allocator and learned prices are alike for every way."""
     batch = replace(spec, num_prompts=NUM_WARM_UP)
     await _time_batch(engine, batch, 0, WARM_UP_TOKENS)
 

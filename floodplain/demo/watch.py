@@ -69,7 +69,7 @@ def to_columns(samples: list[LendingSample]) -> dict[str, list[float]]:
 
 @asynccontextmanager
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
-    """Append samples to the context's list until the context ends; the last one at its end."""
+    """Append samples to the context's list until the context ends, one at each end included."""
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
 

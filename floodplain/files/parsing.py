@@ -32,7 +32,7 @@ def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
 
     Args:
         source: The file, perhaps with a line.
-        fault: The fault in the error.
+        fault: What is wrong with it, for the error.
 
     Raises:
         UserError: For all exceptions but a UserError, which passes, an interruption, and those that only our bugs cause

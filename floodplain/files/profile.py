@@ -39,7 +39,7 @@ class Profile:
         settings: The settings of the measurement.
         result: The keys of ``RESULT_KEYS``, and perhaps more.
         tries: The tries in order: one mapping each, in the form of the kind.
-        errors: The errors of the result: confidence, held-out errors, spread, depending on the kind.
+        errors: How sure the result is: confidence, held-out errors, spread, depending on the kind.
         made_at: The time, in ISO 8601 and UTC.
         made_by: The version of Floodplain.
     """

@@ -100,7 +100,7 @@ def _named(path: Path, kind: str) -> str:
 
 
 def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
-    """At most one chunk more than ``max_bytes``. A file's stated size may be wrong (as in /proc) or change."""
+    """At most one chunk more than ``max_bytes``. The stated size is unused: it may be wrong (as in /proc) or change."""
     data = bytearray()
     while len(data) <= max_bytes and (chunk := file.read(_CHUNK_BYTES)):
         data += chunk

@@ -46,8 +46,8 @@ def read_yaml_mapping(
         max_bytes: A larger file is refused.
         max_depth: Values that are nested deeper are refused.
         kind: The role of the file, such as ``--config``, which errors name before the path.
-        same: The normal form of a key: keys with equal ones are duplicates.
-        number: Makes the result for a number from its text and its value.
+        same: Returns the normal form of a key; keys with equal forms are duplicates.
+        number: Makes the value of a number from its text and its parsed value.
 
     Raises:
         UserError: It cannot be read, is not a mapping, or has refused content (see the module); one line that names the

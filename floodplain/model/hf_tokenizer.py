@@ -92,7 +92,7 @@ class HfTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of ``text``; 0 if only tokenising it would tell."""
+        """A lower bound on the number of tokens of ``text``; 0 if only tokenising it would tell."""
         return self._bound.least_tokens(text) if self._bound else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -87,7 +87,7 @@ class _RandomRows:
     top_p: torch.Tensor | None
 
     def uniforms(self, call_seed: int, positions: IntArray) -> torch.Tensor:
-        """A number in [0, 1) for each row, from its position and its own seed, else from ``call_seed``."""
+        """A number in [0, 1) for each row: from its seed and position, or without a seed from ``call_seed`` and row."""
         seeds = [call_seed if own is None else own for own in self.own_seeds]
         salts = np.where([own is None for own in self.own_seeds], self.rows, positions[self.rows])
         mixed = _mix(_mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)) ^ salts.astype(np.uint64))

@@ -4,9 +4,9 @@ For every tokenizer, prompt text + joined pieces is the text of prompt and outpu
 exceptions:
 
 - If a prompt ends within a character and the output completes it, the character is part of the first piece.
-- SentencePiece decodes a run of byte tokens to U+FFFD only if any byte of the run is invalid. Complete characters
-  of such a run that were returned before the invalid byte are not changed.
-- If ``ByteLevel`` is one of several decoders, invalid bytes are decoded as after the last tokens only.
+- If any byte of a run of byte tokens is invalid, SentencePiece decodes the whole run to U+FFFD. Complete characters
+  of the run that were returned before the invalid byte are not changed.
+- If ``ByteLevel`` is one of several decoders, invalid bytes are decoded with only the last tokens as context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BROKEN = "\ufffd"
 
 _MAX_CHARACTER_BYTES = 4
 _MAX_HELD_TOKENS = 8
-"""Tokens that are held back for a character, which has at most 4 bytes; after so many the bytes are invalid."""
+"""A character has at most 4 bytes, and so tokens; if this many tokens are held back, their bytes are invalid."""
 _MAX_CONTEXT_TOKENS = 32
 
 
@@ -46,11 +46,11 @@ class TextPieces(Protocol):
     """The text of one sequence, token by token."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is certain now, never a part of a character."""
+        """Take the next token; returns the text that is certain now, never a part of a character."""
         ...
 
     def flush(self) -> str:
-        """The rest of the text; no token follows."""
+        """The rest of the text, after the last token."""
         ...
 
 
@@ -78,11 +78,11 @@ class BytePieces:
         return last
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is certain now."""
+        """Take the next token; returns the text that is certain now."""
         return self._without_prompt(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def flush(self) -> str:
-        """The rest of the text; no token follows."""
+        """The rest of the text, after the last token."""
         return self._without_prompt(self._decoder.decode(b"", final=True))
 
     def _without_prompt(self, text: str) -> str:
@@ -94,9 +94,9 @@ class BytePieces:
 
 
 class WindowPieces:
-    """Pieces of tokenizers with context (SentencePiece, WordPiece): decodes each token after the last returned ones.
+    """Pieces of a tokenizer whose tokens depend on their neighbours (SentencePiece, WordPiece).
 
-    A run of SentencePiece byte tokens is checked byte by byte, since one invalid byte breaks the whole run.
+    Decodes each token after the last returned ones. Byte tokens are checked one by one: an invalid one breaks its run.
     """
 
     def __init__(self, tokenizer: Decoding, prompt: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class WindowPieces:
         self._context_text = tokenizer.decode(self._context)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is certain now."""
+        """Take the next token; returns the text that is certain now."""
         byte = self._tokenizer.fallback_byte(token_id)
         if byte is None:
             return self._close_run() + self._take_token(token_id)
@@ -118,7 +118,7 @@ class WindowPieces:
         return held + self._take_byte(token_id, byte)
 
     def flush(self) -> str:
-        """The rest of the text; no token follows."""
+        """The rest of the text, after the last token."""
         return self._show() if self._pending and not self._run.num_open_bytes else self._close_run()
 
     def _take_byte(self, token_id: int, byte: int) -> str:
@@ -202,7 +202,7 @@ class _ByteRun:
         return 0 if self.is_broken else len(self._decoder.getstate()[0])
 
     def take(self, more: bytes) -> tuple[bool, bool]:
-        """Add bytes. (whether they completed a character, whether the run is broken)"""
+        """Add bytes; returns (whether they completed a character, whether the run is broken)."""
         if self.is_broken:
             return False, True
         try:

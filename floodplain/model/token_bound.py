@@ -1,4 +1,4 @@
-"""A lower bound of a text's tokens, from the longest token of the vocabulary, without tokenising it."""
+"""A lower bound on a text's number of tokens, from the vocabulary's longest token, without tokenising."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, tokenizer_json: str, letters: Mapping[str, int]) -> Self | None:
-        """The bound of a ``tokenizer.json``; None if a part of it may drop or join other bytes.
+        """The bound of a ``tokenizer.json``; None if its settings may drop or join bytes in other ways.
 
         Args:
             tokenizer_json: The content of the file.
@@ -53,7 +53,7 @@ class TokenBound:
         return cls(longest, dropped, any(part["type"] == "NFC" for part in normalizers))
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of ``text``; 0 if it is unknown."""
+        """A lower bound on the number of tokens of ``text``; 0 if none is known."""
         if self.composes and not unicodedata.is_normalized("NFC", text):
             return 0
         return -(-len(text.encode().translate(None, self.dropped)) // self.longest_token_bytes)

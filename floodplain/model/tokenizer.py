@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of ``text``; 0 if only tokenising it would tell."""
+        """A lower bound on the number of tokens of ``text``; 0 if only tokenising it would tell."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -162,7 +162,7 @@ class StreamDecoder:
         self.is_stopped = False
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is certain now, which may be empty."""
+        """Take the next token; returns the text that is certain now, which may be empty."""
         if self.is_stopped:
             return ""
         if token_id in self._stop_token_ids and self._num_tokens_before_stop == 0:
@@ -178,7 +178,7 @@ class StreamDecoder:
         return self._before_stop(text)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The part of the prompt's end that the output's text may depend on; all of it for one long run of bytes."""
+        """The prompt's end that the output's text may depend on; the whole prompt if its end is one run of bytes."""
         last = [token for token in prompt[-_MAX_LOOK_BACK:] if self._has_text(token)]
         if len(prompt) <= _MAX_LOOK_BACK or (last and self._tokenizer.fallback_byte(last[0]) is None):
             return last
@@ -189,7 +189,7 @@ class StreamDecoder:
         return token_id < self._vocab_size and token_id not in self._skipped
 
     def flush(self) -> str:
-        """The rest of the text; no token follows."""
+        """The rest of the text, after the last token."""
         if self.is_stopped:
             return ""
         text = self._text.flush()

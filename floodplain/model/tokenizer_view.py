@@ -51,7 +51,7 @@ def view_of_folder(folder: Path) -> Iterator[Path]:
     """A view of the tokenizer in a Hugging Face folder, while the context is open.
 
     Raises:
-        UserError: The folder names an unsupported tokenizer class, or a file is malformed.
+        UserError: The folder names an unsupported tokenizer class, or a file is malformed or too large.
     """
     with _temporary_folder() as view:
         for name in _DATA:
@@ -92,7 +92,7 @@ def _tokenizer_settings(content: Mapping[str, Any], path: Path) -> dict[str, Any
 
 
 def _is_token(key: str, value: object) -> bool:
-    """Whether a key is a token with the model's own name, such as ``image_token``."""
+    """Whether an entry is the text of a token of the model's own kind, such as ``image_token``."""
     return key.endswith("_token") and isinstance(value, str)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 1.9
 SMOOTH_S = 2.0
-"""Window of tokens per second."""
+"""Seconds over which tokens per second are averaged."""
 MIB = 2**20
 _BLUE, _RED, _GREEN, _, _ORANGE, _SKY, _ = COLOURS
 _SHADE, _GREY = "#f0f0f0", "#d8d8d8"

@@ -96,7 +96,7 @@ class StatsView(Protocol):
 
 
 class _Histogram:
-    """Counts in buckets. The library's own class also exports a creation time, which is not documented."""
+    """Counts in buckets. The library's class also exports a creation time, which ``docs/metrics.md`` lacks."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name = name

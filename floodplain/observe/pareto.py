@@ -60,7 +60,7 @@ def _draw_goals(panel: Axes, runs: Sequence[Run]) -> None:
 
 
 def _scale(panel: Axes) -> None:
-    """Logarithmic, with room for points."""
+    """Use logarithmic axes, with room for the points."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     panel.set_xscale("log")

@@ -47,7 +47,7 @@ def draw_placement(document: Mapping[str, Any]) -> Figure:
 
 
 def _draw_server(panel: Axes, row: int, server: Mapping[str, Any]) -> dict[str, Place]:
-    """Draw a server's cells. The middle of each used cell, by device."""
+    """Draw a server's cells; return the middle of each used cell, by device."""
     from matplotlib.patches import Rectangle
 
     for gpu in range(server["num_gpus"]):

@@ -136,7 +136,7 @@ def to_svg(figure: Figure) -> str:
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write every picture of the runs into ``folder``. The paths."""
+    """Write every picture of the runs into ``folder``; return the paths."""
     return save_figures(draw_all(runs), folder)
 
 

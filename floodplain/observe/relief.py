@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 1.9
 HEADROOM = 1.3
-"""Height of a panel over its highest value, to leave room for text."""
+"""Top of a panel as a multiple of its highest value, to leave room for text."""
 _BLUE, _RED, _GREEN, _, _, _SKY, _BLACK = COLOURS
 SHADES: Mapping[str, str] = {
     "dropping": "#f7b267",

@@ -53,7 +53,7 @@ def styled() -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, and the same for the same data; the name's suffix is the format.
+    """Write a figure atomically, with the same bytes for the same data; the name's suffix is the format.
 
     Raises:
         WriteFailed: It cannot be written.

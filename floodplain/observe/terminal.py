@@ -71,7 +71,7 @@ class LineFormatter(logging.Formatter):
 
 
 class SafeRecord(logging.LogRecord):
-    """A log entry that is safe for any handler: libraries have their own handlers, and quote files that they read."""
+    """A log entry safe for any handler: libraries have their own handlers, and quote files that they read."""
 
     def getMessage(self) -> str:  # noqa: N802
         """The message, perhaps of several lines, with control characters escaped."""

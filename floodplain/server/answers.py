@@ -14,13 +14,13 @@ from floodplain.server.responses import Usage
 from floodplain.web.workers import Workers
 
 PIECE_TOKENS = 64
-"""Tokens whose log-probabilities are written at once. It takes a millisecond; a whole answer may take seconds."""
+"""Tokens whose log-probabilities are written at once, in a millisecond; a whole answer may take seconds."""
 
 WRITERS = Workers(1, "answers")
 """Writes answers that are not streamed."""
 
 _NO_LOGPROBS = '"logprobs":null'
-"""The JSON of a choice without log-probabilities. No text of an answer contains it: quotes in texts are escaped."""
+"""JSON of a choice without log-probabilities. No answer's text contains it: quotes in texts are escaped."""
 
 
 def write_answer(reply: ApiReply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:

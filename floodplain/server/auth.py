@@ -62,9 +62,9 @@ class Client:
         return asked
 
     def cache_salt(self, asked: str | None) -> str:
-        """The cache salt of a request that sets ``asked``; different for each client unless it shares prefixes.
+        """The cache salt of a request that sets ``asked``; differs between clients unless they share prefixes.
 
-        Response time reveals whether a prefix was cached; a shared cache would so reveal what other clients sent.
+        Response time reveals whether a prefix was cached, so a shared cache would reveal what other clients sent.
         """
         if self.shares_prefixes or not self.name:
             return asked or ""
@@ -96,7 +96,7 @@ class KeyRing:
         return cls({key: replace(client, shares_prefixes=share_prefixes) for key, client in clients.items()})
 
     def client_of(self, authorization: bytes) -> Client | None:
-        """The client of the key in an ``Authorization`` header; None if it is unknown. Constant time for wrong keys."""
+        """The client of an ``Authorization`` header's key; None if unknown. Constant time for wrong keys."""
         return find_bearer(authorization, self._clients)
 
 

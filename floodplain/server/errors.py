@@ -1,4 +1,4 @@
-"""Errors of the OpenAI endpoints: the fields of their requests, the statuses, and the error event of a stream."""
+"""Errors of the OpenAI endpoints: request fields, statuses, and the error event of a stream."""
 
 from __future__ import annotations
 

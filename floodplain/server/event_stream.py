@@ -1,4 +1,4 @@
-"""Server-sent events of a request that may wait long for its first token: sends the head early, and comments meanwhile.
+"""Server-sent events for requests that may wait long: the head is sent early, and comments meanwhile.
 
 Under bursts requests wait, and proxies cut connections that are silent for a minute.
 """
@@ -79,7 +79,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
-        """Send all events. The bytes that must end the stream: empty, or the error events after a failure."""
+        """Send all events; return the bytes that end the stream: none, or the error events after a failure."""
         try:
             async with aclosing(self._events) as events:
                 async for event in events:

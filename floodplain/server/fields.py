@@ -1,4 +1,4 @@
-"""Fields of the OpenAI API and of vLLM that are not supported: ignored if they cannot change tokens, else refused.
+"""Unsupported fields of the OpenAI API and vLLM: ignored if they cannot change tokens, else refused by name.
 
 A refused field is accepted at the values that mean "off", so that clients which send the defaults work.
 """

@@ -21,8 +21,8 @@ class PromptLimit:
         """Refuse a prompt that cannot fit.
 
         Args:
-            num_tokens: A lower bound of its tokens.
-            what: Its name in the error.
+            num_tokens: A lower bound on the prompt's number of tokens.
+            what: The prompt, as the error describes it.
 
         Raises:
             RequestRefused: The prompt and one token of output cannot fit.

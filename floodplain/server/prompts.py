@@ -1,4 +1,4 @@
-"""Tokenises the prompts of a body in threads; prompts that cannot fit are refused first."""
+"""Tokenises the prompts of a body in threads; texts that are too long by their length are refused first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PromptReader:
         """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
 
         Raises:
-            RequestRefused: One has too many tokens. If a text's length shows that, it is not tokenised.
+            RequestRefused: By its length, a text has too many tokens; it is not tokenised.
             UserError: A text has no tokens.
         """
         return [await self._read(prompt) for prompt in prompts]

@@ -80,7 +80,7 @@ class ServingEngine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start to step. Called once."""
+        """Start stepping. Called once."""
         ...
 
     async def drain(self, timeout_s: float) -> None:

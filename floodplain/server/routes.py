@@ -39,7 +39,7 @@ CLIENT_CLOSED_REQUEST = 499
 ERRORS = describe_errors(ERROR_STATUSES)
 STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
-    200: {"content": {"text/event-stream": {}}, "description": "The answer."},  # a schema: of the text, or of an event?
+    200: {"content": {"text/event-stream": {}}, "description": "The answer."},  # no schema: a stream of JSON events
 }
 
 

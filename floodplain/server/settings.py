@@ -10,7 +10,7 @@ from floodplain.server.auth import KEY_LINE
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 PING_S = 15.0
-"""Default seconds between comments: well below the 60 s after which most proxies cut a silent connection."""
+"""Default silence before a comment: well below the 60 s after which most proxies cut a silent connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

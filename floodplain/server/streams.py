@@ -1,4 +1,4 @@
-"""The output streams of one HTTP request: merged, gathered, counted, and cancelled when the client disconnects."""
+"""The output streams of one HTTP request: merged, gathered, counted, cancelled if the client disconnects."""
 
 from __future__ import annotations
 

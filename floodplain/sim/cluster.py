@@ -94,7 +94,7 @@ class VirtualCluster:
         self._held: list[Request] = []
 
     def join(self, engine: VirtualEngine) -> int:
-        """Add an engine that accepts requests from now on. Its epoch."""
+        """Add an engine that accepts requests from now on; returns its epoch."""
         epoch = next(self._epochs)
         self.engines[epoch] = engine
         held, self._held = self._held, []
@@ -103,11 +103,11 @@ class VirtualCluster:
         return epoch
 
     def leave(self, epoch: int) -> VirtualEngine:
-        """Remove an engine: it accepts no more requests."""
+        """Remove an engine, which accepts no more requests; returns it."""
         return self.engines.pop(epoch)
 
     def submit(self, request: Request) -> None:
-        """Submit a request to the engine with the most freeness."""
+        """Submit a request to the engine with the highest freeness; it waits here while there is none."""
         num_tokens = len(request.prompt_token_ids) + len(request.known_token_ids)
         block_tokens = next(iter(self.engines.values())).loop.state.ledger.block_tokens if self.engines else 1
         epoch = choose_instance((see(one, engine) for one, engine in self.engines.items()), num_tokens // block_tokens)
@@ -140,7 +140,7 @@ def see(epoch: int, engine: VirtualEngine) -> InstanceView:
 
 
 def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
-    """Submit all requests at their arrival times and serve them. The time of the last token, in seconds."""
+    """Submit all requests at their arrival times and serve them; returns the time of the last token, in seconds."""
 
     def arrive(request: Request) -> None:
         cluster.num_coming -= 1

@@ -9,7 +9,7 @@ from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 
 DUMMY_TOKEN = 0
-"""The token that every step samples. Requests end by ``max_tokens``; prompts must differ by themselves."""
+"""The token that every step samples. Requests end by ``max_tokens``; only prompts make contents differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class VirtualLinks:
         self.moved_bytes = dict.fromkeys(TransferKind, 0)
 
     def start(self, transfer: Transfer, now: float) -> float:
-        """Start a copy. The time when it ends; a copy over several tiers ends with the slowest of them."""
+        """Start a copy; returns the time when it ends. A copy over several tiers ends with the slowest of them."""
         direction = transfer.kind.direction
         ends = [now]
         for tier in {location.tier for location in transfer.locations}:
@@ -71,7 +71,7 @@ class VirtualLinks:
 
 
 class VirtualExecutor:
-    """Computes the time and the result of plans; ``sim.instance`` advances the clock.
+    """Computes the time and the result of plans; ``sim.instance`` schedules their ends.
 
     Args:
         step_time_s: Returns the seconds of a plan.

@@ -1,4 +1,4 @@
-"""A KV pool with streamed layers in virtual time: the times of steps, and the growth of the loop's ledger."""
+"""A KV pool with streamed layers in virtual time: the times of steps, and the resizing of the loop's ledger."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class LayerCopies:
             raise InvariantError("a layer waits, and no copy is under way")
 
     def _begin_heads(self) -> list[LayerCopy]:
-        """Start the first copy of each queue if it is ready. All copies under way."""
+        """Start the first copy of each queue if it is ready; returns all copies under way."""
         heads = [line[0] for line in self._lines.values() if line and line[0].is_ready]
         for copy in heads:
             if copy.begun_at_s is None:

@@ -53,8 +53,8 @@ class LayerSpan:
         direction: Direction of a copy; None for computing.
         device_place: The arena or place on the device.
         host_place: The one at the other end of a copy; None for computing.
-        begun_at_s: Seconds of virtual time, as
-        ended_at_s: well.
+        begun_at_s: Start, in seconds of virtual time.
+        ended_at_s: End, likewise.
         num_bytes: Bytes of a copy.
     """
 

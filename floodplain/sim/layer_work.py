@@ -36,7 +36,7 @@ class PlanWork:
 
     Args:
         shape: The model's shape.
-        compute_s: Returns the seconds of a plan that reads so many bytes of KV in a layer. They are spread
+        compute_s: Returns the seconds of a plan, given the bytes of KV that it reads in one layer. They are spread
             evenly over the layers.
     """
 

@@ -1,4 +1,4 @@
-"""Drop and restore in virtual time: instances become a group and single instances again, with the time of each step.
+"""Drop and restore in virtual time: instances become a group, and single instances again; each step is timed.
 
 As in the engine (KunServe, sections 4.1, 4.2, 4.4): members pause at a boundary, pages are remapped, the group accepts
 new requests at once, and running requests resume when their KV has been copied; copied KV is
@@ -61,9 +61,9 @@ class Regrouping:
         model: The model of all instances.
         link: The link between instances.
         num_instances: Instances at first, each alone.
-        timing: Decides when.
+        timing: Decides when to drop and restore.
         restores: Whether groups are restored.
-        period_s: Seconds between two looks.
+        period_s: Seconds between two calls of ``look``.
 
     Attributes:
         transitions: All transitions, in order.
@@ -92,7 +92,7 @@ class Regrouping:
             self._join(model.make_stages(cluster.environment, 1, model.num_blocks), 1)
 
     def look(self) -> None:
-        """Measure the load and decide; repeats itself while requests are live."""
+        """Measure the load and decide; repeats every ``period_s`` until all requests and transitions have ended."""
         environment = self._cluster.environment
         load = self._see()
         moment = self._timing.decide(load, self._transition_s(load.num_used_blocks))
@@ -110,7 +110,7 @@ class Regrouping:
         if self._num_changing or not self._cluster.is_idle:
             environment.schedule(environment.now + self._period_s, self.look)
 
-    # -- what there is to see --------------------------------------------------------------------------------------
+    # -- load ------------------------------------------------------------------------------------------------------
 
     def _see(self) -> ClusterLoad:
         states = [engine.loop.state for engine in self._cluster.engines.values()]
@@ -178,7 +178,7 @@ class Regrouping:
         self._cluster.environment.schedule(whole_s, partial(self._grow, group, num_stages))
 
     def _fit(self, records: list[tuple[int, Record]], num_members: int, num_stages: int) -> int:
-        """Blocks of a group while copied KV is still mapped. The youngest requests lose their KV until all fit."""
+        """Blocks of a group while KV to be sent is still mapped. The youngest requests lose their KV until all fit."""
         sizes, pool = self._model.sizes, self._model.num_blocks
         kept = -(-sizes.num_layers // num_stages)
         youngest_first = sorted(range(len(records)), key=lambda index: -records[index][1].request.arrival_s)
@@ -240,7 +240,7 @@ class Regrouping:
 
         Args:
             engine: The engine that gets them; it has not started.
-            records: Of each request, with the number of the member whose link its KV uses.
+            records: (number of the member whose link the KV uses, record) of each request.
             num_stages: Stages of the group that begins or ends.
             decided_s: Time of the decision.
             is_drop: Whether the group begins.

@@ -110,7 +110,7 @@ def serve(
         requests: In any order. Outputs end by ``max_tokens``; prompts share prefixes by their token ids.
         policy: A new policy object.
         device: The device that serves them.
-        seed: Of the policy's choices.
+        seed: Seed of the policy's choices.
         on_step: Called with the loop's state and the time when a step begins.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Accepts connections, a few at a time. If there is no room or no file, the longest waiting connection is closed."""
+"""Accepts connections a few at a time; closes the longest waiting one if room or open files run out."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Accepting(ABC, Generic[C]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Start to accept."""
+        """Start accepting."""
         self._sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._sock, self._accept)

@@ -77,7 +77,7 @@ class Acceptor(Accepting[Connection]):
         self._opening.pop(connection)
 
     def find_victim(self) -> Connection | None:
-        """The connection that has waited longest without a running request; None if there is none."""
+        """The connection that has waited longest for its client; None if none waits."""
         waiting = [(since_s, id(one), one) for one in self._connections if (since_s := one.waiting_since_s) is not None]
         return min(waiting)[2] if waiting else None
 

@@ -17,7 +17,7 @@ def check_address(name: str, url: str) -> None:
     """Refuse anything but an HTTP address, and one with a user or a fragment, which would not be sent.
 
     Args:
-        name: The flag by which the user gave it.
+        name: Name of the address in errors, such as the flag that sets it.
         url: The address, perhaps with a path and a query.
 
     Raises:

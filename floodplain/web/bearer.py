@@ -48,7 +48,7 @@ def read_secret(path: Path, kind: str) -> str:
 
 
 def _is_private(content: FileContent) -> bool:
-    """Whether only the owner may use the file, or it is read-only and readable by a group of this process."""
+    """Whether only the owner may use the file, or only the owner and a group of this process may read it."""
     is_ours = content.gid in (os.getegid(), *os.getgroups())
     return not content.mode & 0o077 or (is_ours and not content.mode & ~0o440)
 

@@ -15,7 +15,7 @@ from floodplain.web.errors import ApiError
 M = TypeVar("M", bound=BaseModel)
 
 MAX_PARTS = 2**18
-"""Most lists, objects and members of a body. The parser cannot be interrupted; so many take it a tenth of a second."""
+"""Most lists, objects and members of a body. The parser cannot be interrupted: so many take it 0.1 s."""
 
 
 def parse_json(body: bytes) -> Any:

@@ -7,7 +7,7 @@ from starlette.types import Message, Receive
 from floodplain.web.errors import ApiError
 
 BODIES_AT_ONCE = 64
-"""So many of the largest bodies may be held at once; the bodies of thousands of usual requests are smaller."""
+"""Bodies of the largest size that may be held at once; thousands of usual bodies together are smaller."""
 
 
 class BodyBudget:

@@ -1,4 +1,4 @@
-"""The HTTP client of all programs: it bounds the size and time of answers, and never follows a server elsewhere.
+"""An HTTP client for servers that are not trusted: the size and time of answers are bounded.
 
 Redirects are not followed, cookies are not kept, compressed bodies are refused, and the only credentials sent are those
 that the caller gives. Proxies of the environment are used, except for this machine.
@@ -26,7 +26,7 @@ class AnswerLimits:
 
     Attributes:
         connect_s: Seconds until a connection is open.
-        total_s: Seconds from there to the last byte of the answer, connecting included.
+        total_s: Seconds to the last byte of the answer, connecting included.
         max_bytes: Most bytes of the answer's body.
     """
 
@@ -44,7 +44,7 @@ class HttpClient:
     Args:
         url: The server's address.
         api_key: Sent as a bearer token; None sends none.
-        name: The flag by which the user gave the address.
+        name: Name of the address in errors, such as the flag that sets it.
 
     Raises:
         UserError: The address is not valid.
@@ -82,7 +82,7 @@ class HttpClient:
     async def open(
         self, path: str, body: Mapping[str, Any] | None, deadline_s: float, connect_s: float
     ) -> AsyncIterator[Exchange]:
-        """Send a request. The context value is the answer, whose body is still unread; leaving closes the connection.
+        """Send a request. The context value is the answer, its body unread; leaving it closes the connection.
 
         Args:
             path: Added to the address.

@@ -65,7 +65,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     # -- asyncio's side --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the bytes of the new connection's transport."""
+        """Begin on a transport that counts the bytes that are sent."""
         assert isinstance(transport, asyncio.Transport)
         self._counted = CountedTransport(transport)
         super().connection_made(self._counted)
@@ -145,7 +145,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when the client has kept the connection waiting; None while it is being answered and reads."""
+        """Since when the connection waits for its client; None if it is closing, or answers a client that reads."""
         is_stalled = self._clock() - self._sent_s > self._limits.linger_s
         if self.transport is None or self.transport.is_closing() or (self._is_answering and not is_stalled):
             return None

@@ -22,7 +22,7 @@ MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 100
 """Bounded, because a client may send a field's name of any length."""
 RETRY_AFTER_S = 1
-"""``Retry-After`` of refused requests: about the time in which a running request ends."""
+"""Seconds in ``Retry-After`` of status 429 and 503: about the time in which a running request ends."""
 
 
 class ErrorDetail(BaseModel):

@@ -66,7 +66,7 @@ class Exchange:
 
     Attributes:
         status: The HTTP status.
-        content_type: Of the body; empty if the answer has none.
+        content_type: The body's type; empty if the answer does not state it.
         deadline_s: When reading must end, on the clock ``time.monotonic``; may be changed to a later time.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 RESERVED_FILES = 64
-"""Open files reserved for everything but connections: the model, the store, other services, accepted sockets."""
+"""Open files reserved for all but connections: the model, the store, other services, accepted sockets."""
 
 MOST_BY_DEFAULT = 4096
 """The default of ``--max-connections`` if the limit of open files allows more."""
@@ -35,8 +35,8 @@ class ConnectionLimits:
     """Bounds on the number of connections, and on each of them.
 
     Attributes:
-        max_connections: Most open connections. At this many, the one that has waited longest without a running request
-            is closed to make room.
+        max_connections: Most open connections. At this many, the one that has waited longest for its client is closed
+            to make room.
         head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
         body_s: Seconds from there to the end of the body.
         idle_s: Seconds between requests.

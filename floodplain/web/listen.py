@@ -9,7 +9,7 @@ from floodplain.core.errors import UserError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that clients are refused, not queued, until the service is ready.
+    """A bound socket that does not listen yet: until the service is ready, clients are refused, not queued.
 
     The caller closes it.
 

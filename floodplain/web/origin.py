@@ -36,7 +36,7 @@ class OwnNames:
 
     @classmethod
     def of(cls, host: str, url: str | None) -> OwnNames:
-        """The names of a service that listens on ``host``, and that others reach at ``url`` (None if that is where)."""
+        """The names of a service that listens on ``host`` and is reached at ``url``; None: there is no such address."""
         told = _split(url or "")
         is_everywhere = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         names = {host, told.hostname or "", socket.gethostname() if is_everywhere else ""} - {""}
@@ -98,7 +98,7 @@ def expect_own_names(scope: Scope, names: OwnNames) -> None:
 
 
 def expect_json(scope: Scope) -> None:
-    """Refuse a body that is not declared as JSON: a browser sends that type to another site only after asking it.
+    """Refuse a body not declared as JSON: a browser sends that type to another site only after asking it.
 
     Raises:
         ApiError: 415.

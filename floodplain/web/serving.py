@@ -140,7 +140,7 @@ class StoppableServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Stop at SIGINT and SIGTERM. uvicorn's version raises them again afterwards, so the exit status is not 0."""
+        """Stop at SIGINT and SIGTERM. uvicorn's own version raises them again later, and so does not exit with 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -155,7 +155,7 @@ class StoppableServer(uvicorn.Server):
 
 
 def _leave_out_of_collections() -> None:
-    """Exclude loaded objects from garbage collection: scanning them would delay every answer by tens of milliseconds.
+    """Exclude loaded objects from garbage collection, whose scans delay every answer by tens of milliseconds.
 
     A large body makes so many objects that each collection scans everything: 120,000 lists took 0.4 s, not 0.01.
     """

@@ -10,7 +10,7 @@ from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, 
 from floodplain.workload.sse import EventTooLong, SseParser
 
 SLACK_TOKENS = 16
-"""Accepted tokens beyond the requested number: servers count special tokens differently."""
+"""Accepted tokens beyond the requested number: servers differ in what they count at the ends."""
 _SLACK_PROMPT_TOKENS = 1024
 """The same for prompts, to which servers may add text."""
 _SLACK_EVENTS, _EVENTS_PER_TOKEN = 64, 8

@@ -13,9 +13,9 @@ class TraceRow:
     """One recorded request.
 
     Attributes:
-        arrival_s: Seconds since the first request of the trace.
-        prompt_tokens: At least 1.
-        output_tokens: At least 1.
+        arrival_s: Seconds; in a ``Trace``, since its first request.
+        prompt_tokens: At least 1 in a ``Trace``.
+        output_tokens: At least 1 in a ``Trace``.
         prefix_ids: Names of the prompt's leading blocks: equal leading ids mean equal leading text. Empty if unknown.
     """
 

@@ -46,7 +46,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes plans. A slot beyond every context may hold any value, NaN included."""
+    """Makes plans. A slot that is in no context may hold any value, NaN included."""
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> AttentionPlan:
         """Prepare one forward pass whose activations and KV have this ``dtype``."""

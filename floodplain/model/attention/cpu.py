@@ -119,7 +119,7 @@ class CpuAttentionPlan:
         return out[0].transpose(0, 1).flatten(1)
 
     def _prefill_folded(self, mask: torch.Tensor, q: torch.Tensor, new_kv: torch.Tensor) -> torch.Tensor:
-        """Attention in one product: the query heads of a key/value head are stacked as rows."""
+        """Attention by two batched products: the query heads of a key/value head are stacked as rows."""
         shape, num_tokens = self._shape, q.shape[0]
         folded = q.unflatten(1, (shape.num_kv_heads, shape.group_size)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         keys, values = new_kv.permute(1, 2, 0, 3)  # [num_kv_heads, n, head_dim] each
@@ -139,9 +139,9 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A prefill whose context is gathered by ``gather_rows`` and masked; both None: only its own tokens.
+    """A prefill whose context is gathered by ``gather_rows`` and masked; both None: the context is its own tokens.
 
-    If ``is_folded``, it is also only its own tokens, with a mask [group_size * n, n] for the stacked heads.
+    If ``is_folded``, the context is its own tokens, too, with a mask [group_size * n, n] for the stacked heads.
     """
 
     rows: slice

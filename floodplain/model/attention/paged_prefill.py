@@ -89,7 +89,7 @@ def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
     """Bytes for partial results when long contexts are split over multiprocessors.
 
     FlashInfer's recommended 128 MiB is too little for large groups of query heads, and a shortage is an error there.
-    For any batch it splits into at most two tiles per multiprocessor (``scheduler.cuh``); a
+    For any batch it splits only up to two tiles per multiprocessor (``scheduler.cuh``); a
     tile is at most 128 rows, each with a head's output and its log-sum in float32.
     """
     tiles = _TILES_PER_PROCESSOR * num_processors

@@ -16,8 +16,8 @@ class RopeConfig:
         theta: The base.
         kind: ``linear`` divides every frequency by ``factor``; ``llama3`` and ``yarn`` divide long wavelengths only.
         factor: The divisor of ``linear``, ``llama3`` and ``yarn``.
-        low_freq_factor: ``llama3`` scales wavelengths above ``original_max_position`` over this, and
-        high_freq_factor: keeps those below ``original_max_position`` over this.
+        low_freq_factor: ``llama3`` scales wavelengths above ``original_max_position / low_freq_factor``, and
+        high_freq_factor: keeps those below ``original_max_position / high_freq_factor``.
         original_max_position: The context in pre-training (``llama3`` and ``yarn``).
         beta_fast: ``yarn`` keeps frequencies with more rotations than this in the original context, and
         beta_slow: scales those with fewer rotations than this.

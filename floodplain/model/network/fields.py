@@ -11,7 +11,7 @@ from typing import Any, Final
 from floodplain.core.errors import UserError
 
 MAX_WHOLE: Final = 2**53
-"""Largest whole number in a file: larger than any size of a model, and exact as a float."""
+"""Largest accepted whole number of a file: larger than any size of a model, and exact as a float."""
 _MOST_NAMED: Final = 5
 _LONGEST_KEY: Final = 80
 _REQUIRED: Final = object()
@@ -129,7 +129,7 @@ class Fields:
             known: Keys that change no number.
             neutral: Keys that change no number at these values.
             pattern: A regular expression for more keys that change no number.
-            because: The reason in the error why other keys are not read.
+            because: Why other keys are not read, for the error.
 
         Raises:
             UserError: A key was not read, is none of these, and its value is not None.

@@ -1,6 +1,6 @@
-"""Keys of a HF ``config.json`` that no code reads, because they change no logit.
+"""Keys of a HF ``config.json`` that change no logit, at any value or at neutral values.
 
-``refuse_unread`` compares with these lists; all other keys are read, or refuse the model.
+``refuse_unread`` compares unread keys with these lists; all other keys are read, or the model is refused.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Projection(Protocol):
 
 
 FEW_ROWS = 8
-"""With at most so many rows a bfloat16 product costs no more than converting its weights to float32."""
+"""Most rows for which torch's bfloat16 product takes no longer than a float32 product with converted weights."""
 PART_WEIGHTS = 2**20
 """Weights that are converted at a time: few enough to stay in the CPU's cache until they are multiplied."""
 

@@ -1,4 +1,4 @@
-"""The parameters of a layer as views into one buffer, so that each layer can be moved, unmapped and refilled alone."""
+"""A layer's parameters as views of one buffer, so that it can be moved, unmapped and refilled alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints the content of a model, so that equal keys of KV blocks mean equal bytes on all processes and machines.
+"""Fingerprints the content of a model, so that equal keys of KV blocks mean equal bytes in all processes and machines.
 
 Files are hashed whole. A sample would miss typical changes of weights: an adapter merged into some matrices, one matrix
 edited. docs/design/011-loading.md has the cost.
@@ -20,7 +20,7 @@ from floodplain.files.parsing import parsing
 from floodplain.model.network.config import ModelConfig
 
 _PART_BYTES = 2**24
-"""Bytes of a part. It is part of the definition: the hash of a file is the hash of its parts' hashes."""
+"""Bytes that one thread hashes at a time. Part of the definition: a file's hash is the hash of its parts' hashes."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
@@ -48,7 +48,7 @@ def fingerprint_kv(source: HasContent, device: str, dtype: str, block_tokens: in
     Args:
         source: The model.
         device: The torch device on which it runs; its index does not count.
-        dtype: Of parameters and KV.
+        dtype: Dtype of parameters and KV.
         block_tokens: Tokens of a block.
         layers: The layers whose KV a block has; None: all.
 
@@ -80,7 +80,7 @@ def _digest_unchanged(file: Path) -> bytes:
 
 @lru_cache(maxsize=256)
 def _digest_file(file: Path, state: tuple[int, ...]) -> bytes:
-    """The hash of the file in ``state``; engines of a process share the cache."""
+    """The hash of the file; cached by ``state`` (device, inode, size, mtime) for all engines of the process."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with file.open("rb") as opened, ThreadPoolExecutor(num_threads) as threads:
         size = os.fstat(opened.fileno()).st_size

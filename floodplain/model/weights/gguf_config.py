@@ -26,7 +26,7 @@ def parse_gguf_config(
     Args:
         fields: The keys of the (first) file.
         tensors: All tensors, because some facts are in no key.
-        divisors: Of the rotary frequencies, from ``rope_freqs.weight``; empty if there is none.
+        divisors: Divisors of the rotary frequencies, from ``rope_freqs.weight``; empty if there is none.
         name: The name of the shape.
 
     Raises:
@@ -81,7 +81,7 @@ def parse_gguf_config(
 
 
 def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> tuple[RopeConfig, int]:
-    """As llama.cpp: a factor under its new or its old key, and linear scaling if no type is given."""
+    """(rotary positions, longest context), as in llama.cpp: a new or an old key for the factor, linear by default."""
     theta, context = fields.number("llama.rope.freq_base", 10_000.0), fields.whole("llama.context_length")
     old_factor = fields.number("llama.rope.scale_linear", 0.0, may_be_zero=True)
     factor = fields.number("llama.rope.scaling.factor", old_factor, may_be_zero=True) or 1.0

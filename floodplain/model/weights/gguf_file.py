@@ -114,7 +114,7 @@ class GgufFile:
 
 @lru_cache(maxsize=2)
 def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
-    """The tokenizer of the file at time ``changed_ns``. It is immutable, so engines share it."""
+    """The tokenizer of the file, cached by its mtime ``changed_ns``. It is immutable, so engines share it."""
     return HfTokenizer.from_gguf(path)
 
 

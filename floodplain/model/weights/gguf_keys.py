@@ -1,4 +1,4 @@
-"""Keys of a ``.gguf`` file that no code reads, because they change no logit and no token."""
+"""Keys of a ``.gguf`` file that change no logit, and no token unless ``gguf_tokenizer`` reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the metadata of a ``.gguf`` file fast, and caches it for all users in the process."""
+"""Reads the metadata of a ``.gguf`` file fast, and caches it for all callers in the process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 def read_gguf(path: Path, changed_ns: int) -> Any:
     """A ``gguf.GGUFReader`` of the file, cached while the file does not change.
 
-    A vocabulary has some hundred thousand values; the original reader makes several arrays of each. Here an array of
-    numbers is one array, and an array of strings is a list of views.
+    A vocabulary has hundreds of thousands of values, and the original reader makes several arrays for each. Here an
+    array of numbers is one array, and an array of strings is a list of views.
 
     Args:
         path: The file, whose header was checked (``gguf_header``).

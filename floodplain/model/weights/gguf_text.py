@@ -1,9 +1,9 @@
 """llama.cpp's defaults of tokenisation by ``tokenizer.ggml.pre``, for keys that a ``.gguf`` file lacks.
 
 Source: ``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in ``src/llama-vocab.cpp``, ``unicode_regex_split`` in
-``src/unicode.cpp``, https://github.com/ggml-org/llama.cpp, as of October 2026. Its expressions see letters beyond ASCII
-as neither upper nor lower case, and no name adds an end to a text or a space before it. Its clean-up of spaces is left
-out: that is of ``llama_detokenize``, and its server does not do it.
+``src/unicode.cpp``, https://github.com/ggml-org/llama.cpp, as of October 2026. Its expressions treat letters
+beyond ASCII as neither upper nor lower case; no name in ``BYTE_LEVEL`` adds an EOS token or a leading space. Its
+clean-up of spaces is not implemented: only ``llama_detokenize`` does it, the server does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TextDefaults:
         splits: Expressions that cut a text before it is merged, in order: each cuts the pieces that the last one left.
         add_bos: Whether a text gets a BOS token if ``tokenizer.ggml.add_bos_token`` is absent.
         ignore_merges: Whether a piece that is a token stays one even if no merge makes it.
-        add_space: Whether a space goes before a text, and behind special tokens, if
+        add_space: Whether a space goes before a text, and after special tokens, if
             ``tokenizer.ggml.add_space_prefix`` is absent.
     """
 
@@ -71,7 +71,7 @@ SENTENCEPIECE = TextDefaults(add_bos=True, add_space=True)
 """For ``tokenizer.ggml.model = llama``."""
 
 SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Its tokens ``tokenizer.ggml.KIND_token_id`` where these keys are absent."""
+"""Defaults of its keys ``tokenizer.ggml.KIND_token_id``."""
 
 END_KINDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """The keys ``tokenizer.ggml.KIND_token_id`` whose tokens end an answer."""
@@ -83,4 +83,4 @@ END_TEXTS = frozenset((
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
     "<reponame>", "<|file_sep|>",
 ))  # fmt: skip
-"""Tokens with these texts end an answer, and are control tokens, whatever the keys of the file say."""
+"""Tokens with these texts end an answer, and are control tokens, independent of the keys of the file."""

@@ -101,7 +101,7 @@ class HfFolder:
         return digest_files(sorted({Path(tensor.file) for tensor in self._files.tensors.values()}))
 
     def load_tokenizer(self) -> HfTokenizer:
-        """The folder's tokenizer, with the ends of text of ``config.json`` and ``generation_config.json`` added."""
+        """The folder's tokenizer, with the EOS tokens of ``config.json`` and ``generation_config.json`` added."""
         return HfTokenizer.from_folder(self._folder, self._eos_token_ids)
 
     def _parse_config(self, path: Path) -> ModelConfig:

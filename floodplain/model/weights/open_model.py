@@ -47,7 +47,7 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
 
     Args:
         model: A Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
-        seed: Of a dummy's weights.
+        seed: Seed of a dummy's weights.
 
     Raises:
         UserError: It is none of these, cannot be read, or is not supported.
