@@ -10,10 +10,11 @@ import pytest
 
 from floodplain.core.plan import Reason
 from floodplain.core.view import Demand, Prices, SequenceView, View
+from floodplain.policy.admission import MOST_HEADS
 from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import settings_for
-from floodplain.policy.timely import MOST_HEADS, TimelyPolicy
+from floodplain.policy.timely import TimelyPolicy
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
 NOW = 100.0
