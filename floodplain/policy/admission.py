@@ -6,7 +6,7 @@ end of the line. Rules: ``timely``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from floodplain.core.plan import Reason
@@ -14,6 +14,7 @@ from floodplain.core.view import SequenceView, View
 from floodplain.policy.deadlines import Deadlines
 from floodplain.policy.growth import blocks_for
 from floodplain.policy.ranking import live_rows
+from floodplain.policy.shares import Shares
 from floodplain.policy.swap import quick_tiers
 
 WAITING_WINDOW = 64
@@ -44,18 +45,21 @@ class Begun:
     Attributes:
         claimed: Part of the device that is claimed.
         paused: Part of the device that late swapped streams would take if they were resident.
+        shares: Claims by API key.
         num_ahead: Tokens of prompts that are to be computed in time.
         is_crowded: Whether the device is crowded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, view: View) -> None:
         self.claimed = self.paused = 0.0
+        self.shares = Shares(view)
         self.num_ahead = 0
         self.is_crowded = False
 
-    def claim(self, part: float) -> None:
-        """Add a request's claim."""
-        self.claimed += part
+    def claim(self, row: SequenceView, claim: float, pending: float) -> None:
+        """Add a request's claim, and the work that it will still be served; both can be negative."""
+        self.claimed += claim
+        self.shares.add(row.client, claim, pending)
 
 
 class Admission:
@@ -74,6 +78,7 @@ class Admission:
         on_time: Admitted requests on time.
         others: Admitted requests of the line beyond the heads.
         is_tight: Whether the line is tight.
+        is_full: Whether the device is crowded, or the head of the line waits for capacity.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Admission:
         self._line, self._newcomers = line, newcomers
         self._is_blocked = self.is_tight = False
         self.heads = self._admit_heads()
+        self.is_full = begun.is_crowded or self._is_blocked
         self.on_time = self._admit_newcomers()
         self.others = self._backfill(line[len(self.heads) :])
 
@@ -110,7 +116,7 @@ class Admission:
             if is_full and self._deadlines.line_due_s(row) > self._now:
                 self._is_blocked = True
                 break
-            self._begun.claim(claim)
+            self._claim(row, claim)
             heads.append(row)
         return heads
 
@@ -128,21 +134,32 @@ class Admission:
 
     def _admit_newcomers(self) -> list[SequenceView]:
         """Requests on time whose claim fits, and whose prompt fits into swap space beside the blocks of a turn."""
-        if self._begun.is_crowded or self._is_blocked:
-            return []
         deadlines, admitted = self._deadlines, list[SequenceView]()
         num_slots = self._count_free_slots()
-        for row in sorted(self._newcomers, key=lambda row: (row.order_key[0], deadlines.first_due_s(row), row.seq_id)):
-            claim, num_blocks = deadlines.claim(row), blocks_for(self._view, row.num_tokens)
-            is_full = self._begun.claimed + claim > PROMISED or num_blocks > num_slots
-            if not is_full and deadlines.can_begin_in_time(row, self._begun.num_ahead):
-                self._begun.claim(claim)
+        for row in sorted(self._newcomers, key=self._admission_key()):
+            num_blocks = blocks_for(self._view, row.num_tokens)
+            has_room = num_blocks <= num_slots and self._may_claim(row)
+            if has_room and deadlines.can_begin_in_time(row, self._begun.num_ahead):
+                self._claim(row, deadlines.claim(row))
                 self._begun.num_ahead += row.num_remaining
                 num_slots -= num_blocks
                 admitted.append(row)
         return admitted
 
+    def _may_claim(self, row: SequenceView) -> bool:
+        """Whether a request on time may be admitted; while the device is full, only one of a key that is behind."""
+        if self.is_full and not self._begun.shares.is_behind(row.client, self._deadlines.pending(row)):
+            return False
+        return self._begun.shares.has_room(row.client, self._deadlines.claim(row), PROMISED)
+
+    def _admission_key(self) -> Callable[[SequenceView], tuple[float, ...]]:
+        """By priority, the key that has been served least, and the time when the TTFT goal is due."""
+        work, deadlines = self._begun.shares.work, self._deadlines
+        return lambda row: (row.order_key[0], work[row.client], deadlines.first_due_s(row), row.seq_id)
+
     def _count_free_slots(self) -> int:
+        if not self._view.tiers:
+            return self._view.num_blocks  # no request takes turns, so none needs slots
         num_free = sum(tier.num_free_slots for tier in quick_tiers(self._view))
         return num_free - int(TURNING * self._view.num_blocks)
 
@@ -156,6 +173,9 @@ class Admission:
                 break
             found.append(row)
         return found
+
+    def _claim(self, row: SequenceView, claim: float) -> None:
+        self._begun.claim(row, claim, self._deadlines.pending(row))
 
 
 def _youngest_first(rows: Iterable[SequenceView]) -> list[SequenceView]:

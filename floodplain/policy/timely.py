@@ -21,6 +21,7 @@ load that the device can serve. Beyond that ``max_gap_s`` can be exceeded (``doc
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import replace
 from math import inf
 from operator import attrgetter
@@ -38,6 +39,12 @@ from floodplain.policy.slices import slice_for
 
 LINE_TTFTS = 2.0
 """Longest wait, in TTFT goals, with which requests still share the device if all TPOT goals fit into it."""
+
+KEYS_LINE_TTFTS = 0.5
+"""The same with several API keys: ``paced`` admits by arrival, so one key's requests wait for another key's."""
+
+WHOLE = 1.0
+"""Most of the device that API keys can claim together before those above their level are cut."""
 
 CROWDED_PART = 0.85
 """Part of ``max_gap_s``: the device is crowded if a stream has had no token for longer."""
@@ -62,6 +69,8 @@ class TimelyPolicy(SharingPolicy):
 
     name = "timely"
     keeps_goals = True
+    chooses_admissions = True
+    least_slots = 0.75
     waiting_window, num_newest = WAITING_WINDOW, 48
 
     def __init__(self, settings: SharingSettings) -> None:
@@ -76,7 +85,9 @@ class TimelyPolicy(SharingPolicy):
     def rank(self, view: View, now: float) -> Ranking:
         """The ranking of ``paced`` while all goals fit, else by deadlines."""
         deadlines = Deadlines(view, now, self.settings, self.settings.slice_steps + STEPS_BESIDE)
-        if len(view.waiting) == view.num_waiting and deadlines.fit_all(LINE_TTFTS):
+        most_ttfts = KEYS_LINE_TTFTS if len(view.key_credits) > 1 else LINE_TTFTS
+        shows_all = len(view.waiting) == view.num_waiting
+        if view.tiers and shows_all and deadlines.fit_all(most_ttfts):
             return self._paced.rank(view, now)
         return _Ranker(view, now, deadlines).rank(self.settings)
 
@@ -89,7 +100,7 @@ class _Ranker:
 
     def __init__(self, view: View, now: float, deadlines: Deadlines) -> None:
         self._view, self._now, self._deadlines = view, now, deadlines
-        self._begun = Begun()
+        self._begun = Begun(view)
         self._overdue: list[SequenceView] = []
         self._urgent: list[SequenceView] = []
         self._ending: list[SequenceView] = []
@@ -101,6 +112,7 @@ class _Ranker:
         self._line: list[SequenceView] = []
         for row in sorted(live_rows(view), key=_BY_ARRIVAL):
             self._sort(row)
+        self._cut_claims()
         self._admission = Admission(view, now, deadlines, self._begun, self._line, self._newcomers)
 
     def rank(self, settings: SharingSettings) -> Ranking:
@@ -109,9 +121,10 @@ class _Ranker:
         turn = slice_for(self._view, int(TURNING * self._view.num_blocks), settings, STEPS_BESIDE)
         rows = [
             *sorted(self._overdue, key=deadlines.silence_s, reverse=True),
+            *(admission.on_time if admission.is_full else []),  # of API keys that are behind
             *sorted(self._urgent, key=deadlines.slack_s),
             *sorted(self._prompts, key=deadlines.first_due_s),
-            *admission.on_time,
+            *([] if admission.is_full else admission.on_time),
             *self._late_prompts,
             *admission.heads,
             *self._ending,
@@ -138,7 +151,7 @@ class _Ranker:
         if row.status is Status.WAITING:
             (self._newcomers if is_in_time else self._line).append(row)
             return
-        self._begun.claim(self._deadlines.claim(row) if is_in_time else self._deadlines.late_claim(row))
+        self._claim(row, self._deadlines.claim(row) if is_in_time else self._deadlines.late_claim(row))
         self._begun.num_ahead += max(0, row.num_remaining) if is_in_time else 0
         (self._prompts if is_in_time else self._late_prompts).append(row)
 
@@ -146,7 +159,7 @@ class _Ranker:
         deadlines, is_absent = self._deadlines, row.status is Status.SWAPPED
         is_on_time, slack_s, silence_s = deadlines.is_on_time(row), deadlines.slack_s(row), deadlines.silence_s(row)
         turn_s, most_s = deadlines.turn_s, deadlines.most_silence_s
-        self._begun.claim(deadlines.claim(row) if is_on_time else deadlines.late_claim(row))
+        self._claim(row, deadlines.claim(row) if is_on_time else deadlines.late_claim(row))
         self._begun.paused += deadlines.whole_claim(row) if is_absent and not is_on_time else 0.0
         is_losing = is_absent and is_on_time and slack_s < CROWDED_TURNS * turn_s
         self._begun.is_crowded |= is_losing or silence_s > CROWDED_PART * most_s
@@ -156,6 +169,22 @@ class _Ranker:
             (self._urgent if slack_s < URGENT_TURNS * turn_s else self._on_time).append(row)
         else:
             (self._ending if deadlines.spare_s(row) < 0 else self._late).append(row)
+
+    def _claim(self, row: SequenceView, claim: float) -> None:
+        self._begun.claim(row, claim, self._deadlines.pending(row))
+
+    def _cut_claims(self) -> None:
+        """If API keys claim more than the device, the youngest streams of those above the level count as late."""
+        for client, excess in self._begun.shares.find_excess(WHOLE).items():
+            on_time = [row for row in (*self._on_time, *self._urgent) if row.client == client]
+            for row in sorted(on_time, key=_BY_ARRIVAL, reverse=True):
+                if excess <= 0:
+                    break
+                given_up = self._deadlines.claim(row) - self._deadlines.late_claim(row)
+                excess -= given_up
+                self._begun.claim(row, -given_up, 0.0)
+                (self._on_time if row in self._on_time else self._urgent).remove(row)
+                insort(self._late, row, key=_BY_ARRIVAL)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
