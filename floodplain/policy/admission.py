@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from floodplain.core.plan import Reason
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.deadlines import Deadlines
-from floodplain.policy.growth import blocks_for
+from floodplain.policy.growth import blocks_for, count_spare_blocks
 from floodplain.policy.ranking import live_rows
 from floodplain.policy.shares import Shares
 from floodplain.policy.swap import quick_tiers
@@ -164,10 +164,11 @@ class Admission:
         return num_free - int(TURNING * self._view.num_blocks)
 
     def _backfill(self, line: Seq[SequenceView]) -> list[SequenceView]:
-        """Requests in line that fit: from its young end, or from its head if that waits for capacity."""
+        """Requests in line that fit: from its young end, or by arrival if its head waits or all fit into the pool."""
         room = FILLED - self._begun.claimed - self._deadlines.newcomers_claim(RESERVED_S, live_rows(self._view))
         found: list[SequenceView] = []
-        for row in line if self._is_blocked else _youngest_first(line):
+        has_room = count_spare_blocks(self._view, num_steps=1) >= 0
+        for row in line if self._is_blocked or has_room else _youngest_first(line):
             room -= self._deadlines.whole_claim(row)
             if room < 0:
                 break

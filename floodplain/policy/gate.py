@@ -22,12 +22,13 @@ from floodplain.policy.turn import share
 class GatedPolicy:
     """FCFS while all live requests fit, with their growth over one slice; else ``inner`` (AQUA's Figure 8 does so).
 
-    The gate opens when requests stop fitting. It closes when no request is in swap space and all fit with the growth
-    of a slice, which is the hysteresis. Without swap space it stays closed: a turn that costs a prompt is worse than
-    waiting. It also stays closed while swap space is too slow, with that as the decision's reason (AQUA, end of §7:
-    FCFS when tensors are on DRAM; here the measured prices decide). Then a policy that chooses admissions still ranks,
-    no resident is preempted for another request, and swapped requests are resumed when there is room. While all
-    requests fit, prefixes that are about to be evicted are backed up in swap space.
+    The gate opens when requests stop fitting, or when prompts take too long for the policy. It closes when no request
+    is in swap space and all fit with the growth of a slice, which is the hysteresis. Without swap space it stays
+    closed: a turn that costs a prompt is worse than waiting. It also stays closed while swap space is too slow, with
+    that as the decision's reason (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide).
+    Then a policy that chooses admissions still ranks, no resident is preempted for another request, and swapped
+    requests are resumed when there is room. While all requests fit, prefixes that are about to be evicted are backed
+    up in swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:
@@ -45,7 +46,7 @@ class GatedPolicy:
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """FCFS's decision or the inner policy's."""
         num_spare = count_spare_blocks(view, self._slice_steps)
-        if num_spare >= 0:
+        if num_spare >= 0 and not self._inner.has_long_prompts(view):
             decision = self._fcfs.decide(view, now, rng)
             order = prefix_backup(view, decision, num_spare)
             return decision if order is None else replace(decision, prefix_backup=order)

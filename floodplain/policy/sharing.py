@@ -42,6 +42,10 @@ class SharingPolicy(ABC):
         """One step."""
         return share(view, self.rank(view, now), self.settings)
 
+    def has_long_prompts(self, view: View) -> bool:
+        """Whether prompts take so long that FCFS would not do although all requests fit on the device."""
+        return False
+
     @abstractmethod
     def rank(self, view: View, now: float) -> Ranking:
         """All live requests of the view, in the order in which they should be on the device."""

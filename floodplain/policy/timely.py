@@ -82,12 +82,20 @@ class TimelyPolicy(SharingPolicy):
         """(priority, arrival, id)."""
         return seq.order_key
 
+    def has_long_prompts(self, view: View) -> bool:
+        """Whether the prompts of several requests take longer than the TTFT goal: then their order matters."""
+        rows = [row for row in (*view.running, *view.waiting) if not row.is_decoding]
+        if len(rows) < 2:
+            return False
+        goal_s = Deadlines(view, 0.0, self.settings, 1).ttft_goal_s
+        return sum(max(0, row.num_remaining) for row in rows) * view.prices.prefill_token_s > goal_s
+
     def rank(self, view: View, now: float) -> Ranking:
         """The ranking of ``paced`` while all goals fit, else by deadlines."""
         deadlines = Deadlines(view, now, self.settings, self.settings.slice_steps + STEPS_BESIDE)
         most_ttfts = KEYS_LINE_TTFTS if len(view.key_credits) > 1 else LINE_TTFTS
         shows_all = len(view.waiting) == view.num_waiting
-        if view.tiers and shows_all and deadlines.fit_all(most_ttfts):
+        if view.tiers and shows_all and not self.has_long_prompts(view) and deadlines.fit_all(most_ttfts):
             return self._paced.rank(view, now)
         return _Ranker(view, now, deadlines).rank(self.settings)
 

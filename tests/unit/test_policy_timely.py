@@ -76,7 +76,7 @@ def test_newcomers_on_time_go_before_the_line() -> None:
 
 def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
     long_prompt = arrived(waiting(1, 1500), NOW - 0.1)
-    view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000)
+    view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000, num_available_blocks=0)
     assert order(view) == [2, 1, 90]  # backfilled, the youngest first
     behind = [arrived(waiting(number, 600), NOW) for number in (1, 2)]
     assert order(line(OLD, *behind, num_blocks=2000)) == [1, 90]  # 0.6 s each: the second would not be done in time
@@ -175,6 +175,14 @@ def test_without_swap_space_newcomers_go_before_the_line_and_no_resident_makes_r
         assert decision.reason in (Reason.NO_SWAP, Reason.PROMISED)
 
 
+def test_prompts_are_long_if_those_of_several_requests_take_longer_than_the_goal() -> None:
+    policy = TimelyPolicy(settings_for("timely", **GOALS))
+    half = prompt(1, 508, 8)  # 0.5 s are left
+    assert policy.has_long_prompts(line(half, waiting(2, 501)))
+    assert not policy.has_long_prompts(line(half, waiting(2, 499)))
+    assert not policy.has_long_prompts(line(prompt(1, 5000, 8), stream(2)))  # one alone has no order
+
+
 def test_a_tight_line_keeps_newcomers_out_until_its_head_has_room() -> None:
     """At 10 ends per second 230 places need 23 s, which is FCFS's wait with patience and grace."""
     due_s = 1.1 * DEMAND.longest_wait_s + LINE_GRACE_S
@@ -211,7 +219,8 @@ def test_places_that_are_not_seen_count_between_the_first_and_the_newest() -> No
 
 def test_room_that_is_left_goes_to_the_young_end_of_the_line_by_priority() -> None:
     rows = [late(1, NOW - 8.0), late(2, NOW - 6.0), arrived(late(3, 0.0), NOW - 7.0, priority=-1)]
-    assert order(line(*rows)) == [3, 2, 1]
+    assert order(line(*rows, num_available_blocks=0)) == [3, 2, 1]
+    assert order(line(*rows)) == [3, 1, 2]  # by arrival, since all fit into the pool
 
 
 def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() -> None:
