@@ -67,7 +67,7 @@ class GatedPolicy:
         else:
             return replace(self._fcfs.decide(view, now, rng), reason=reason)
         residents = frozenset(row.seq_id for row in view.running)  # none of them is preempted for another request
-        ranking = replace(ranking, staying=residents, reason=ranking.reason or reason)
+        ranking = replace(ranking, staying=residents, reason=reason)
         return share(view, ranking, self._inner.settings)
 
 
