@@ -41,7 +41,7 @@ class Reason(Enum):
     SWAP_FULL = "swap_full"
     """Swap space cannot take more."""
     NO_SWAP = "no_swap"
-    """There is no swap space, so no turns are taken."""
+    """There is no swap space, or too little for the policy, so no turns are taken."""
 
 
 LIMITS = (

@@ -28,6 +28,9 @@ class Policy(Protocol):
     keeps_goals: bool
     """Whether the policy uses a request's own goals."""
 
+    chooses_admissions: bool
+    """Whether it may admit a request before earlier ones without preempting any: a retry then keeps its first place."""
+
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """The order of the waiting queue. Fixed for as long as the sequence waits."""
         ...

@@ -13,6 +13,7 @@ from math import inf
 
 from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.sequence import Status
+from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.goals import PaceGoals, due_s
 from floodplain.policy.growth import blocks_for
@@ -69,6 +70,8 @@ class Deadlines:
         self.turn_s = turn_steps * prices.step_s
         self.most_silence_s = self._goals.most_silence_s(settings.max_gap_s)
         self.most_wait_s = settings.line_patience * demand.longest_wait_s + LINE_GRACE_S
+        if not view.tiers:  # no stream makes room before it ends
+            self.most_wait_s -= self._mean_output * self.step_s
         self._least_presence = self._presence(SILENT_PART * self.most_silence_s / turn_steps)
 
     # -- first tokens ----------------------------------------------------------------------------------------------
@@ -128,6 +131,11 @@ class Deadlines:
         """Part of the device that a request takes if it is always resident."""
         return self._of_device(row.num_prompt + row.num_generated(self._view.step) + 1)
 
+    def pending(self, row: SequenceView) -> float:
+        """Estimate of the work (``core.served``) that a request will still be served."""
+        num_prompt = max(0, row.num_remaining) if row.num_generated(self._view.step) <= 0 else 0
+        return weighted_work(num_prompt, int(self._left(row)), row.order_key[0])
+
     def fit_all(self, most_ttfts: float) -> bool:
         """Whether the TPOT goals of all requests fit into the device without saved slack, and no wait is long.
 
@@ -156,8 +164,11 @@ class Deadlines:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _presence(self, token_s: float) -> float:
-        """Part of the time for which a stream must be resident to get a token every ``token_s`` seconds."""
-        return self.step_s / token_s if self.step_s < token_s else 1.0
+        """Part of the time for which a stream must be resident to get a token every ``token_s`` seconds.
+
+        Without swap space no stream takes turns, so it is always resident.
+        """
+        return self.step_s / token_s if self._view.tiers and self.step_s < token_s else 1.0
 
     def _first_s(self, row: SequenceView) -> float:
         if row.first_token_s is not None:

@@ -18,8 +18,8 @@ from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.cfs import prefilled_tokens
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
+from floodplain.policy.shares import work_of_keys
 from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.slices import slice_for
 
@@ -44,7 +44,10 @@ class FairPolicy(SharingPolicy):
 
 def work_by_request(view: View, slice_steps: int) -> dict[int, float]:
     """Served work of each request by id: its credit and its weighted generated tokens."""
-    return {row.seq_id: row.credit + _work(row, view.step, num_prompt=0) for row in live_rows(view)}
+    return {
+        row.seq_id: row.credit + weighted_work(0, max(0, row.num_generated(view.step)), row.order_key[0])
+        for row in live_rows(view)
+    }
 
 
 def work_by_key(view: View, slice_steps: int) -> dict[int, float]:
@@ -52,19 +55,13 @@ def work_by_key(view: View, slice_steps: int) -> dict[int, float]:
 
     The second request of a key ranks as if the first had had its slice, and so on: keys alternate within one step.
     """
-    own = work_by_request(view, slice_steps)
+    own, totals = work_by_request(view, slice_steps), work_of_keys(view)
     by_key: dict[str, list[SequenceView]] = defaultdict(list)
     for row in live_rows(view):
         by_key[row.client].append(row)
     ranks: dict[int, float] = {}
     for client, rows in by_key.items():
         rows.sort(key=lambda row: (own[row.seq_id], row.order_key[1:]))
-        total = view.key_credits.get(client, 0.0)
-        total += sum(_work(row, view.step, prefilled_tokens(row, view.step)) for row in rows)
         for place, row in enumerate(rows):
-            ranks[row.seq_id] = total + weighted_work(0, place * slice_steps, row.order_key[0])
+            ranks[row.seq_id] = totals[client] + weighted_work(0, place * slice_steps, row.order_key[0])
     return ranks
-
-
-def _work(row: SequenceView, step: int, num_prompt: int) -> float:
-    return weighted_work(num_prompt, max(0, row.num_generated(step)), row.order_key[0])

@@ -34,6 +34,7 @@ class FcfsPolicy:
     waiting_window = 64
     num_newest = 0
     keeps_goals = False
+    chooses_admissions = False
 
     def __init__(self, *, saves_prefixes: bool = False, microbatches: MicrobatchRule | None = None) -> None:
         self._saves_prefixes = saves_prefixes

@@ -22,17 +22,19 @@ from floodplain.policy.turn import share
 class GatedPolicy:
     """FCFS while all live requests fit, with their growth over one slice; else ``inner`` (AQUA's Figure 8 does so).
 
-    The gate opens when requests stop fitting. It closes when no request is in swap space and all fit with the growth
-    of a slice, which is the hysteresis. Without swap space it stays closed: a turn that costs a prompt is worse than
-    waiting. It also stays closed while swap space is too slow, with that as the decision's reason (AQUA, end of §7:
-    FCFS when tensors are on DRAM; here the measured prices decide). While all requests fit, prefixes that are about to
-    be evicted are backed up in swap space.
+    The gate opens when requests stop fitting, or when prompts take too long for the policy. It closes when no request
+    is in swap space and all fit with the growth of a slice, which is the hysteresis. Without swap space it stays
+    closed: a turn that costs a prompt is worse than waiting. It also stays closed while swap space is too slow, with
+    that as the decision's reason (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide).
+    Then a policy that chooses admissions still ranks, no resident is preempted for another request, and swapped
+    requests are resumed when there is room. While all requests fit, prefixes that are about to be evicted are backed
+    up in swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:
         self.name = inner.name
         self.waiting_window, self.num_newest = inner.waiting_window, inner.num_newest
-        self.keeps_goals = inner.keeps_goals
+        self.keeps_goals, self.chooses_admissions = inner.keeps_goals, inner.chooses_admissions
         self._inner = inner
         self._fcfs = FcfsPolicy()
         self._slice_steps = inner.gate_steps
@@ -44,20 +46,31 @@ class GatedPolicy:
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """FCFS's decision or the inner policy's."""
         num_spare = count_spare_blocks(view, self._slice_steps)
-        if num_spare >= 0:
+        if num_spare >= 0 and not self._inner.has_long_prompts(view):
             decision = self._fcfs.decide(view, now, rng)
             order = prefix_backup(view, decision, num_spare)
             return decision if order is None else replace(decision, prefix_backup=order)
-        if not view.tiers:
-            return replace(self._fcfs.decide(view, now, rng), reason=Reason.NO_SWAP)
-        if copying_pays(view):
+        if view.tiers and copying_pays(view) and self._has_slots(view):
             return self._inner.decide(view, now, rng)
-        return self._wait_in_line(view, now, rng)
+        return self._without_turns(view, now, rng, _why_no_turns(view))
 
-    def _wait_in_line(self, view: View, now: float, rng: Random) -> Decision:
-        """FCFS; swapped requests are resumed by arrival when there is room, without preempting residents."""
-        if not (view.swapped or view.loading):
-            return replace(self._fcfs.decide(view, now, rng), reason=Reason.SWAP_SLOW)
-        rows = sorted(live_rows(view), key=attrgetter("order_key"))
-        residents = frozenset(row.seq_id for row in view.running)
-        return share(view, Ranking(rows, residents, self._slice_steps, Reason.SWAP_SLOW), self._inner.settings)
+    def _has_slots(self, view: View) -> bool:
+        return sum(tier.num_slots for tier in view.tiers) >= self._inner.least_slots * view.num_blocks
+
+    def _without_turns(self, view: View, now: float, rng: Random, reason: Reason) -> Decision:
+        """FCFS, or the admissions of ``inner``; swapped requests are resumed when there is room."""
+        if self._inner.chooses_admissions:
+            ranking = self._inner.rank(replace(view, tiers=()), now)
+        elif view.swapped or view.loading:
+            rows = sorted(live_rows(view), key=attrgetter("order_key"))
+            ranking = Ranking(rows, frozenset(), self._slice_steps)
+        else:
+            return replace(self._fcfs.decide(view, now, rng), reason=reason)
+        residents = frozenset(row.seq_id for row in view.running)  # none of them is preempted for another request
+        ranking = replace(ranking, staying=residents, reason=reason)
+        return share(view, ranking, self._inner.settings)
+
+
+def _why_no_turns(view: View) -> Reason:
+    is_slow = view.tiers and not copying_pays(view)
+    return Reason.SWAP_SLOW if is_slow else Reason.NO_SWAP

@@ -19,9 +19,13 @@ class SharingPolicy(ABC):
 
     Attributes:
         gate_steps: FCFS decides while all requests fit with their growth over so many steps.
+        chooses_admissions: Whether it ranks without turns, too: a view without tiers, whose residents all stay.
+        least_slots: Swap slots for each block of the pool; with fewer there are no turns.
     """
 
     name: str
+    chooses_admissions = False
+    least_slots = 0.0
     waiting_window = 64
     num_newest = 0
     keeps_goals = False
@@ -37,6 +41,10 @@ class SharingPolicy(ABC):
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """One step."""
         return share(view, self.rank(view, now), self.settings)
+
+    def has_long_prompts(self, view: View) -> bool:
+        """Whether prompts take so long that FCFS would not do although all requests fit on the device."""
+        return False
 
     @abstractmethod
     def rank(self, view: View, now: float) -> Ranking:

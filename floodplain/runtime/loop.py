@@ -101,7 +101,7 @@ class Loop:
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
             raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
-        if request.goals != NO_GOALS and not (self.policy.keeps_goals and self.state.backups.slots):
+        if request.goals != NO_GOALS and not self.state.keeps_goals:
             why = "without swap space" if self.policy.keeps_goals else f"by {self.policy.name}"
             raise RequestRefused(f"no goals are kept {why}: leave {request.goals.field} out", request.goals.field)
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
@@ -284,6 +284,7 @@ class Loop:
         seq.lifecycle.record(EventKind.FINISHED, now)
         self.state.enter(seq, Status.FINISHED)
         self.state.counters.finished[reason.value] += 1
+        self.state.keep_place(seq, now)
         if len(seq.tokens) > seq.num_prompt:
             self.state.prices.learn_end(seq.num_prompt - seq.lifecycle.num_cached_tokens)
         self.state.completion_step = self.state.counters.num_steps

@@ -22,7 +22,7 @@ class WaitingQueue:
     Args:
         key: The order; fixed for a sequence as long as it waits.
         window: The length of the head.
-        num_newest: Number of sequences behind the head, the newest ones, that ``shown`` has as well.
+        num_newest: Number of sequences behind the head, the newest ones of each client, that ``shown`` has as well.
     """
 
     def __init__(self, key: Callable[[Sequence], OrderKey], window: int, num_newest: int = 0) -> None:
@@ -33,6 +33,7 @@ class WaitingQueue:
         self._shown: tuple[Sequence, ...] | None = None
         self._heap: list[_Entry] = []
         self._members: dict[SeqId, tuple[OrderKey, Sequence]] = {}
+        self._by_client: dict[str, dict[SeqId, None]] = {}  # the client that arrived last is the last one
 
     def __len__(self) -> int:
         return len(self._members)
@@ -55,15 +56,24 @@ class WaitingQueue:
         return self._shown
 
     def _newest(self) -> list[Sequence]:
+        """The newest sequences behind the head, equally many of each client; a long line of one hides no other's."""
         shown = {seq_id for _, seq_id in self._head}
-        others = (member for seq_id, member in reversed(self._members.items()) if seq_id not in shown)
-        return [seq for _, seq in sorted(islice(others, self._num_newest), key=itemgetter(0))]
+        lines = sorted(islice(reversed(self._by_client.values()), self._num_newest), key=len)
+        found: list[SeqId] = []
+        for index, line in enumerate(lines):
+            part = (self._num_newest - len(found)) // (len(lines) - index)
+            found += islice((seq_id for seq_id in reversed(line) if seq_id not in shown), part)
+        return [seq for _, seq in sorted([self._members[seq_id] for seq_id in found], key=itemgetter(0))]
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence."""
         entry = (self._key(seq), seq.seq_id)
         self._members[seq.seq_id] = (entry[0], seq)
         self._shown = None
+        if self._num_newest:
+            line = self._by_client.pop(seq.request.client, {})
+            line[seq.seq_id] = None
+            self._by_client[seq.request.client] = line
         if len(self._head) < self._window and not self._heap:
             self._insert(entry)
         elif self._head and entry < self._head[-1]:
@@ -78,6 +88,8 @@ class WaitingQueue:
         """Remove a sequence from any place and return it."""
         key, seq = self._members.pop(seq_id)
         self._shown = None
+        if self._num_newest:
+            self._forget(seq)
         entry = (key, seq_id)
         if self._head and entry <= self._head[-1]:
             self._head.remove(entry)
@@ -86,6 +98,12 @@ class WaitingQueue:
         elif len(self._heap) > 2 * (len(self._members) + self._window):
             self._drop_gone()
         return seq
+
+    def _forget(self, seq: Sequence) -> None:
+        line = self._by_client[seq.request.client]
+        del line[seq.seq_id]
+        if not line:
+            del self._by_client[seq.request.client]
 
     def _insert(self, entry: _Entry) -> None:
         insort(self._head, entry)

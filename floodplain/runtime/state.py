@@ -12,7 +12,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import LIMITS, Preemption
-from floodplain.core.request import SeqId
+from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
 from floodplain.core.tiers import Link, Tier
@@ -21,6 +21,7 @@ from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.links import Links
 from floodplain.runtime.prices import StepPrices
 from floodplain.runtime.queue import WaitingQueue
+from floodplain.runtime.retries import Retries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ class LoopState:
         self.prices = StepPrices()
         self.demand = DemandMeter()
         self.accounts = KeyAccounts()
+        self.keeps_goals = policy.keeps_goals and (policy.chooses_admissions or bool(self.backups.slots))
+        self._retries = Retries() if policy.chooses_admissions else None
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_returning_blocks = 0
@@ -157,13 +160,21 @@ class LoopState:
         seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
 
     def arrive(self, seq: Sequence) -> None:
-        """Queue a new sequence, and record the demand."""
+        """Queue a new sequence, at the place of the request that it repeats if there is one, and record the demand."""
+        if self._retries is not None:
+            seq.order_key = (seq.request.priority, self._retries.take(seq.request), seq.seq_id)
         self.open_account(seq)
         self.sequences[seq.seq_id] = seq
         self.waiting.push(seq)
         paused = [*self.swapped, *self.loading]
         outputs = [len(one.tokens) - one.num_prompt for one in (*self.running, *paused)]
         self.demand.arrive(seq.num_prompt, len(self.waiting), len(paused), outputs)
+
+    def keep_place(self, seq: Sequence, now: float) -> None:
+        """If the policy chooses admissions, keep the place of a sequence that was aborted before its first token."""
+        is_unserved = seq.finish_reason is FinishReason.ABORT and len(seq.tokens) == seq.num_prompt
+        if self._retries is not None and is_unserved:
+            self._retries.leave(seq.request, seq.order_key[1], now)
 
     def note_supply(self, duration_s: float, num_tokens: int, ended: Iterable[SeqId]) -> None:
         """Record a step that generated ``num_tokens``, and the sequences that ended with it."""

@@ -17,8 +17,8 @@ PARAMS = SamplingParams()
 NUM_NEWEST = 2
 
 
-def make_sequence(number: int, arrival_s: float) -> Sequence:
-    request = Request(request_id="r", prompt_token_ids=(1,), params=PARAMS, arrival_s=arrival_s)
+def make_sequence(number: int, arrival_s: float, client: str = "") -> Sequence:
+    request = Request(request_id="r", prompt_token_ids=(1,), params=PARAMS, arrival_s=arrival_s, client=client)
     return Sequence(SeqId(number), request, root=ROOT, max_total=2, stop_ids=frozenset())
 
 
@@ -61,6 +61,33 @@ def play(window: int, operations: list[tuple[str, int]]) -> None:
 @given(window=st.integers(1, 5), operations=OPERATIONS)
 def test_the_head_is_that_of_a_sorted_list(window: int, operations: list[tuple[str, int]]) -> None:
     play(window, operations)
+
+
+@given(
+    window=st.integers(1, 4),
+    num_newest=st.integers(1, 8),
+    clients=st.lists(st.integers(0, 4), max_size=40),
+    removed=st.sets(st.integers(0, 39)),
+)
+def test_each_client_has_an_equal_part_of_the_newest(
+    window: int, num_newest: int, clients: list[int], removed: set[int]
+) -> None:
+    queue = WaitingQueue(lambda seq: seq.order_key, window, num_newest)
+    came = [make_sequence(number, float(number), str(client)) for number, client in enumerate(clients)]
+    for seq in came:
+        queue.push(seq)
+    for seq in came:
+        if seq.seq_id in removed:
+            queue.remove(seq.seq_id)
+    waiting = [seq for seq in came if seq.seq_id not in removed]
+    shown, behind = queue.shown()[len(queue.head()) :], waiting[window:]
+    assert len(shown) <= num_newest
+    num_clients = len({seq.request.client for seq in waiting})
+    for client in {seq.request.client for seq in behind}:
+        own = [seq for seq in behind if seq.request.client == client]
+        seen = [seq for seq in shown if seq.request.client == client]
+        assert seen == own[len(own) - len(seen) :]
+        assert len(seen) >= min(len(own), num_newest // num_clients)
 
 
 def test_a_queue_that_forgets_to_refill_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class Recorder:
     def __init__(self, inner: Policy) -> None:
         self.name = inner.name
         self.waiting_window, self.num_newest = inner.waiting_window, inner.num_newest
-        self.keeps_goals = inner.keeps_goals
+        self.keeps_goals, self.chooses_admissions = inner.keeps_goals, inner.chooses_admissions
         self.inner = inner
         self.seen: list[tuple[View, float, Decision]] = []
 

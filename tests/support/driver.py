@@ -27,6 +27,7 @@ class ScriptedPolicy:
     name = "scripted"
     waiting_window, num_newest = 16, 0
     keeps_goals = False
+    chooses_admissions = False
 
     def __init__(self, script: Iterable[Choice] = ()) -> None:
         self.script = deque(script)

@@ -188,6 +188,7 @@ class RandomPolicy:
     name = "random"
     waiting_window, num_newest = 4, 0
     keeps_goals = False
+    chooses_admissions = False
 
     def __init__(self) -> None:
         self._fcfs = AheadPolicy()

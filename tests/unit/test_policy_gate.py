@@ -51,6 +51,16 @@ def test_it_is_closed_while_everybody_fits() -> None:
     assert not is_open(stream(0), prompt(1), waiting(2))
 
 
+def test_it_opens_when_prompts_take_too_long_for_the_policy() -> None:
+    class Impatient(Marked):
+        def has_long_prompts(self, view: View) -> bool:
+            return len(view.waiting) > 1
+
+    gated = GatedPolicy(Impatient(SharingSettings(slice_steps=SLICE)))
+    assert gated.decide(make_view(stream(0), waiting(1)), 0.0, Random(0)) is not MARK
+    assert gated.decide(make_view(stream(0), waiting(1), waiting(2)), 0.0, Random(0)) is MARK
+
+
 def test_it_opens_when_a_newcomer_does_not_fit_with_a_slice_of_growth() -> None:
     assert not is_open(stream(0), waiting(1, 8), num_available_blocks=4)  # 12 tokens are 3 blocks, and one to grow
     assert is_open(stream(0), waiting(1, 8), num_available_blocks=3)

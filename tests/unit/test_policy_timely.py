@@ -10,10 +10,12 @@ import pytest
 
 from floodplain.core.plan import Reason
 from floodplain.core.view import Demand, Prices, SequenceView, View
+from floodplain.policy.admission import MOST_HEADS
 from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
 from floodplain.policy.ranking import Ranking
+from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import settings_for
-from floodplain.policy.timely import MOST_HEADS, TimelyPolicy
+from floodplain.policy.timely import TimelyPolicy
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
 NOW = 100.0
@@ -74,7 +76,7 @@ def test_newcomers_on_time_go_before_the_line() -> None:
 
 def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
     long_prompt = arrived(waiting(1, 1500), NOW - 0.1)
-    view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000)
+    view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000, num_available_blocks=0)
     assert order(view) == [2, 1, 90]  # backfilled, the youngest first
     behind = [arrived(waiting(number, 600), NOW) for number in (1, 2)]
     assert order(line(OLD, *behind, num_blocks=2000)) == [1, 90]  # 0.6 s each: the second would not be done in time
@@ -109,6 +111,76 @@ def test_while_the_device_is_crowded_no_newcomer_is_admitted(other: SequenceView
     ranking = rank(line(OLD, other, arrived(waiting(2), NOW)))
     assert (2 not in [row.seq_id for row in ranking.rows]) is is_crowded
     assert (ranking.reason is Reason.CROWDED) is is_crowded
+
+
+def keyed(row: SequenceView, client: str) -> SequenceView:
+    return replace(row, client=client)
+
+
+@pytest.mark.parametrize(("client", "is_admitted"), [("light", True), ("heavy", False)])
+def test_while_the_device_is_crowded_only_a_key_that_is_behind_is_admitted(client: str, is_admitted: bool) -> None:
+    """It goes before the urgent streams of the key that is ahead."""
+    losing = keyed(in_time(swapped(1), 0.3), "heavy")
+    urgent = keyed(in_time(stream(2), 0.1), "heavy")
+    fresh = keyed(arrived(waiting(3), NOW), client)
+    credits = {"light": 0.0, "heavy": 500.0}
+    assert order(line(OLD, losing, urgent, fresh, key_credits=credits))[:3] == (
+        [3, 2, 1] if is_admitted else [2, 1, 90]
+    )
+    for even in ({"light": 500.0, "heavy": 500.0}, {client: 0.0}):  # level, and one key alone
+        assert 3 not in order(line(OLD, losing, urgent, fresh, key_credits=even))
+
+
+def test_newcomers_of_the_key_that_was_served_least_go_first() -> None:
+    fresh = [keyed(arrived(waiting(1), NOW - 0.2), "ahead"), keyed(arrived(waiting(2), NOW - 0.1), "behind")]
+    assert order(line(OLD, *fresh, key_credits={"ahead": 10.0, "behind": 0.0}))[:2] == [2, 1]
+    assert order(line(OLD, *fresh, key_credits={"ahead": 0.0, "behind": 10.0}))[:2] == [1, 2]
+
+
+def test_if_keys_claim_more_than_the_device_the_youngest_of_the_largest_count_as_late() -> None:
+    """Five streams claim all of the device; one of another key claims as much as each of them."""
+    large = [keyed(row, "large") for row in FULL]
+    small = keyed(in_time(stream(20), 0.0, num_tokens=470), "small")
+    keys = {"large": 0.0, "small": 0.0}
+    ranked = order(line(OLD, *large, small, num_blocks=100, key_credits=keys))
+    youngest = max(large, key=lambda row: row.order_key)
+    assert ranked.index(youngest.seq_id) == len(large) > ranked.index(small.seq_id)
+    assert sorted(ranked[:5]) == sorted({row.seq_id for row in (*large, small)} - {youngest.seq_id})
+
+
+def test_with_several_keys_requests_share_the_device_while_nobody_has_waited_for_half_a_goal() -> None:
+    policy = TimelyPolicy(settings_for("timely", **GOALS))
+    for wait_s, keys, shares in ((0.4, 2, True), (0.6, 2, False), (0.6, 1, True)):
+        credits = {str(number): 0.0 for number in range(keys)}
+        view = line(in_time(swapped(1), 0.5), arrived(waiting(2), NOW - wait_s), key_credits=credits)
+        assert (policy.rank(view, NOW) == policy._paced.rank(view, NOW)) is shares
+
+
+def test_without_swap_space_a_stream_claims_the_device_for_all_of_its_time() -> None:
+    settings = settings_for("timely", **GOALS)
+    turns, none = (Deadlines(line(tiers=tiers), NOW, settings, 13) for tiers in ((host(),), ()))
+    row = in_time(stream(1), 0.0)
+    assert none.claim(row) == pytest.approx(turns.claim(row) * TPOT_S / PRICES.step_s)
+    assert none.line_due_s(row) == turns.line_due_s(row) - DEMAND.mean_output * DEMAND.step_s
+
+
+def test_without_swap_space_newcomers_go_before_the_line_and_no_resident_makes_room() -> None:
+    policy = make_policy("timely", settings_for("timely", **GOALS))
+    rows = [OLD, arrived(waiting(1), NOW), in_time(stream(3), 5.0)]
+    for num_free, admitted in ((8, [1]), (2, [])):
+        view = line(*rows, tiers=(), num_waiting=3, num_blocks=60, num_available_blocks=num_free)
+        decision = policy.decide(view, NOW, Random(0))
+        assert [chunk.seq_id for chunk in decision.admissions][:1] == admitted
+        assert not decision.preemptions and decision.decodes == (3,)
+        assert decision.reason is Reason.NO_SWAP
+
+
+def test_prompts_are_long_if_those_of_several_requests_take_longer_than_the_goal() -> None:
+    policy = TimelyPolicy(settings_for("timely", **GOALS))
+    half = prompt(1, 508, 8)  # 0.5 s are left
+    assert policy.has_long_prompts(line(half, waiting(2, 501)))
+    assert not policy.has_long_prompts(line(half, waiting(2, 499)))
+    assert not policy.has_long_prompts(line(prompt(1, 5000, 8), stream(2)))  # one alone has no order
 
 
 def test_a_tight_line_keeps_newcomers_out_until_its_head_has_room() -> None:
@@ -147,7 +219,8 @@ def test_places_that_are_not_seen_count_between_the_first_and_the_newest() -> No
 
 def test_room_that_is_left_goes_to_the_young_end_of_the_line_by_priority() -> None:
     rows = [late(1, NOW - 8.0), late(2, NOW - 6.0), arrived(late(3, 0.0), NOW - 7.0, priority=-1)]
-    assert order(line(*rows)) == [3, 2, 1]
+    assert order(line(*rows, num_available_blocks=0)) == [3, 2, 1]
+    assert order(line(*rows)) == [3, 1, 2]  # by arrival, since all fit into the pool
 
 
 def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() -> None:

@@ -65,6 +65,8 @@ def test_a_goal_that_nobody_can_keep_without_swap_space_is_refused() -> None:
     with pytest.raises(RequestRefused, match="no goals are kept without swap space: leave ttft_goal_ms out") as caught:
         loop.submit(replace(make_request("r", (1, 2)), goals=Goals(ttft_s=0.125)))
     assert caught.value.field == "ttft_goal_ms"
+    loop = make_loop(policy=make_policy("timely"))  # it chooses admissions without swap space, too
+    assert loop.submit(replace(make_request("r", (1, 2)), goals=Goals(ttft_s=0.125))) == 0
 
 
 def test_a_request_that_fills_the_pool_exactly_is_served() -> None:

@@ -22,6 +22,7 @@ class StormPolicy:
 
     name = "storm"
     keeps_goals = False
+    chooses_admissions = False
 
     def __init__(self, seed: int, chance: float = 0.05, recompute: float = 0.2) -> None:
         self._calm = make_policy("cfs")
