@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import torch
 
 from floodplain import ElasticPool, HostPeerMemory
-from floodplain.leases.client import LeaseClient, NobodyLends
+from floodplain.leases.client import LeaseClient, NoLenders
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.elastic import PageMoves
@@ -56,7 +56,7 @@ def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
 def main(coordinator: str | None) -> None:
     """Train with what neighbours lend; without a coordinator nobody lends, and the loss is the same."""
     with ExitStack() as stack:
-        client: LeaseClient = NobodyLends()
+        client: LeaseClient = NoLenders()
         if coordinator is not None:
             client = stack.enter_context(
                 LeaseAgent(CoordinatorClient(coordinator), f"trainer-{os.getpid()}")

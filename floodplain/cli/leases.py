@@ -131,7 +131,7 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
     ]
     tables = [format_table(["device", "member", "offered", "leased", "borrowed"], members)] if members else []
     tables += [format_table(["lease", "from", "to", "size", "since", "state"], leases)] if leases else []
-    return "\n\n".join(tables) or "nobody has joined"
+    return "\n\n".join(tables) or "no member has joined"
 
 
 def _state(row: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
-from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
+from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
@@ -172,7 +172,7 @@ def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, O
 
 
 def _caller_of(request: Request) -> Caller:
-    caller: Caller = request.scope.get(CLIENT_SCOPE_KEY, ANYBODY)
+    caller: Caller = request.scope.get(CLIENT_SCOPE_KEY, UNRESTRICTED)
     return caller
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.coordinator.service import Job, LeaseService
-from floodplain.leases.book import ANYBODY, LeaseBook, Speaker
+from floodplain.leases.book import UNRESTRICTED, LeaseBook, Speaker
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
@@ -54,7 +54,7 @@ class TooManyLeases:
     num_leases: int
 
 
-def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]], speaker: Speaker = ANYBODY) -> Job:
+def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]], speaker: Speaker = UNRESTRICTED) -> Job:
     """Return a job that handles messages in their order; its answer is their replies, or ``TooManyLeases``.
 
     Args:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from floodplain.coordinator.requests import MessageBatch
-from floodplain.coordinator.tokens import ANYBODY, Caller, first_refused
+from floodplain.coordinator.tokens import UNRESTRICTED, Caller, first_refused
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
 from floodplain.web.bodies import parse_model
@@ -48,7 +48,7 @@ class MessageRoute:
         try:
             expect_json(scope)
             body = await _read(receive)
-            caller = scope.get(CLIENT_SCOPE_KEY, ANYBODY)
+            caller = scope.get(CLIENT_SCOPE_KEY, UNRESTRICTED)
             if len(body) <= FEW_BYTES:
                 messages = _parse(body, caller)
             else:

@@ -70,7 +70,7 @@ class Caller:
         return role is Role.ADMIN or (fnmatch.fnmatchcase(name, pattern) and not is_kept)
 
 
-ANYBODY = Caller(((Role.ADMIN, "*"),))
+UNRESTRICTED = Caller(((Role.ADMIN, "*"),))
 """The caller if tokens are not checked: on this machine alone."""
 
 

@@ -245,7 +245,7 @@ class BackupTable:
         for backup in held:
             is_idle = not (backup.num_keepers or self._is_touched(backup) or backup.is_lost)
             if is_idle != (backup in self._idle[backup.location.tier]) or (is_idle and not backup.is_whole):
-                raise InvariantError("a backup that nobody keeps is not idle, or one that somebody keeps is")
+                raise InvariantError("a backup that no sequence keeps is not idle, or one that a sequence keeps is")
 
     def _take_slots(self, tier: Tier, num_slots: int) -> list[Location] | None:
         """Allocate slots, evicting idle backups at need, the least recently used first; None if too few."""

@@ -61,9 +61,9 @@ class Way:
 WAYS = (
     Way(
         name="fcfs",
-        words="First come, first served, as most servers do it. Whoever is on the device stays until the answer is "
-        "complete; when memory runs short, the last to come leaves and is computed again later. Everybody else waits "
-        "in line and sees nothing.",
+        words="First come, first served, as most servers do it. A request on the device stays until its answer is "
+        "complete; when memory runs short, the latest is preempted and computed again later. All others wait in line "
+        "and see nothing.",
         policy="fcfs",
     ),
     Way(
@@ -129,9 +129,9 @@ def paragraphs(num_resident: int, burst_s: float, burst_factor: float) -> tuple[
     return (
         f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
         f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident} requests: when "
-        "more are alive than fit, somebody has to wait.",
+        "more are alive than fit, some have to wait.",
         "The same requests are served once in each way, one way after the other, by the same model with the same KV "
-        "memory; only the choice of who runs when differs, and where the KV of the others stays. While everybody fits, "
+        "memory; only the choice of who runs when differs, and where the KV of the others stays. While all fit, "
         "the ways that take turns do what the first one does.",
         "All times are what the client saw, on this machine. One run of each way shows how they behave; small "
         "differences between them may be chance.",

@@ -62,9 +62,9 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
-    policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
+    policy: str = _flag("paced", "who runs next if not all requests fit", POLICIES)  # type: ignore[assignment]
     slice: int | None = _flag(  # type: ignore[assignment]
-        None, f"steps that whoever comes onto the device stays at least (default: {_SLICES})"
+        None, f"least steps that a request stays on the device (default: {_SLICES})"
     )
     ttft_goal: float | None = _flag(  # type: ignore[assignment]
         None,

@@ -88,13 +88,13 @@ def check_leases(flags: LeaseFlags) -> None:
 def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
     """Refuse flags that need a coordinator."""
     if flags.swap == "peer":
-        raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
+        raise UserError("--swap peer needs --coordinator: it knows which devices lend memory")
     if lent_bytes != 0:
-        raise UserError(f"--lend {flags.lend} needs --coordinator: nobody else can say that memory is to be had")
+        raise UserError(f"--lend {flags.lend} needs --coordinator: it tells borrowers of lent memory")
     if flags.lease_look is not None:
         raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
     if flags.coordinator_token_file is not None:
-        raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+        raise UserError("--coordinator-token-file needs --coordinator: the token is sent to it")
 
 
 def _check_idle(flags: LeaseFlags) -> None:

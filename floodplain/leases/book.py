@@ -36,7 +36,7 @@ class Speaker(Protocol):
         """Whether the sender's token is a producer's for that member."""
 
 
-class _Anybody:
+class _Unrestricted:
     def may_lend(self, _: str) -> bool:
         return True
 
@@ -44,7 +44,7 @@ class _Anybody:
         return False
 
 
-ANYBODY: Speaker = _Anybody()
+UNRESTRICTED: Speaker = _Unrestricted()
 """The speaker if tokens are not checked."""
 
 
@@ -85,7 +85,7 @@ class LeaseBook:
         """Apply a message at ``now`` and return the reply."""
         return self.handle_all([message], now)[0]
 
-    def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = ANYBODY) -> list[Reply]:
+    def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = UNRESTRICTED) -> list[Reply]:
         """Apply messages in their order at ``now``; return a reply for each.
 
         Nothing that a member offers is granted before this book has received a message from the member: the member's

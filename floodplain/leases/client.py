@@ -115,7 +115,7 @@ class LeaseShare:
         self._client.freed(lease_id)
 
 
-class NobodyLends:
+class NoLenders:
     """The client if there is no coordinator: every request stays pending."""
 
     def __init__(self) -> None:

@@ -162,7 +162,9 @@ class ServingMetrics(Collector):
         yield self._gauge("kv_blocks", "KV blocks by state.", _by_one(stats.kv_blocks), "state")
         yield self._gauge("kv_bytes", "Bytes of KV by tier.", _by_one(stats.kv_bytes), "tier")
         cached = _by_one(stats.cached_bytes)
-        yield self._gauge("swap_cached_bytes", "Bytes of prefixes in swap space that nobody uses now.", cached, "tier")
+        yield self._gauge(
+            "swap_cached_bytes", "Bytes of prefixes in swap space that no request uses now.", cached, "tier"
+        )
         preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
         yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
         yield from self._swap(stats)

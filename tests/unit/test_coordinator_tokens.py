@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.coordinator.tokens import ANYBODY, MAY_SAY, Caller, Role, TokenRing, check_exposure, first_refused
+from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing, check_exposure, first_refused
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Shard
@@ -92,7 +92,7 @@ def test_a_batch_is_refused_for_its_first_message_that_may_not_be_said() -> None
 
 @given(message=lease_values.MESSAGES)
 def test_where_no_tokens_are_asked_for_anybody_may_say_everything(message: Message) -> None:
-    assert ANYBODY.may_say(message) and ANYBODY.is_admin
+    assert UNRESTRICTED.may_say(message) and UNRESTRICTED.is_admin
 
 
 def test_a_line_is_an_admins_token_or_a_role_a_name_and_a_token(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_who_has_a_producers_line_or_an_admins_may_lend() -> None:
     producer, consumer = Caller(((Role.PRODUCER, "gpu-*"),)), Caller(((Role.CONSUMER, "*"),))
     assert (producer.may_lend("gpu-1"), producer.may_lend("app"), consumer.may_lend("gpu-1")) == (True, False, False)
     assert (producer.is_producer("gpu-1"), consumer.is_producer("gpu-1")) == (True, False)
-    assert ANYBODY.may_lend("gpu-1") and not ANYBODY.is_producer("gpu-1")
+    assert UNRESTRICTED.may_lend("gpu-1") and not UNRESTRICTED.is_producer("gpu-1")
 
 
 @pytest.mark.parametrize(
@@ -161,22 +161,22 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=30))
 def test_no_other_header_gets_in(header: bytes) -> None:
-    ring = TokenRing({"a-long-enough-token": ANYBODY})
+    ring = TokenRing({"a-long-enough-token": UNRESTRICTED})
     assert ring.client_of(header) is None
     assert ring.client_of(b"Bearer a-long-enough-token" + header.strip() + b"x") is None
     assert ring.client_of(b"Basic a-long-enough-token") is None
-    assert ring.client_of(b"bEARER  a-long-enough-token ") is ANYBODY
+    assert ring.client_of(b"bEARER  a-long-enough-token ") is UNRESTRICTED
 
 
 def test_a_token_outside_ascii_is_known_by_its_utf_8(tmp_path: Path) -> None:
     ring = TokenRing.from_file(token_file(tmp_path, "s\u00e9cret\n"))
-    assert ring.client_of("Bearer s\u00e9cret".encode()) == ANYBODY
+    assert ring.client_of("Bearer s\u00e9cret".encode()) == UNRESTRICTED
     assert ring.client_of("Bearer s\u00e9cret".encode("latin-1")) is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
 def test_other_machines_need_tokens(host: str) -> None:
-    check_exposure(host, TokenRing({"t": ANYBODY}))
+    check_exposure(host, TokenRing({"t": UNRESTRICTED}))
     with pytest.raises(UserError, match=f"--host {host} lets other machines in: give --token-file FILE"):
         check_exposure(host, None)
 

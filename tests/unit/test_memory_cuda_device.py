@@ -131,7 +131,7 @@ def test_a_context_is_what_is_gone_while_another_process_has_one(monkeypatch: py
 )
 def test_a_process_without_a_place_is_one_line(monkeypatch: pytest.MonkeyPatch, program: str, reason: str) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))
-    with pytest.raises(UserError, match=f"^nobody could borrow of CUDA device 0, a second process has no.*{reason}"):
+    with pytest.raises(UserError, match=f"^CUDA device 0 has no room for a borrower's process.*{reason}"):
         measure_context_bytes(0, program)
 
 
@@ -140,5 +140,5 @@ def test_the_real_program_says_what_is_missing_where_there_is_no_gpu(monkeypatch
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))
-    with pytest.raises(UserError, match="nobody could borrow of CUDA device 0"):
+    with pytest.raises(UserError, match="CUDA device 0 has no room for a borrower's process"):
         measure_context_bytes(0)

@@ -11,7 +11,7 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import Tier
-from floodplain.leases.client import NobodyLends
+from floodplain.leases.client import NoLenders
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
 from floodplain.lending import elastic_tensor
@@ -116,7 +116,7 @@ def street(tmp_path: Path) -> Street:
     ],
 )
 def test_any_dense_tensor_becomes_elastic_with_bytes_of_its_own(tensor: torch.Tensor) -> None:
-    with ElasticPool(NobodyLends(), HostPeerMemory()) as pool:
+    with ElasticPool(NoLenders(), HostPeerMemory()) as pool:
         elastic = pool.to_elastic(tensor)
         assert elastic.torch().equal(tensor)
         assert elastic.torch().dtype == tensor.dtype
@@ -128,12 +128,12 @@ def test_any_dense_tensor_becomes_elastic_with_bytes_of_its_own(tensor: torch.Te
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.eye(3).to_sparse()])
 def test_what_cannot_be_elastic_is_refused(tensor: torch.Tensor) -> None:
-    with ElasticPool(NobodyLends(), HostPeerMemory()) as pool, pytest.raises(UserError, match="dense"):
+    with ElasticPool(NoLenders(), HostPeerMemory()) as pool, pytest.raises(UserError, match="dense"):
         pool.to_elastic(tensor)
 
 
 def test_a_lease_is_asked_for_in_whole_pages() -> None:
-    class Client(NobodyLends):
+    class Client(NoLenders):
         asked: Sequence[Shard] = ()
 
         def ask(self, shards: Sequence[Shard]) -> int:

@@ -138,11 +138,11 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         ({"pace": 0}, "pace must be above 0 tokens per second, not 0"),
         ({"max_gap": 0}, "max_gap must be above 0 seconds, not 0"),
         ({"policy": "fcfs", "pace": -1}, "pace must be above 0 tokens per second, not -1"),
-        ({"peer_memory": "1GiB"}, "peer_memory needs coordinator: nobody else knows who lends memory"),
-        ({"device_name": "a"}, "device_name needs coordinator: nobody else knows who lends memory"),
+        ({"peer_memory": "1GiB"}, "peer_memory needs coordinator: it knows which devices lend memory"),
+        ({"device_name": "a"}, "device_name needs coordinator: it knows which devices lend memory"),
         (
             {"coordinator_token_file": "t"},
-            "coordinator_token_file needs coordinator: nobody else knows who lends memory",
+            "coordinator_token_file needs coordinator: it knows which devices lend memory",
         ),
         ({"coordinator": 3}, "kv_connector_extra_config has a value for 'coordinator' of the wrong kind: 3"),
         (

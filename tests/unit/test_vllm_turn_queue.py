@@ -119,7 +119,7 @@ def test_with_nobody_let_in_nobody_is_there() -> None:
 
 def test_nobody_is_next_where_nobody_waits() -> None:
     for take in (TurnQueue().peek_request, TurnQueue().pop_request):
-        with pytest.raises(IndexError, match="nobody waits"):
+        with pytest.raises(IndexError, match="no request waits"):
             take()
 
 

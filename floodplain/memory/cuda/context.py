@@ -56,5 +56,5 @@ def measure_context_bytes(index: int, program: str = PROGRAM) -> int:
             patience.cancel()
     if not is_there:
         reason = (problem.strip().splitlines() or ["it says nothing"])[-1]
-        raise UserError(f"nobody could borrow of CUDA device {index}, a second process has no place there: {reason}")
+        raise UserError(f"CUDA device {index} has no room for a borrower's process: {reason}")
     return max(0, int(before) - int(after))

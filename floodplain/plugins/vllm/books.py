@@ -144,7 +144,7 @@ class SwapBooks:
     def _write(
         self, tracked: TrackedRequest, kind: TransferKind, blocks: Sequence[Any], tier: Tier, reason: Reason | None
     ) -> list[Backup]:
-        assert self._holder is not None, "books are bound before blocks are given to anybody"
+        assert self._holder is not None, "books are bound before blocks are allocated"
         keys = [BlockKey(b"%d:%d" % (tracked.seq_id, next(self._serials))) for _ in blocks]
         backups = self.backups.begin_write_from(tier, keys)
         assert backups is not None, "the caller has counted the slots"

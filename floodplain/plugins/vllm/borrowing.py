@@ -42,7 +42,7 @@ class Borrowing:
         lock: threading.Lock,
         is_idle: Callable[[], bool],
     ) -> None:
-        assert settings.coordinator is not None, "there is nobody to ask"
+        assert settings.coordinator is not None, "there is no coordinator to ask"
         client = open_client(settings.coordinator, settings.coordinator_token_file)
         agent = LeaseAgent(client, settings.device_name or default_device_name(), is_last=settings.device_name is None)
         self._relocations = Relocations(keeper)

@@ -146,7 +146,7 @@ def _read_size(name: str, value: int | str) -> int:
 def _read_borrowing(extra: Mapping[str, Any]) -> dict[str, Any]:
     alone = [name for name in _BORROWING if name in extra]
     if alone and "coordinator" not in extra:
-        raise UserError(f"{alone[0]} needs coordinator: nobody else knows who lends memory")
+        raise UserError(f"{alone[0]} needs coordinator: it knows which devices lend memory")
     name = extra.get("device_name")
     if name is not None and not NAME.fullmatch(name):
         raise UserError(f"device_name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")

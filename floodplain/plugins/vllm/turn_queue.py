@@ -94,5 +94,5 @@ class TurnQueue:
         if self._let_in is not None:
             return self._let_in[0]
         if not self._all:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         return next(iter(self._all))
