@@ -16,7 +16,7 @@ from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_ad
 from floodplain.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from floodplain.cluster.dialer import Member
+    from floodplain.cluster.instance.dialer import Member
 
 _VERB = "import sys; from floodplain.cli.main import main; sys.exit(main())"
 
@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     config, instance_config = dataclass_from(args, EngineConfig), dataclass_from(args, InstanceConfig)
     host, port = split_address(instance_config.join, "--join")
 
-    from floodplain.cluster.parent import read_token
+    from floodplain.cluster.launch.parent import read_token
 
     token = read_token(instance_config.instance_token_file)
 
-    from floodplain.cluster.dialer import Dialer
+    from floodplain.cluster.instance.dialer import Dialer
 
     member = _open_member(config, instance_config)
     asyncio.run(Dialer(member, host, port, token, instance_config.drain_timeout).run())
@@ -50,20 +50,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Member:
     if instance_config.droppable:
-        from floodplain.cluster.droppable import open_droppable
+        from floodplain.cluster.groups.droppable import open_droppable
 
         host, _ = split_address(instance_config.join, "--join")
         return open_droppable(config_of_droppable(config), instance_config.backstop, host)
     if instance_config.movable:
-        from floodplain.cluster.movable import open_movable
+        from floodplain.cluster.migration.movable import open_movable
 
         return open_movable(config_of_movable(config), split_address(instance_config.join, "--join")[0])
     if instance_config.stage is None:
-        from floodplain.cluster.instance import Replica
+        from floodplain.cluster.instance.instance import Replica
         from floodplain.engine.async_engine import AsyncEngine
 
         return Replica(AsyncEngine.from_config(config))
-    from floodplain.cluster.stage_member import open_stage
+    from floodplain.cluster.instance.stage_member import open_stage
 
     place, num_stages = split_stage(instance_config.stage)
     split, profile = instance_config.microbatches, instance_config.step_profile

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from floodplain.cluster.parent import signal_at_parents_end
+from floodplain.cluster.launch.parent import signal_at_parents_end
 from floodplain.core.errors import UserError
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from floodplain.cluster.engine_flags import (
     config_of_pipeline,
     gpus_of_instance,
 )
-from floodplain.cluster.ray_setup import RaySetup
+from floodplain.cluster.launch.ray_setup import RaySetup
 from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, count_front_files, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
@@ -28,8 +28,8 @@ from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
 
 if TYPE_CHECKING:
-    from floodplain.cluster.engine import ClusterEngine
-    from floodplain.cluster.launcher import Processes
+    from floodplain.cluster.launch.launcher import Processes
+    from floodplain.cluster.router.engine import ClusterEngine
     from floodplain.server.app import Extension
     from floodplain.server.protocol import ServingEngine
 
@@ -98,7 +98,7 @@ def _open_engine(
         from floodplain.engine.async_engine import AsyncEngine
 
         return AsyncEngine.from_config(config), None
-    from floodplain.cluster.extension import extend_with
+    from floodplain.cluster.router.extension import extend_with
     from floodplain.web.origin import OwnNames
 
     engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
@@ -119,7 +119,7 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
         return [flags for _ in range(num_instances)]
     shared = [f"--microbatches={cluster_config.microbatches}"]
     if cluster_config.step_profile is not None:
-        from floodplain.cluster.pipeline_engine import read_price
+        from floodplain.cluster.pipeline.engine import read_price
 
         read_price(cluster_config.step_profile)
         shared.append(f"--step-profile={cluster_config.step_profile}")
@@ -134,7 +134,7 @@ def open_processes(
     Raises:
         UserError: A flag is only for a single engine, or Ray is needed and not installed.
     """
-    from floodplain.cluster.local_processes import LocalProcesses, share_cores
+    from floodplain.cluster.launch.local_processes import LocalProcesses, share_cores
 
     is_local = cluster_config.cluster is None  # Ray shows each instance only its own GPU, as the first
     configs = [config_of_instance(config, num_instances, index if is_local else 0) for index in range(num_instances)]
@@ -146,7 +146,7 @@ def open_processes(
     environment = environment_of_instances(os.environ, num_cpus)
     if cluster_config.cluster is None:
         return LocalProcesses(commands, environment)
-    from floodplain.cluster.ray_processes import RayProcesses
+    from floodplain.cluster.launch.ray_processes import RayProcesses
 
     setup = RaySetup(
         cluster=cluster_config.cluster,
@@ -161,10 +161,10 @@ def open_processes(
 def _open_cluster(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> ClusterEngine:
-    from floodplain.cluster.engine import ClusterEngine
-    from floodplain.cluster.parent import read_token
-    from floodplain.cluster.stalls import StallRule
-    from floodplain.cluster.webhook import Webhook
+    from floodplain.cluster.launch.parent import read_token
+    from floodplain.cluster.router.engine import ClusterEngine
+    from floodplain.cluster.router.stalls import StallRule
+    from floodplain.cluster.router.webhook import Webhook
     from floodplain.web.listen import bind
 
     is_pipeline = cluster_config.pipeline

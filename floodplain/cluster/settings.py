@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from floodplain.cluster.ray_setup import LOCAL
+from floodplain.cluster.launch.ray_setup import LOCAL
 from floodplain.core.errors import UserError
 from floodplain.policy.microbatch import Split
 from floodplain.web.address import check_address

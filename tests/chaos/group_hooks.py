@@ -36,7 +36,7 @@ def install(argv: Sequence[str]) -> None:
     if "instance" in argv:
         _patch_instance(Path(os.environ[FOLDER]))
     elif "serve" in argv:
-        from floodplain.cluster import restarts
+        from floodplain.cluster.launch import restarts
 
         restarts.CALM_S = 0.0  # a hundred kills in a row are no reason to wait longer
 
@@ -95,9 +95,10 @@ class Gate:
 
 
 def _patch_instance(folder: Path) -> None:
-    from floodplain.cluster import bulk_client, kv_copies
-    from floodplain.cluster.group_pipeline import GroupPipeline
-    from floodplain.cluster.group_session import Session
+    from floodplain.cluster.bulk import client as bulk_client
+    from floodplain.cluster.bulk import kv_copies
+    from floodplain.cluster.groups.pipeline import GroupPipeline
+    from floodplain.cluster.groups.session import Session
 
     gate = Gate(folder)
     for name in ("pause", "drop", "settle", "move", "fill", "close"):

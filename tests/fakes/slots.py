@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeSlots:
-    """``cluster.front.Slots``.
+    """``cluster.router.front.Slots``.
 
     Attributes:
         shut: Slots that are not let in.

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.bulk_client import BulkClient, Outcome
-from floodplain.cluster.bulk_gate import BulkGate
-from floodplain.cluster.bulk_server import MAX_PEERS, BulkServer
-from floodplain.cluster.bulk_stores import NotServed, ServedStore
-from floodplain.cluster.bulk_wire import (
+from floodplain.cluster.bulk.client import BulkClient, Outcome
+from floodplain.cluster.bulk.gate import BulkGate
+from floodplain.cluster.bulk.server import MAX_PEERS, BulkServer
+from floodplain.cluster.bulk.stores import NotServed, ServedStore
+from floodplain.cluster.bulk.wire import (
     MAX_REQUEST_INDICES,
     YES,
     BulkRequest,
@@ -25,7 +25,7 @@ from floodplain.cluster.bulk_wire import (
     pack_request,
 )
 from floodplain.cluster.settings import split_address
-from floodplain.cluster.stage_frames import Frame, FrameSocket
+from floodplain.cluster.wire.stage_frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
 from tests.support.bulk import (
     KV,

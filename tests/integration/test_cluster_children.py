@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cluster import launcher as launching
-from floodplain.cluster import restarts
-from floodplain.cluster.endings import Ending
-from floodplain.cluster.engine import ClusterEngine
-from floodplain.cluster.launcher import Launcher
-from floodplain.cluster.local_processes import LocalProcesses
-from floodplain.cluster.parent import read_token
-from floodplain.cluster.restarts import MAX_FAILED_STARTS
+from floodplain.cluster.launch import launcher as launching
+from floodplain.cluster.launch import restarts
+from floodplain.cluster.launch.endings import Ending
+from floodplain.cluster.launch.launcher import Launcher
+from floodplain.cluster.launch.local_processes import LocalProcesses
+from floodplain.cluster.launch.parent import read_token
+from floodplain.cluster.launch.restarts import MAX_FAILED_STARTS
+from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.core.errors import InvariantError, ServiceLost, UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.web.listen import bind
@@ -29,7 +29,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 CHILD = """
 import os, sys, threading
-from floodplain.cluster.parent import read_token
+from floodplain.cluster.launch.parent import read_token
 token = read_token("-")
 with open(sys.argv[1], "a") as log:
     print(os.getpid(), token, " ".join(sys.argv[2:]), file=log)
@@ -37,8 +37,8 @@ threading.Event().wait()
 """
 FRONT = f"""
 import asyncio, os, sys
-from floodplain.cluster.launcher import Launcher
-from floodplain.cluster.local_processes import LocalProcesses
+from floodplain.cluster.launch.launcher import Launcher
+from floodplain.cluster.launch.local_processes import LocalProcesses
 async def main():
     commands = [[sys.executable, "-c", {CHILD!r}, sys.argv[1]]] * 2
     launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)

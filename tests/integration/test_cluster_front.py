@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from floodplain.cluster.door import LEAST_STAY_S, MAX_STRANGERS
-from floodplain.cluster.life import Life
-from floodplain.cluster.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
-from floodplain.cluster.placements import Submit
+from floodplain.cluster.instance.life import Life
+from floodplain.cluster.router.door import LEAST_STAY_S, MAX_STRANGERS
+from floodplain.cluster.wire.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
+from floodplain.cluster.wire.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine

@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI
 
 from floodplain.cli.front import key_to_send
-from floodplain.cluster.engine import ClusterEngine
-from floodplain.cluster.extension import extend_with
-from floodplain.cluster.front import Front
+from floodplain.cluster.router.engine import ClusterEngine
+from floodplain.cluster.router.extension import extend_with
+from floodplain.cluster.router.front import Front
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.web.origin import OwnNames

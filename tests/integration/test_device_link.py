@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 import torch
 
-from floodplain.cluster.device_link import DeviceLink, Link
-from floodplain.cluster.link_choice import (
+from floodplain.cluster.pipeline.device_link import DeviceLink, Link
+from floodplain.cluster.pipeline.link_choice import (
     RECEIVER,
     SENDER,
     EndFacts,
@@ -18,8 +18,8 @@ from floodplain.cluster.link_choice import (
     choose_link,
     introduce,
 )
-from floodplain.cluster.plan_codec import PlanLimits
-from floodplain.cluster.stage_frames import Frame
+from floodplain.cluster.wire.plan_codec import PlanLimits
+from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.core.errors import InvariantError, PeerLost
 from tests.support.dying_sender import HOST, dying_sender, expect_death_in_mid_transfer, make_x
 from tests.support.gloo_links import CPU, choose_gloo, link_by_gloo

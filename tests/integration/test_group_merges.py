@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.group_plan import GroupPlan
-from floodplain.cluster.kv_copies import Puller
+from floodplain.cluster.bulk.kv_copies import Puller
+from floodplain.cluster.groups.plan import GroupPlan
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
 from tests.support import front_process

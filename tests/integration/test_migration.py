@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.bulk_wire import compute_digest
-from floodplain.cluster.kv_copies import Puller, RequestCopy
-from floodplain.cluster.migration_book import MigrationState
+from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
+from floodplain.cluster.bulk.wire import compute_digest
+from floodplain.cluster.migration.book import MigrationState
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from tests.support import front_process
@@ -98,7 +98,7 @@ def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.Mon
                 damaged.extend([wanted] * is_hit)
                 return compute_digest(data) ^ is_hit
 
-            monkeypatch.setattr("floodplain.cluster.bulk_server.compute_digest", damage)
+            monkeypatch.setattr("floodplain.cluster.bulk.server.compute_digest", damage)
             while wanted not in damaged:
                 source, target = await some.started(entry, number)
                 some.migrating.move_one(source, target)

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from floodplain.cluster.device_link import Link
-from floodplain.cluster.pipeline_engine import make_engine, plan_limits
-from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
-from floodplain.cluster.plan_codec import PlanLimits
-from floodplain.cluster.stage_link import StageLink
+from floodplain.cluster.pipeline.device_link import Link
+from floodplain.cluster.pipeline.engine import make_engine, plan_limits
+from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
+from floodplain.cluster.wire.plan_codec import PlanLimits
+from floodplain.cluster.wire.stage_link import StageLink
 from floodplain.core.errors import PeerLost
 from floodplain.core.request import Request
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape

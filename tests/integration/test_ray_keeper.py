@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster import ray_processes
-from floodplain.cluster.launcher import Ending
-from floodplain.cluster.ray_actor import MOST_LINES, Keeper, Order
-from floodplain.cluster.ray_processes import RayProcesses
-from floodplain.cluster.ray_setup import RaySetup
+from floodplain.cluster.launch import ray_processes
+from floodplain.cluster.launch.launcher import Ending
+from floodplain.cluster.launch.ray_actor import MOST_LINES, Keeper, Order
+from floodplain.cluster.launch.ray_processes import RayProcesses
+from floodplain.cluster.launch.ray_setup import RaySetup
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S
 
 CHILD = """
 import os, sys, threading
-from floodplain.cluster.parent import read_token
+from floodplain.cluster.launch.parent import read_token
 token = read_token("-")
 print(os.getpid(), token, os.getcwd(), file=sys.stderr, flush=True)
 threading.Event().wait()

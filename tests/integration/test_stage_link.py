@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.stage_frames import Frame
-from floodplain.cluster.stage_link import MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
+from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.cluster.wire.stage_link import MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 from tests.support.examples import examples
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, linked, listen, open_link

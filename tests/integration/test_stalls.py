@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster import front as fronts
-from floodplain.cluster.dialer import Dialer, Member
-from floodplain.cluster.front import Front
-from floodplain.cluster.group_member import GroupMember
-from floodplain.cluster.group_session import Session
-from floodplain.cluster.grouping import STEP_TIMEOUT_S
-from floodplain.cluster.instance import Replica
-from floodplain.cluster.stage_member import open_stage
-from floodplain.cluster.stalls import StallRule
+from floodplain.cluster.groups.grouping import STEP_TIMEOUT_S
+from floodplain.cluster.groups.member import GroupMember
+from floodplain.cluster.groups.session import Session
+from floodplain.cluster.instance.dialer import Dialer, Member
+from floodplain.cluster.instance.instance import Replica
+from floodplain.cluster.instance.stage_member import open_stage
+from floodplain.cluster.router import front as fronts
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.stalls import StallRule
 from floodplain.core.groups import GroupState
 from floodplain.engine import stage_build
 from floodplain.engine.async_engine import AsyncEngine

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
-from floodplain.cluster.facts import InstanceFacts
-from floodplain.cluster.roster import Roster
+from floodplain.cluster.state.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.state.roster import Roster
+from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.core.request import Request
 from tests.support.loops import make_request, next_token, reference_output
 

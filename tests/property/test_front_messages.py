@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster import codec, messages
-from floodplain.cluster.front import Front
-from floodplain.cluster.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.group_steps import Answer
-from floodplain.cluster.listing import list_instances
-from floodplain.cluster.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
-from floodplain.cluster.metrics import ClusterMetrics
-from floodplain.cluster.migration_messages import KvHeld, KvPulled, RequestStopped
-from floodplain.cluster.streams import Caller
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.listing import list_instances
+from floodplain.cluster.router.metrics import ClusterMetrics
+from floodplain.cluster.router.streams import Caller
+from floodplain.cluster.wire import codec, messages
+from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
+from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.core.plan import TokenLogprobs

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from floodplain.cluster.fetches import Fetches, Outcome
-from floodplain.cluster.group_book import GroupBook
-from floodplain.cluster.group_progress import Change, Group
-from floodplain.cluster.group_steps import STEPS, Answer, OrderKind
+from floodplain.cluster.groups.book import GroupBook
+from floodplain.cluster.groups.fetches import Fetches, Outcome
+from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.wire.group_steps import STEPS, Answer, OrderKind
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupState
 from tests.support.examples import examples

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.migration_book import Act, Action, MigrationBook, MigrationState, Step
+from floodplain.cluster.migration.book import Act, Action, MigrationBook, MigrationState, Step
 from tests.support.examples import examples
 
 WAITING, LIFTED, ENDED = "waiting", "lifted", "ended"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.pipelines import Pipeline, PipelineBook
+from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineBook
 from tests.support.examples import examples
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster import stalls
-from floodplain.cluster.stalls import BY_STEPS, FACTOR, FIRST_STEP_S, LEAST_S, UNKNOWN_S, StallRule, StallWatch
+from floodplain.cluster.router import stalls
+from floodplain.cluster.router.stalls import BY_STEPS, FACTOR, FIRST_STEP_S, LEAST_S, UNKNOWN_S, StallRule, StallWatch
 from floodplain.engine.step_meter import Progress, StepMeter
 from tests.support.examples import examples
 

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from floodplain.cluster.facts import InstanceFacts
-from floodplain.cluster.frames import FrameLink
-from floodplain.cluster.front import Front
-from floodplain.cluster.messages import (
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.streams import Caller
+from floodplain.cluster.wire.facts import InstanceFacts
+from floodplain.cluster.wire.frames import FrameLink
+from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
     Hello,
@@ -21,8 +22,7 @@ from floodplain.cluster.messages import (
     pack,
     read_front_message,
 )
-from floodplain.cluster.placements import Submit, request_of
-from floodplain.cluster.streams import Caller
+from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats

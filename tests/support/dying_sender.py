@@ -13,11 +13,11 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from floodplain.cluster.device_link import Link
-from floodplain.cluster.link_choice import SENDER, Choose, choose_link, introduce
-from floodplain.cluster.plan_codec import PlanLimits
-from floodplain.cluster.stage_frames import Frame
-from floodplain.cluster.stage_link import StageLink, accept_link, dial_link
+from floodplain.cluster.pipeline.device_link import Link
+from floodplain.cluster.pipeline.link_choice import SENDER, Choose, choose_link, introduce
+from floodplain.cluster.wire.plan_codec import PlanLimits
+from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.cluster.wire.stage_link import StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen
 from tests.support.waiting import HANG_S

@@ -10,12 +10,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from floodplain.cluster.door import Door
-from floodplain.cluster.facts import InstanceFacts, StageFacts
-from floodplain.cluster.frames import FrameLink, pack_frame
-from floodplain.cluster.front import Front
-from floodplain.cluster.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.group_orders import (
+from floodplain.cluster.router.door import Door
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
+from floodplain.cluster.wire.frames import FrameLink, pack_frame
+from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.wire.group_orders import (
     Adopt,
     Close,
     Collect,
@@ -28,8 +28,8 @@ from floodplain.cluster.group_orders import (
     Return,
     Settle,
 )
-from floodplain.cluster.group_steps import Answer
-from floodplain.cluster.messages import (
+from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
     Form,
@@ -41,8 +41,16 @@ from floodplain.cluster.messages import (
     pack,
     read_front_message,
 )
-from floodplain.cluster.migration_messages import GoOn, HoldKv, KvHeld, KvPulled, PullKv, RequestStopped, StopRequest
-from floodplain.cluster.placements import Submit
+from floodplain.cluster.wire.migration_messages import (
+    GoOn,
+    HoldKv,
+    KvHeld,
+    KvPulled,
+    PullKv,
+    RequestStopped,
+    StopRequest,
+)
+from floodplain.cluster.wire.placements import Submit
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import EngineStats
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from floodplain.cluster import link_choice
-from floodplain.cluster.device_link import Link, PairGroup
-from floodplain.cluster.link_choice import RECEIVER, SENDER, EndFacts, choose_link, introduce
-from floodplain.cluster.plan_codec import PlanLimits
-from floodplain.cluster.stage_link import StageLink
+from floodplain.cluster.pipeline import link_choice
+from floodplain.cluster.pipeline.device_link import Link, PairGroup
+from floodplain.cluster.pipeline.link_choice import RECEIVER, SENDER, EndFacts, choose_link, introduce
+from floodplain.cluster.wire.plan_codec import PlanLimits
+from floodplain.cluster.wire.stage_link import StageLink
 from tests.support.dying_sender import HOST
 from tests.support.waiting import HANG_S
 

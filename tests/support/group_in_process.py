@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster import group_pipeline
-from floodplain.cluster.dialer import Dialer
-from floodplain.cluster.droppable import Droppable, open_droppable
-from floodplain.cluster.front import Front
-from floodplain.cluster.group_member import GroupMember
-from floodplain.cluster.grouping import Grouping
-from floodplain.cluster.stalls import BY_STEPS, StallRule
-from floodplain.cluster.streams import Caller
+from floodplain.cluster.groups import pipeline as group_pipeline
+from floodplain.cluster.groups.droppable import Droppable, open_droppable
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.member import GroupMember
+from floodplain.cluster.instance.dialer import Dialer
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.stalls import BY_STEPS, StallRule
+from floodplain.cluster.router.streams import Caller
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from floodplain.cluster.group_book import GroupBook
-from floodplain.cluster.group_progress import Change, Group
-from floodplain.cluster.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
+from floodplain.cluster.groups.book import GroupBook
+from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.wire.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
 from floodplain.core.groups import GroupState
 from tests.support.group_process import LAYERS, Process, Said
 

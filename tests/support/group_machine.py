@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.groups.book import GroupBook
 from floodplain.core.groups import GroupState
 from tests.support.group_laws import Edge
 from tests.support.group_world import World

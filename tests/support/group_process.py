@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from floodplain.cluster.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
 
 LAYERS = frozenset(range(4))
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 
-from floodplain.cluster.group_merge import plan_merge
-from floodplain.cluster.group_progress import Change, Group
-from floodplain.cluster.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.groups.merge import plan_merge
+from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from tests.support.group_laws import GroupLaws

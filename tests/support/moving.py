@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from floodplain.cluster.book import Entry
-from floodplain.cluster.frames import FrameLink
-from floodplain.cluster.front import Front
-from floodplain.cluster.messages import Welcome, pack, read_front_message
-from floodplain.cluster.migrating import Migrating
-from floodplain.cluster.movable import Movable, open_movable
-from floodplain.cluster.streams import Caller
+from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.migration.movable import Movable, open_movable
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.streams import Caller
+from floodplain.cluster.state.book import Entry
+from floodplain.cluster.wire.frames import FrameLink
+from floodplain.cluster.wire.messages import Welcome, pack, read_front_message
 from floodplain.core.block_state import BlockState
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine

@@ -7,22 +7,22 @@ from contextlib import contextmanager
 
 import pytest
 
-from floodplain.cluster.bulk_client import BulkClient
+from floodplain.cluster.bulk.client import BulkClient
 from floodplain.lending.client import CoordinatorClient
 from floodplain.web.client import AnswerLimits, HttpClient, ask_now
 from tests.support.waiting import HANG_S
 
 LIMITS_S = {
-    "floodplain.cluster.bulk_server.HELLO_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.dialer.WELCOME_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.door.HELLO_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.grouping.PREPARE_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.life.FRONT_SILENCE_S": HANG_S,
-    "floodplain.cluster.migrating.STEP_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.launcher.SETTLED_S": HANG_S,
-    "floodplain.cluster.restarts.SETTLED_S": HANG_S,
-    "floodplain.cluster.stage_link.HELLO_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.stage_ring.LINK_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.bulk.server.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.instance.dialer.WELCOME_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.router.door.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.groups.grouping.PREPARE_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.instance.life.FRONT_SILENCE_S": HANG_S,
+    "floodplain.cluster.migration.migrating.STEP_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.launch.launcher.SETTLED_S": HANG_S,
+    "floodplain.cluster.launch.restarts.SETTLED_S": HANG_S,
+    "floodplain.cluster.wire.stage_link.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.pipeline.stage_ring.LINK_TIMEOUT_S": HANG_S,
     "floodplain.coordinator.leadership.LEASE_S": HANG_S,
     "floodplain.coordinator.leadership.TAKEOVER_S": 2 * HANG_S,
     "floodplain.coordinator.run.CLOSING_S": 2 * HANG_S,

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
+from floodplain.cluster.wire.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.web.listen import bind
 from tests.support.waiting import HANG_S
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from floodplain.cluster.facts import StageFacts
-from floodplain.cluster.forming import Forming, find_problem
-from floodplain.cluster.messages import Form, Formed, Hello
-from floodplain.cluster.roster import Instance, Roster
+from floodplain.cluster.pipeline.forming import Forming, find_problem
+from floodplain.cluster.state.roster import Instance, Roster
+from floodplain.cluster.wire.facts import StageFacts
+from floodplain.cluster.wire.messages import Form, Formed, Hello
 from tests.support.cluster_peers import FACTS
 
 NUM_STAGES = 3

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cluster.book import Book
-from floodplain.cluster.group_orders import GroupOrder, Prepare
-from floodplain.cluster.grouping import Grouping
-from floodplain.cluster.monitor import Monitor, Notice
-from floodplain.cluster.roster import Roster
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.router.monitor import Monitor, Notice
+from floodplain.cluster.router.webhook import Webhook
+from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.sums import StatsBook
-from floodplain.cluster.webhook import Webhook
+from floodplain.cluster.wire.group_orders import GroupOrder, Prepare
 from floodplain.core.group_sizes import GroupSizes
 from floodplain.core.groups import GroupState
 from floodplain.cost.relief import StreamStep

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from floodplain import SamplingParams
-from floodplain.cluster import order_checks
-from floodplain.cluster.group_orders import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
-from floodplain.cluster.messages import Form
-from floodplain.cluster.migration_messages import GoOn, PullKv
-from floodplain.cluster.placements import Submit
+from floodplain.cluster.wire import order_checks
+from floodplain.cluster.wire.group_orders import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
+from floodplain.cluster.wire.messages import Form
+from floodplain.cluster.wire.migration_messages import GoOn, PullKv
+from floodplain.cluster.wire.placements import Submit
 from floodplain.core.goals import NO_GOALS
 from floodplain.lending.fields import WireError
 

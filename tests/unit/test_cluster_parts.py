@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, resolve
 from floodplain.cluster.engine_flags import config_of_instance
-from floodplain.cluster.facts import InstanceFacts
-from floodplain.cluster.prefixes import PrefixMemory
-from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, SETTLED_S, Restarts
-from floodplain.cluster.roster import Roster
+from floodplain.cluster.launch.restarts import (
+    CALM_S,
+    FIRST_DELAY_S,
+    MAX_FAILED_STARTS,
+    MOST_DELAY_S,
+    SETTLED_S,
+    Restarts,
+)
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
+from floodplain.cluster.state.prefixes import PrefixMemory
+from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.sums import StatsBook, since
+from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
 from floodplain.engine.config import EngineConfig

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cluster.facts import InstanceFacts, find_difference
-from floodplain.cluster.frames import MAX_HELLO_BYTES, FrameLink, pack_frame
-from floodplain.cluster.messages import (
+from floodplain.cluster.wire.facts import InstanceFacts, find_difference
+from floodplain.cluster.wire.frames import MAX_HELLO_BYTES, FrameLink, pack_frame
+from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
     Hello,
@@ -27,7 +27,7 @@ from floodplain.cluster.messages import (
     read_instance_message,
     refusal_of,
 )
-from floodplain.cluster.placements import request_of, submit_of
+from floodplain.cluster.wire.placements import request_of, submit_of
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.plan import TokenLogprobs

@@ -28,6 +28,8 @@ FLOORS = [
     ["demo"],
     ["cli"],
 ]
+CLUSTER_ROOMS = ["wire", "state", "launch", "bulk", "pipeline", "instance", "groups", "migration", "router"]
+"""The rooms of ``cluster``, lowest first."""
 FLOOR_OF = {place: floor for floor, places in enumerate(FLOORS, start=1) for place in places}
 TOP = len(FLOORS) + 1
 
@@ -130,6 +132,22 @@ def test_neighbours_on_a_floor_do_not_import_each_other_in_a_circle() -> None:
         list(TopologicalSorter(needs).static_order())  # raises CycleError
 
 
+def upward_rooms(room: str, source: str) -> list[str]:
+    """Rooms of ``cluster`` that a file of another one imports although they are not below it."""
+    parts = [module.split(".") for module, _ in imports_of(source)]
+    rooms = [part[2] for part in parts if part[:2] == ["floodplain", "cluster"] and len(part) > 3]
+    return [other for other in rooms if CLUSTER_ROOMS.index(other) > CLUSTER_ROOMS.index(room)]
+
+
+def test_rooms_of_the_cluster_import_lower_ones_only() -> None:
+    rooms = {path.name for path in (ROOT / "cluster").iterdir() if (path / "__init__.py").exists()}
+    assert rooms == set(CLUSTER_ROOMS)
+    for room in CLUSTER_ROOMS:
+        for file in sorted((ROOT / "cluster" / room).rglob("*.py")):
+            assert upward_rooms(room, file.read_text()) == [], file
+    assert upward_rooms("wire", "from floodplain.cluster.router.front import Front") == ["router"]  # the control
+
+
 def test_the_plug_in_needs_no_engine_of_ours() -> None:
     for file in sorted((ROOT / "plugins").rglob("*.py")):
         assert "engine" not in imported_places(file.read_text()), file
@@ -159,7 +177,7 @@ TELLS_KINDS_APART = {
     "engine/config.py": "links are emulated on CPUs alone",
     "engine/early_checks.py": "choosing a backend takes torch, and this comes before",
     "cluster/engine_flags.py": "each of several instances has a GPU of its own",
-    "cluster/link_choice.py": "NCCL connects GPUs alone",
+    "cluster/pipeline/link_choice.py": "NCCL connects GPUs alone",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from floodplain.cluster.group_session import Session
+from floodplain.cluster.groups.session import Session
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.request import SeqId
 

@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from floodplain.cluster.book import Book, Entry
-from floodplain.cluster.facts import InstanceFacts
-from floodplain.cluster.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.group_orders import Adopt, Collect, GroupOrder
-from floodplain.cluster.group_steps import Answer
-from floodplain.cluster.grouping import Grouping
-from floodplain.cluster.roster import Roster
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.state.book import Book, Entry
+from floodplain.cluster.state.roster import Roster
+from floodplain.cluster.wire.facts import InstanceFacts
+from floodplain.cluster.wire.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.wire.group_orders import Adopt, Collect, GroupOrder
+from floodplain.cluster.wire.group_steps import Answer
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams

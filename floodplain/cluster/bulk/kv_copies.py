@@ -1,0 +1,205 @@
+"""Copies of KV and parameters between members of a group: the stores that a member serves, and the pulling side.
+
+Members pull: each knows what it lacks, verifies each chunk, and reports for each request whether its copy is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
+from floodplain.cluster.bulk.stores import NotServed
+from floodplain.core.errors import PeerLost
+from floodplain.core.kv_sources import find_slot
+from floodplain.memory.group_memory import GroupMemory
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.paged_buffer import PagedBuffer
+
+logger = logging.getLogger(__name__)
+
+KV, SWAP, PARAMETERS = "kv", "swap", "parameters"
+"""Names of stores: part = layer; indices = blocks by the group's ids, slots of swap space, or pieces."""
+PIECE_BYTES = 2**20
+"""Bytes of one index of the parameter store."""
+
+IntArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+Writer = Callable[[int, Sequence[int], ByteArray], bool]
+"""Writes (layer, blocks, their bytes); False if it has no memory for them."""
+
+
+class KvStore:
+    """Serves the KV of a member's group memory to other members; a ``bulk.stores.Store``.
+
+    Args:
+        memory: The member's group memory.
+    """
+
+    def __init__(self, memory: GroupMemory) -> None:
+        self._memory = memory
+
+    def read(self, part: int, indices: IntArray) -> ByteArray:
+        """The bytes of blocks ``indices`` in layer ``part``; see ``bulk.stores.Store.read``."""
+        data = self._memory.read(part, indices.tolist())
+        if data is None:
+            raise NotServed(f"KV of layer {part} is not here, or blocks have no memory")
+        return data
+
+
+class ParameterStore:
+    """Serves parameters of the layers that a member has to other members; a ``bulk.stores.Store``.
+
+    Args:
+        buffers: The parameter buffers of all layers of the model.
+    """
+
+    def __init__(self, buffers: Sequence[PagedBuffer]) -> None:
+        self._buffers = buffers
+
+    def read(self, part: int, indices: IntArray) -> ByteArray:
+        """The bytes of pieces ``indices`` of layer ``part``; see ``bulk.stores.Store.read``."""
+        buffer = self._buffers[part]
+        if not buffer.is_filled or int(indices.max(initial=0)) >= count_pieces(buffer):
+            raise NotServed(f"parameters of layer {part} are not here")
+        return np.concatenate([buffer.tensor[piece_of(int(index))].cpu().numpy() for index in indices])
+
+
+def count_pieces(buffer: PagedBuffer) -> int:
+    """The number of pieces of a layer's parameters."""
+    return -(-buffer.tensor.numel() // PIECE_BYTES)
+
+
+def piece_of(index: int) -> slice:
+    """The byte range of a piece."""
+    return slice(index * PIECE_BYTES, (index + 1) * PIECE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCopy:
+    """One request's KV that is to be copied.
+
+    Attributes:
+        request: The front's number of it.
+        sources: Its blocks or swap slots at the member that has them (``core.kv_sources``).
+        targets: The local blocks to copy into, in the same order.
+        layers: By address of a bulk server: the layers to copy from it.
+    """
+
+    request: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    layers: Mapping[str, Sequence[int]]
+
+    def find_targets(self) -> dict[str, dict[int, int]]:
+        """For each store that has some of the blocks: the local block of each index of that store."""
+        found: dict[str, dict[int, int]] = {}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            slot = find_slot(source)
+            name, index = (KV, source) if slot is None else (SWAP, slot)
+            found.setdefault(name, {})[index] = target
+        return found
+
+
+class Puller:
+    """Pulls from bulk servers of other members. One thread at a time, except for ``close``.
+
+    Args:
+        secret: The group's secret.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._clients: dict[str, BulkClient] = {}
+        self._lost: set[str] = set()
+        self._is_closed = False
+
+    def copy(self, one: RequestCopy, write: Writer) -> bool:
+        """Copy a request's KV. True if all of it is here now and every chunk was verified."""
+        targets_of, is_written = one.find_targets(), True
+
+        def sink(item: BulkItem, indices: IntArray, data: ByteArray) -> None:
+            nonlocal is_written
+            targets = [targets_of[item.store][index] for index in indices.tolist()]
+            is_written = write(item.part, targets, data.reshape(len(targets), -1)) and is_written
+
+        indices = {store: np.array([*found], dtype=np.int64) for store, found in targets_of.items()}
+        for address, layers in one.layers.items():
+            items = [BulkItem(store, layer, some) for store, some in indices.items() for layer in layers]
+            if not all(outcome is Outcome.OK for outcome in self._fetch(address, items, sink)):
+                return False
+        return is_written
+
+    def fill(self, address: str, layer: int, buffer: PagedBuffer) -> bool:
+        """Copy a layer's parameters into its buffer. True if all arrived; the caller verifies their content."""
+
+        def sink(_: BulkItem, indices: IntArray, data: ByteArray) -> None:
+            start = int(indices[0]) * PIECE_BYTES
+            buffer.tensor[start : start + len(data)].copy_(torch.from_numpy(data))
+
+        item = BulkItem(PARAMETERS, layer, np.arange(count_pieces(buffer), dtype=np.int64))
+        return self._fetch(address, [item], sink) == [Outcome.OK]
+
+    def close(self) -> None:
+        """Abort the copies under way, which then fail. May be called on any thread."""
+        self._is_closed = True
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _fetch(
+        self, address: str, items: Sequence[BulkItem], sink: Callable[[BulkItem, IntArray, ByteArray], None]
+    ) -> list[Outcome]:
+        """The outcome of each item. All items are ``MISSING`` if the peer is lost, in this and later calls."""
+        while address not in self._lost and not self._is_closed:
+            is_new = address not in self._clients
+            try:
+                return self._client(address).fetch(items, sink)
+            except PeerLost as error:
+                self._clients.pop(address).close()
+                if is_new:  # else the server may have closed a connection that was idle for long
+                    logger.warning("a copy from %s failed: %s", address, error)
+                    self._lost.add(address)
+        return [Outcome.MISSING] * len(items)
+
+    def _client(self, address: str) -> BulkClient:
+        if address not in self._clients:
+            self._clients[address] = client = BulkClient(address, self._secret)
+            if self._is_closed:
+                client.close()
+            client.start()
+        return self._clients[address]
+
+
+def group_layers(layers: Iterable[int], address_of: Callable[[int], str]) -> dict[str, list[int]]:
+    """The layers, grouped by the address that each is copied from."""
+    found: dict[str, list[int]] = {}
+    for layer in layers:
+        found.setdefault(address_of(layer), []).append(layer)
+    return found
+
+
+def write_pool(pool: KVPool) -> Writer:
+    """A writer of blocks of ``pool`` that are loading: no step reads them."""
+
+    def write(layer: int, blocks: Sequence[int], data: ByteArray) -> bool:
+        if not all(pool.is_backed(block) for block in blocks):
+            return False
+        words = torch.from_numpy(data.view(np.int32))
+        pool.words[layer][torch.tensor(blocks, device=pool.words[layer].device)] = words.to(pool.words[layer].device)
+        return True
+
+    return write
+
+
+def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write: Writer) -> bool:
+    """Copy layers that the member itself has, from its group memory. True if all were copied."""
+    for layer in layers:
+        data = memory.read(layer, one.sources)
+        if data is None or not write(layer, one.targets, data):
+            return False
+    return True

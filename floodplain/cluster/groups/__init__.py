@@ -1,0 +1,1 @@
+"""Groups of instances that drop layers, run as a pipeline and restore them (KunServe)."""

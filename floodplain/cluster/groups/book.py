@@ -1,0 +1,234 @@
+"""All groups of instances: decides which orders are due. No I/O, no clock.
+
+Two phases: no member drops anything before all have confirmed what they hold (``confirm``, then ``drop``).
+If a member ends during preparation, the others resume after a pause; if it ends later, the lives of all members end.
+Messages name the group by its number, which is used once: a message of an ended group changes nothing.
+
+A new group may take in pipelined groups, with all their members. Until all members of the new group have
+confirmed, the old groups live on beside it; when it drops layers, they are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from floodplain.cluster.groups.candidates import check_members
+from floodplain.cluster.groups.fetches import Outcome
+from floodplain.cluster.groups.progress import Change, Group, cancel_orders, collection_of, exchange_of
+from floodplain.cluster.wire.group_steps import Answer, Order
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.groups import GroupEvent, GroupState
+
+
+class GroupBook:
+    """All groups. Every call that changes something returns a ``Change``; None: the message is stale."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        """The number of groups that are being prepared or live."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """All groups, oldest first."""
+        return iter(list(self._groups.values()))
+
+    def get(self, number: int) -> Group | None:
+        """The group of this number; None if it has ended."""
+        return self._groups.get(number)
+
+    def find(self, epoch: int) -> Group | None:
+        """The group of which this epoch is a member (the newest, if two); None if it serves alone."""
+        return next((group for group in reversed(self._groups.values()) if epoch in group.epochs), None)
+
+    def find_old(self, epochs: Sequence[int]) -> list[Group]:
+        """The groups that a new group of these instances, each named once, would take in.
+
+        Raises:
+            UserError: One of them is in the middle of a change, or has members that are not in ``epochs``.
+        """
+        found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
+        for group in found.values():
+            if group.state is not GroupState.PIPELINED:
+                raise UserError(f"group {group.number} is {group.state}: try again when it is {GroupState.PIPELINED}")
+            if not set(group.epochs) < set(epochs):
+                rest = sorted(set(group.epochs) - set(epochs))
+                more = f"instances {rest}, too" if rest else "other instances beside them"
+                raise UserError(f"instances {sorted(group.epochs)} are group {group.number}: name {more}")
+        return list(found.values())
+
+    # -- the caller decides ----------------------------------------------------------------------------------------
+
+    def prepare(self, epochs: Sequence[int]) -> Change:
+        """Begin a group of these instances, the leader first.
+
+        Raises:
+            UserError: They are too few or too many; or as ``find_old``.
+        """
+        check_members(epochs)
+        group = Group(self._next_number, tuple(epochs), tuple(self.find_old(epochs)))
+        self._next_number += 1
+        self._groups[group.number] = group
+        return self._take(group, GroupEvent.PREPARE)
+
+    def drop(self, number: int, copiers: Mapping[int, Collection[int]]) -> Change:
+        """Let the members drop parameters; all have confirmed.
+
+        Args:
+            number: Of the group.
+            copiers: For each handed-over request that keeps its KV, oldest first: epochs of the members that copy some
+                of it, one at least. Others have their layers of it in place.
+
+        Raises:
+            InvariantError: A member has not confirmed, or a request is copied by no member, or by others.
+        """
+        group = self._expect(number, GroupState.PREPARING, copiers)
+        group.fetches = exchange_of(group.epochs, copiers)
+        for old in group.old:
+            del self._groups[old.number]
+        return self._take(group, GroupEvent.DROP)
+
+    def cancel(self, number: int) -> Change | None:
+        """Cancel a group that is being prepared; None if it is past that, or has ended."""
+        group = self._groups.get(number)
+        return None if group is None else self._end(group, GroupEvent.CANCELLED, None)
+
+    def restore(self, number: int) -> Change:
+        """Begin to restore a group.
+
+        Raises:
+            UserError: There is no such group, or it is in the middle of a change.
+        """
+        group = self._groups.get(number)
+        if group is None:
+            raise UserError(f"there is no group {number}: ask for the groups that there are")
+        new = self.find(group.leader)
+        if new is not None and new is not group:
+            raise UserError(
+                f"group {number} is about to join group {new.number}, which is {new.state}: try again later"
+            )
+        if group.state is not GroupState.PIPELINED:
+            raise UserError(f"group {number} is {group.state}: try again when it is {GroupState.PIPELINED}")
+        return self._take(group, GroupEvent.RESTORE)
+
+    def adopt(self, number: int, homes: Mapping[int, int]) -> Change:
+        """Let each request's KV be collected by the member that resumes it; all members serve alone again.
+
+        Args:
+            number: Of the group.
+            homes: For each request that the leader has handed over and that keeps its KV, oldest first: that member's
+                epoch.
+
+        Raises:
+            InvariantError: A member has not returned, or a home is no member.
+        """
+        group = self._expect(number, GroupState.RETURNING, {request: (home,) for request, home in homes.items()})
+        group.fetches = collection_of(homes)
+        return self._take(group, GroupEvent.RETURNED)
+
+    def expire(self, number: int, state: GroupState) -> Change | None:
+        """End a group that has been in ``state`` for too long: cancel it, or end the lives of its members.
+
+        None if it is in another state by now, or if this state awaits nothing.
+        """
+        group = self._groups.get(number)
+        return None if group is None or group.state is not state else self._end(group, GroupEvent.EXPIRED, None)
+
+    def abort(self, number: int, request: int) -> bool:
+        """Mark a handed-over request as aborted. True if its KV is being copied, or would have been.
+
+        Its blocks are released once no member copies into them.
+        """
+        group = self._groups.get(number)
+        return group is not None and group.fetches.abort(request)
+
+    # -- messages of members ---------------------------------------------------------------------------------------
+
+    def confirm(self, epoch: int, number: int) -> Change | None:
+        """A member is paused and has reported what it holds; see ``Group.is_confirmed``."""
+        return self.note(epoch, number, Answer.CONFIRMED)
+
+    def refuse(self, epoch: int, number: int) -> Change | None:
+        """A member refuses to join and has not paused: cancel the group; the others resume."""
+        group = self._groups.get(number)
+        return self._end(group, GroupEvent.CANCELLED, epoch) if group is not None and epoch in group.epochs else None
+
+    def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
+        """A member has executed an order."""
+        group = self._groups.get(number)
+        if group is None:
+            return None
+        before = group.state
+        orders = group.note(epoch, answer)
+        return None if orders is None else self._change(group, before, orders)
+
+    def note_request(self, epoch: int, number: int, answer: Answer, request: int, *, is_ok: bool) -> Change | None:
+        """A member has copied one request's KV (``FETCHED``, ``COLLECTED``), or failed to."""
+        group = self._groups.get(number)
+        if group is None:
+            return None
+        before = group.state
+        noted = group.note_request(epoch, answer, request, is_ok=is_ok)
+        if noted is None:
+            return None
+        outcome, orders = noted
+        return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
+
+    def end(self, epoch: int) -> Change | None:
+        """A life has ended: its group ends too. Call until None: an old group may exist beside a new one."""
+        group = self.find(epoch)
+        return None if group is None else self._end(group, GroupEvent.ENDED, epoch)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _expect(self, number: int, state: GroupState, copiers: Mapping[int, Collection[int]]) -> Group:
+        group = self._groups.get(number)
+        if group is None or not {epoch for epochs in copiers.values() for epoch in epochs} <= set(group.epochs):
+            raise InvariantError(f"group {number} has ended, or an epoch of {[*copiers.values()]} is no member")
+        if not all(copiers.values()):
+            raise InvariantError(f"a request of group {number} is copied by no member")
+        group.expect(state)
+        return group
+
+    def _take(self, group: Group, event: GroupEvent) -> Change:
+        before, orders = group.state, group.take(event)
+        if orders is None:
+            raise InvariantError(f"the event '{event}' is late for group {group.number}")
+        return self._change(group, before, orders)
+
+    def _end(self, group: Group, event: GroupEvent, epoch: int | None) -> Change | None:
+        """End the group because of ``epoch``, or of no member; None if the event is stale."""
+        before = group.state
+        if group.take(event) is None:
+            return None
+        lost = group.fetches.requests
+        if before is GroupState.PREPARING:
+            return self._change(group, before, cancel_orders(group, epoch))
+        ended = tuple(other for other in reversed(group.epochs) if other != epoch)
+        return self._change(group, before, (), ended, lost)
+
+    def _change(
+        self,
+        group: Group,
+        before: GroupState,
+        orders: Sequence[Order],
+        ended: tuple[int, ...] = (),
+        lost: tuple[int, ...] = (),
+    ) -> Change:
+        if group.state in (GroupState.SOLO, GroupState.OVER):
+            del self._groups[group.number]
+        entered = None if group.state is before else group.state
+        return Change(group, tuple(orders), entered, ended, lost)
+
+    def check_integrity(self) -> None:
+        """Check that no epoch is in two groups, except a group under preparation and one that it takes in.
+
+        Raises:
+            InvariantError: An epoch is in two other groups.
+        """
+        old = {one.number for group in self._groups.values() for one in group.old}
+        members = [epoch for group in self._groups.values() if group.number not in old for epoch in group.epochs]
+        if len(members) != len(set(members)):
+            raise InvariantError("an instance is in two groups")

@@ -1,0 +1,299 @@
+"""The front's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
+
+``GroupBook`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the front's
+book: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from floodplain.cluster.groups.book import GroupBook
+from floodplain.cluster.groups.candidates import find_max_model_len
+from floodplain.cluster.groups.counts import GroupCounts
+from floodplain.cluster.groups.merge import plan_merge
+from floodplain.cluster.groups.plan import GroupPlan, Traveller, rows_with_blocks
+from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.state.book import Book, Entry
+from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
+from floodplain.cluster.wire.group_answers import (
+    Copied,
+    GroupAnswer,
+    GroupDone,
+    HandedOver,
+    Planned,
+    Prepared,
+    answer_of,
+)
+from floodplain.cluster.wire.group_orders import Adopt, GroupOrder
+from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.groups import GroupState
+from floodplain.cost.model_shape import ModelShape
+from floodplain.lending.fields import WireError
+
+logger = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 10.0
+"""If a member has not paused after this time, perhaps in a long step, the group is cancelled."""
+STEP_TIMEOUT_S = 60.0
+"""A group that awaits an answer and gets none for so long is ended."""
+
+
+class Grouping:
+    """The groups of a front. Everything is called on the front's event loop.
+
+    Args:
+        book: Requests and instances.
+        shape: Of the model.
+        send: Sends an order, and integers beside it, to the instance of an epoch.
+        end: Ends the life of an instance, for a reason.
+        place: Places requests that wait.
+
+    Attributes:
+        groups: Groups that are being formed or live.
+        counts: Counters of all changes.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        shape: ModelShape,
+        send: Callable[[int, GroupOrder, Sequence[int]], None],
+        end: Callable[[int, str], None],
+        place: Callable[[], None],
+    ) -> None:
+        self.groups = GroupBook()
+        self.counts = GroupCounts()
+        self._book, self._shape = book, shape
+        self._send, self._end, self._place = send, end, place
+        self._plans: dict[int, GroupPlan] = {}
+
+    def drop(self, epochs: Sequence[int]) -> int:
+        """Begin to form a group of these instances, the leader first. Its number.
+
+        Pipelined groups of them are taken in whole; the members' order is then one in which the layers can be divided.
+
+        Raises:
+            UserError: These instances cannot form a group.
+        """
+        max_model_len = find_max_model_len(self._book.roster, epochs, self._shape.num_layers)
+        old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
+        order, merge = plan_merge(epochs, old, self._shape.num_layers) if old else (tuple(epochs), None)
+        change = self.groups.prepare(order)
+        number, now = change.group.number, time.monotonic()
+        names = tuple(map(self._book.roster.name_of, order))
+        self._plans[number] = GroupPlan(number, order, max_model_len, now, now, merge, names=names)
+        for epoch in epochs:
+            self._book.roster.expect(epoch).part = "paused"
+        self._apply(change)
+        return number
+
+    def restore(self, number: int) -> None:
+        """Begin to restore a group.
+
+        Raises:
+            UserError: There is none, or it is in the middle of a change.
+        """
+        change = self.groups.restore(number)
+        self._plans[number].begun_s = time.monotonic()
+        self._apply(change)
+
+    def plan_of(self, number: int) -> GroupPlan | None:
+        """The plan of a group that is being formed or lives; None if there is none."""
+        return self._plans.get(number)
+
+    def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
+        """Apply a member's answer; answers of a group that has ended are ignored.
+
+        Raises:
+            WireError: The sender is no member, or the answer is invalid.
+        """
+        plan, group = self._plans.get(message.number), self.groups.get(message.number)
+        if plan is None or group is None:
+            return
+        if message.epoch not in plan.epochs:
+            raise WireError(f"it is no member of group {message.number}")
+        leads = message.epoch == group.leader
+        if not (isinstance(message, Copied) or group.awaits(message.epoch, answer_of(message, leads=leads))):
+            return  # late, or sent twice
+        match message:
+            case Prepared():
+                self._take_prepared(plan, message, integers)
+            case Planned():
+                self._take_planned(plan, message, integers)
+            case HandedOver():
+                self._lift_rows(plan, message, integers)
+                self._book.roster.expect(message.epoch).part = "leading"
+                self._note(plan, self.groups.note(message.epoch, message.number, Answer.RETURNED))
+            case GroupDone():
+                self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
+            case Copied():
+                copied = message.epoch, message.number, message.answer, message.request
+                self._note(plan, self.groups.note_request(*copied, is_ok=message.is_whole))
+        if group.is_confirmed and self.groups.get(group.number) is group:
+            self._divide(plan, group)
+        elif group.is_returned:
+            self._bring_home(plan)
+
+    def end(self, epoch: int) -> None:
+        """An instance's life has ended: end its group, and a group that would be taken in."""
+        changes = []
+        while (group := self.groups.find(epoch)) is not None:
+            self.counts.problems[group.number] = f"instance {self._plans[group.number].name_of(epoch)} is gone"
+            changes.append(self.groups.end(epoch))
+        for change in reversed(changes):  # the old group's first: no request is placed on it again
+            self._apply(change)
+
+    def forget(self, entry: Entry) -> None:
+        """A request has ended at the front: its KV need not be copied any more."""
+        for plan in self._plans.values():
+            if entry.number in plan.travellers:
+                self.groups.abort(plan.number, entry.number)
+
+    def expire(self, now: float) -> None:
+        """End groups that made no progress for too long; call often."""
+        for group in self.groups:
+            limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
+            if group.state is not GroupState.PIPELINED and now - self._plans[group.number].since_s > limit_s:
+                self.counts.problems.setdefault(group.number, f"nothing was done for {limit_s:g} s: {group.state}")
+                self._apply(self.groups.expire(group.number, group.state))
+
+    def _note(self, plan: GroupPlan, change: Change | None) -> None:
+        """Apply a change. An answer that is late or repeated makes none, and does not keep a group from expiring."""
+        if change is not None:
+            plan.since_s = time.monotonic()
+            self._apply(change)
+
+    def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
+        problem = message.problem or check_report(message, integers, self._shape.num_layers, plan.reports.values())
+        if problem is not None:
+            self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {problem}"
+            self._apply(self.groups.refuse(message.epoch, message.number))
+            return
+        plan.reports[message.epoch] = message, tuple(integers)
+        self._note(plan, self.groups.confirm(message.epoch, message.number))
+
+    def _take_planned(self, plan: GroupPlan, message: Planned, integers: Sequence[int]) -> None:
+        check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
+        plan.moves = message.num_moves, tuple(integers)
+        for ticket in message.given_back:
+            self._book.check_ticket(message.epoch, ticket)
+            if (entry := self._book.find(message.epoch, ticket)) is not None:
+                self._let_wait(entry)
+        self._note(plan, self.groups.note(message.epoch, message.number, Answer.PLANNED))
+        self._place()
+
+    def _divide(self, plan: GroupPlan, group: Group) -> None:
+        """All members are paused: begin phase two."""
+        entries = {epoch: self._book.entries_of(epoch) for epoch in plan.epochs}
+        plan.divide(self._shape, self._book.roster.expect(plan.epochs[0]).facts, entries)
+        for epoch, by_ticket in entries.items():
+            for entry in by_ticket.values():
+                self._lift(plan, entry)
+            self._book.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
+        for old in group.old:
+            del self._plans[old.number]
+        self._apply(self.groups.drop(group.number, plan.find_copiers()))
+
+    def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
+        check_rows(message.rows, integers, 0, plan.count_blocks(plan.most_quanta))
+        entries = self._book.entries_of(message.epoch)
+        found = {}
+        for row, blocks in rows_with_blocks(message, integers):
+            if (entry := entries.get(row.ticket)) is not None and entry.num_tokens == row.num_tokens:
+                found[entry.number] = Traveller(entry, row.num_computed, 0, blocks, blocks)
+        plan.travellers = found
+        for entry in entries.values():
+            self._lift(plan, entry)
+
+    def _bring_home(self, plan: GroupPlan) -> None:
+        """All members serve alone: each request is assigned to the member with the fewest blocks so far."""
+        homes = plan.choose_homes(self._book.is_lifted)  # without requests whose clients disconnected
+        for epoch in plan.epochs:
+            self._book.roster.expect(epoch).part = None
+        self._apply(self.groups.adopt(plan.number, homes))
+        self._place()
+
+    def _apply(self, change: Change | None) -> None:
+        if change is None:
+            return
+        plan = self._plans[change.group.number]
+        if change.entered is not None:
+            self._enter(plan, change.entered)
+        for epoch in change.ended:
+            self._book.roster.expect(epoch).part = "grouped"  # no request is placed on it before its life ends
+        for request in change.lost:
+            self._let_wait(plan.travellers[request].entry)
+        for order in change.orders:
+            self._order(plan, order)
+        for epoch in change.ended:
+            self._end(epoch, "group")
+        if change.ended or change.lost or change.entered is not None:
+            self._place()
+
+    def _order(self, plan: GroupPlan, order: Order) -> None:
+        if order.kind is not OrderKind.ADOPT:
+            self._send(order.epoch, *plan.message(order))
+            return
+        one = plan.travellers[order.requests[0]]
+        entry, request = one.entry, one.entry.as_request()
+        self._book.put(entry, order.epoch)
+        self.counts.num_carried += 1
+        submit = submit_of(request, order.epoch, entry.ticket or 0, time.monotonic())
+        adopt = Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
+        self._send(order.epoch, adopt, request.prompt_token_ids + request.known_token_ids)
+
+    def _enter(self, plan: GroupPlan, state: GroupState) -> None:
+        now = plan.since_s = time.monotonic()
+        self.counts.num_entered[state] += 1
+        match state:
+            case GroupState.EXCHANGING | GroupState.SETTLING:
+                self._lead(plan, now)
+            case GroupState.PIPELINED:
+                self.counts.note(plan.number, "dropped", now - plan.begun_s)
+            case GroupState.HANDOVER:  # the output of a later request there would be lost
+                self._book.roster.expect(plan.epochs[0]).part = "paused"
+            case GroupState.SOLO:
+                self.counts.note(plan.number, "cancelled" if plan.sizes is None else "restored", now - plan.begun_s)
+                self._forget_plan(plan)
+            case GroupState.OVER:
+                self.counts.note(plan.number, "ended", now - plan.begun_s)
+                for one in plan.travellers.values():
+                    self._let_wait_if_lifted(one.entry)
+                self._forget_plan(plan)
+
+    def _lead(self, plan: GroupPlan, now: float) -> None:
+        """Let the leader take requests. If no KV is to be copied, SETTLING is the first state that is seen entered."""
+        leader = self._book.roster.expect(plan.epochs[0])
+        if leader.part == "leading":
+            return
+        leader.part = "leading"
+        self.counts.usable_s += now - plan.begun_s
+        logger.info("group %d serves as a pipeline of instances %s", plan.number, ", ".join(plan.names))
+
+    def _forget_plan(self, plan: GroupPlan) -> None:
+        del self._plans[plan.number]
+        for epoch in plan.epochs:
+            if (instance := self._book.roster.get(epoch)) is not None:
+                old = self.groups.find(epoch)  # of a cancelled merge
+                instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
+
+    def _lift(self, plan: GroupPlan, entry: Entry) -> None:
+        """Take a request off its instance: with its KV if it is a traveller, else to be recomputed."""
+        self._book.lift(entry)
+        if entry.number not in plan.travellers:
+            self._book.wait(entry)
+            self.counts.num_recomputed += bool(entry.tokens)
+
+    def _let_wait(self, entry: Entry) -> None:
+        if entry.ticket is not None:
+            self._book.lift(entry)
+        self._let_wait_if_lifted(entry)
+
+    def _let_wait_if_lifted(self, entry: Entry) -> None:
+        if self._book.is_lifted(entry):
+            self._book.wait(entry)
+            self.counts.num_recomputed += 1

@@ -1,0 +1,300 @@
+"""A member's side of one group, from the pause to the return of the last page. It executes the front's orders.
+
+Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` resumes it. From then on the
+member has only some layers, until ``close``, or ``abandon`` if the group fails. In place of its own engine a
+member may bring a session of an old group, which resumes if the new group is cancelled, and ends when it drops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from floodplain.cluster.bulk.kv_copies import KV, SWAP, KvStore, Puller, RequestCopy, copy_own, group_layers, write_pool
+from floodplain.cluster.bulk.swap_store import copy_slots
+from floodplain.cluster.groups.member import GroupMember
+from floodplain.cluster.groups.pipeline import GroupPipeline
+from floodplain.cluster.wire.group_orders import Collect, Drop, Fetch, Fill
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import FinishReason, SeqId
+from floodplain.engine.pause import Pause
+from floodplain.engine.shell import Engine
+from floodplain.runtime.handover import Record, adopt, take_records
+
+T = TypeVar("T")
+
+
+class Session:
+    """A member's side of one group. Everything is called on one event loop, one order after the other.
+
+    Args:
+        member: The group member.
+        number: Of the group.
+        old: The session of a group that is taken in; None if the member serves alone.
+
+    Attributes:
+        old: As above, until ``drop``; then None.
+    """
+
+    def __init__(self, member: GroupMember, number: int, old: Session | None = None) -> None:
+        self.number, self.old = number, old
+        self.pipeline: GroupPipeline | None = None
+        self._member = member
+        self._pause: Pause | None = None
+        self._puller: Puller | None = None
+        self._secret = b""
+        self._threads: set[asyncio.Future[Any]] = set()
+        self._loading: dict[int, list[BlockId]] = {}  # by request: blocks of the own pool that KV is collected into
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> list[Record]:
+        """Pause the engine, or the old group's pipeline, at a step boundary. Records of its requests."""
+        if self.old is not None:
+            return await self.old._expect_pipeline().hold()
+        self._pause = await self._member.engine.pause()
+        return await self._pause.run(lambda engine: take_records(engine.loop))
+
+    def cancel(self) -> None:
+        """Resume what was paused."""
+        if self.old is not None:
+            self.old._expect_pipeline().go_on()
+        if self._pause is not None:
+            self._pause.release()
+            self._pause = None
+
+    async def drop(self, order: Drop, integers: Sequence[int], on_left: Callable[[], None]) -> None:
+        """Unmap all layers but some, link with the neighbours, and compute as a stage.
+
+        Args:
+            order: The front's plan, and
+            integers: the integers beside it.
+            on_left: Called when the pipeline of the old group has ended, if there is one.
+
+        Raises:
+            PeerLost: A neighbour cannot be reached.
+        """
+        member, self._secret = self._member, bytes.fromhex(order.secret)
+        self._puller = Puller(self._secret)
+        await self._in_thread(member.withdraw_parameters)
+        used = tuple(integers[: order.num_used])
+        if self.old is not None:
+            await self._take_over(self.old, order, used, on_left)
+        elif self._pause is not None:
+            await self._pause.run(partial(self._unmap, order, used))
+            self.cancel()
+        else:
+            raise InvariantError("layers are to be dropped, and the engine is not paused")
+        member.bulk.admit(self._secret)
+        member.bulk.serve(KV, KvStore(member.memory), member.layer_block_bytes)
+        member.serve_swap()
+        member.serve_parameters()
+        self.pipeline = GroupPipeline(member, order, integers[order.num_used :])
+        await self.pipeline.open()
+
+    def _unmap(self, order: Drop, used: tuple[int, ...], engine: Engine) -> None:
+        """Abort the paused engine's requests, which the front has lifted, and unmap; their KV stays in its pages."""
+        pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
+        for seq_id in list(engine.loop.state.sequences):
+            engine.finish(seq_id, FinishReason.ABORT)
+        quanta, engine.loop.state.num_returning_blocks = pool.quanta, pool.num_blocks
+        pages = pool.shrink(ledger, 0).pages
+        kept = range(order.first_layer, order.end_layer)
+        try:
+            memory.drop(pages, quanta, used, kept, order.first_quantum, order.num_quanta)
+        except BaseException:
+            pool.grow(ledger, len(quanta) * pool.quantum_blocks, pages)
+            raise
+
+    async def _take_over(self, old: Session, order: Drop, used: tuple[int, ...], on_left: Callable[[], None]) -> None:
+        """End the old group; its KV stays in its pages."""
+        await old._end()
+        on_left()
+        self.old = None
+        kept = range(order.first_layer, order.end_layer)
+        memory = self._member.memory
+        await self._in_thread(memory.drop_more, used, kept, order.first_quantum, order.num_quanta)
+
+    # -- KV arrives -----------------------------------------------------------------------------------------------
+
+    async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
+        """Copy the kept layers of requests from the members that have them, and from the own swap space."""
+        memory, num_blocks, start = self._member.memory, len(integers) // 2, 0
+        for held in order.held:
+            end = start + held.num_blocks
+            targets, sources = integers[start:end], integers[num_blocks + start : num_blocks + end]
+            places, start = order.sources[held.place], end
+            layers = group_layers(memory.kept, lambda layer, places=places: order.addresses[places[layer]])  # type: ignore[misc]
+            one = RequestCopy(held.request, tuple(sources), tuple(targets), layers)
+            is_own = self._member.bulk.address in layers
+            copy = partial(copy_slots, self._member.swap, memory.kept) if is_own else self._expect_puller().copy
+            on_copied(held.request, await self._in_thread(copy, one, memory.write))
+
+    async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
+        """Copy KV of requests, in all layers, into blocks of the own pool."""
+        start = 0
+        for held in order.held:
+            sources = tuple(blocks[start : start + held.num_blocks])
+            start += held.num_blocks
+            targets = await self._run(partial(self._begin_load, held.request, len(sources)))
+            layers = group_layers(range(len(order.addresses)), order.addresses.__getitem__)
+            is_whole = targets is not None and await self._in_thread(
+                self._collect_one, RequestCopy(held.request, sources, tuple(targets), layers)
+            )
+            on_copied(held.request, is_whole)
+
+    def _collect_one(self, one: RequestCopy) -> bool:
+        write, own = write_pool(self._member.pool), self._member.bulk.address
+        others = {address: layers for address, layers in one.layers.items() if address != own}
+        is_own_here = copy_own(self._member.memory, one, one.layers.get(own, ()), write)
+        return is_own_here and self._expect_puller().copy(replace(one, layers=others), write)
+
+    def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
+        """A callback for the engine that resumes a request: it gives the waiting request its blocks."""
+        if request in self._loading:
+            return partial(self._adopt_loaded, request, num_computed)
+        return self._expect_pipeline().adopter(request, num_computed)
+
+    def release(self, request: int) -> None:
+        """Free the blocks reserved for a request that ended or is recomputed; no effect if it was adopted."""
+        if request in self._loading:
+            self._member.engine.post(partial(self._abort_load, request))
+        elif self.pipeline is not None and self.pipeline.engine is not None:
+            self.pipeline.release(request)
+
+    # -- while grouped --------------------------------------------------------------------------------------------
+
+    async def settle(self, num_quanta: int) -> None:
+        """Unmap KV of dropped layers, and map more quanta; swap space is no longer served."""
+        await self._in_thread(self._member.bulk.withdraw, SWAP)
+        if await self._in_thread(self._member.memory.settle, num_quanta) is None:
+            raise InvariantError(f"a group's member cannot have {num_quanta} quanta")
+        self._expect_pipeline().limit(num_quanta)
+
+    async def move(self, moves: Sequence[tuple[int, int]], quanta: Sequence[int]) -> None:
+        """Move blocks and unmap quanta; no step is under way."""
+        await self._in_thread(self._member.memory.shrink, moves, quanta)
+
+    async def fill(self, order: Fill) -> tuple[int, int]:
+        """Map and fill parameters of dropped layers. (number from other members, number from the backstop)"""
+        counts = await self._in_thread(self._member.fill, self._expect_puller(), order.addresses)
+        self._expect_pipeline().is_ending = True  # a neighbour that returns earlier closes its link
+        return counts
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    async def leave_pipeline(self, used: Sequence[int]) -> list[Record]:
+        """Leave the pipeline, and return spare memory to the own pool. The leader's records; others' are empty.
+
+        Args:
+            used: Quanta with KV of requests; the leader derives them from its records.
+        """
+        pipeline = self._expect_pipeline()
+        records = await pipeline.leave()
+        await self._in_thread(self._unmap_unused, used if pipeline.engine is None else None, records)
+        await self._run(self._grow)
+        return records
+
+    def _unmap_unused(self, used: Sequence[int] | None, records: Sequence[Record]) -> None:
+        memory = self._member.memory
+        if used is None:
+            used = [block // memory.quantum_blocks for record in records for block in record.sources]
+        memory.shrink((), sorted({*memory.quanta} - {*used}))
+
+    async def close(self) -> None:
+        """Return all pages to the own pool."""
+        await self._end()
+        await self._run(lambda engine: self._member.grow(engine, self._member.memory.close_group()))
+
+    async def abandon(self) -> None:
+        """Leave a failed group: serve alone again, without requests. Parameters come from the backstop.
+
+        Raises:
+            UserError: The backstop cannot be read.
+        """
+        self.cancel()
+        if self.old is not None:
+            await self.old.abandon()
+        elif self._puller is not None:
+            await self._end()
+            await self._run(self._repair)
+
+    async def _end(self) -> None:
+        """End copies, the pipeline, and the stores served to others."""
+        self._expect_puller().close()
+        await asyncio.gather(*self._threads, return_exceptions=True)
+        await self._end_pipeline()
+        await self._in_thread(self._member.bulk.withdraw, KV)
+        await self._in_thread(self._member.bulk.withdraw, SWAP)
+        self._member.bulk.revoke(self._secret)
+
+    def _repair(self, engine: Engine) -> None:
+        for blocks in self._loading.values():
+            engine.loop.state.ledger.abort_load(blocks)
+        self._loading.clear()
+        self._member.grow(engine, self._member.memory.abandon())
+        self._member.fill_from_backstop()
+        self._member.withdraw_parameters()
+        self._member.serve_parameters()
+
+    def _grow(self, engine: Engine) -> None:
+        memory = self._member.memory
+        quantum_pages = memory.quantum_pages * self._member.pool.layout.num_layers
+        pages = memory.take_spare(memory.num_spare_pages // quantum_pages * quantum_pages)
+        if pages is None:
+            raise InvariantError("spare pages of a group are gone")
+        self._member.grow(engine, pages)
+
+    # -- on the engine's thread: blocks that KV is collected into -------------------------------------------------
+
+    def _begin_load(self, request: int, num_blocks: int, engine: Engine) -> list[BlockId] | None:
+        blocks = engine.loop.state.ledger.begin_load(num_blocks)
+        if blocks is not None:
+            self._loading[request] = blocks
+        return blocks
+
+    def _adopt_loaded(self, request: int, num_computed: int, engine: Engine, seq_id: SeqId) -> None:
+        ledger, blocks = engine.loop.state.ledger, self._loading.pop(request)
+        ledger.commit_load(blocks)
+        if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
+            ledger.free(blocks)
+
+    def _abort_load(self, request: int, engine: Engine) -> None:
+        blocks = self._loading.pop(request, None)
+        if blocks is not None:
+            engine.loop.state.ledger.abort_load(blocks)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    async def _end_pipeline(self) -> None:
+        if self.pipeline is not None:
+            await self.pipeline.close()
+
+    async def _run(self, function: Callable[[Engine], T]) -> T:
+        """Call a function with the own engine, at a step boundary, on its thread."""
+        pause = await self._member.engine.pause()
+        try:
+            return await pause.run(function)
+        finally:
+            pause.release()
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Like ``asyncio.to_thread``, but ``abandon`` waits for it even if this call is cancelled."""
+        future = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        self._threads.add(future)
+        future.add_done_callback(self._threads.discard)
+        return await asyncio.shield(future)
+
+    def _expect_puller(self) -> Puller:
+        if self._puller is None:
+            raise InvariantError("KV is to be copied, and nothing was dropped")
+        return self._puller
+
+    def _expect_pipeline(self) -> GroupPipeline:
+        if self.pipeline is None:
+            raise InvariantError("a group's pipeline is not there")
+        return self.pipeline

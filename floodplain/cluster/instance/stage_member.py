@@ -1,0 +1,181 @@
+"""One pipeline stage as a ``Member``: it keeps its layers, and opens new links whenever a pipeline is formed.
+
+The first stage leads: it has the step loop and gets the requests from the front. When a link or the connection to the
+front ends, the pipeline ends: its requests resume from their tokens on another instance, or in the next pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import socket
+from pathlib import Path
+from typing import cast
+
+from floodplain import __version__
+from floodplain.cluster.instance.life import Life
+from floodplain.cluster.pipeline.engine import make_engine, plan_limits, read_price
+from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
+from floodplain.cluster.pipeline.stage_ring import StageRing
+from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
+from floodplain.cluster.wire.frames import FrameLink
+from floodplain.cluster.wire.messages import Form, Formed, FrontMessage, Hello, Welcome
+from floodplain.cluster.wire.order_checks import check_form
+from floodplain.core.errors import PeerLost
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.compute_threads import release_compute_threads
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.stage_build import Stage, build_stage
+from floodplain.engine.step_meter import StepMeter
+from floodplain.policy.microbatch import MicrobatchRule, Split
+from floodplain.web.listen import bind
+
+logger = logging.getLogger(__name__)
+
+LINK_HOST = "127.0.0.1"
+"""Address at which stages listen for each other: the front starts all of them on its own machine."""
+
+
+class StageMember:
+    """A ``Member`` that holds some of the model's layers.
+
+    Args:
+        stage: The loaded stage; ``close`` closes it.
+        place: Its number, from 0.
+        num_stages: Of the pipeline.
+        rule: How the leader divides work.
+    """
+
+    def __init__(self, stage: Stage, place: int, num_stages: int, rule: MicrobatchRule) -> None:
+        self.stage, self.place, self.num_stages, self.rule = stage, place, num_stages, rule
+        self.listener: socket.socket = bind(LINK_HOST, 0)
+
+    async def start(self) -> None:
+        """Listen for the stage before. Releases this thread's compute threads to the thread that computes."""
+        release_compute_threads()
+        self.listener.listen()
+        self.listener.setblocking(False)
+
+    async def close(self) -> None:
+        """Close the listener and the stage."""
+        self.listener.close()
+        self.stage.close()
+
+    async def rest(self) -> None:
+        """Return at once: when a life of a stage ends, its thread has ended."""
+
+    def hello(self, token: str) -> Hello:
+        """The ``Hello`` of this stage: its facts, its place, and the address at which it listens."""
+        stage, (host, port) = self.stage, self.listener.getsockname()[:2]
+        facts = InstanceFacts(
+            version=__version__,
+            fingerprint=stage.parts.fingerprint,
+            dtype=stage.config.dtype,
+            max_model_len=stage.max_model_len,
+            block_tokens=stage.config.block_tokens,
+            num_blocks=stage.num_blocks,
+            host=platform.node(),
+            pid=os.getpid(),
+        )
+        return Hello(token, facts, StageFacts(self.place, self.num_stages, host, port))
+
+    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
+        """Serve one life. The loss of a neighbouring stage ends the life, not the process."""
+        life = _StageLife(link, welcome, self)
+        try:
+            await life.run(is_stopping, drain_timeout_s)
+        except Exception as error:
+            failure = life.find_failure() or error
+            if not isinstance(failure, PeerLost):
+                raise
+            logger.warning("the pipeline is over: %s", failure)
+        finally:
+            await life.disband()
+
+
+def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
+    """Load a stage.
+
+    Args:
+        config: The engine flags.
+        place: Its number, from 0.
+        num_stages: Of the pipeline.
+        split: As ``MicrobatchRule.split``.
+        step_profile: File of measured step times (``read_price``); None: the price follows from the model's shape.
+
+    Raises:
+        UserError: As ``build_stage`` and ``read_price``.
+    """
+    price = None if step_profile is None else read_price(step_profile)
+    stage = build_stage(config, place, num_stages)
+    rule = MicrobatchRule(cast(Split, split), price or ChunkPrice(cost_by_shape(stage.parts.shape)))
+    return StageMember(stage, place, num_stages, rule)
+
+
+class _StageLife(Life):
+    """One epoch of a stage, in which it is a member of at most one pipeline."""
+
+    def __init__(self, link: FrameLink, welcome: Welcome, member: StageMember) -> None:
+        super().__init__(link, welcome, None)
+        self._member = member
+        self._ring: StageRing | None = None
+        self._worker: StageWorker | None = None
+        self._forming: asyncio.Task[None] | None = None
+
+    def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
+        if isinstance(message, Form) and message.epoch == self._epoch and self._forming is None:
+            check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
+            self._forming = asyncio.create_task(self._form(message))
+            return
+        super()._take(message, token_ids)
+
+    def _meter(self) -> StepMeter | None:
+        return super()._meter() if self._worker is None else self._worker.meter
+
+    def find_failure(self) -> BaseException | None:
+        """The exception that ended the pipeline; None if there is none."""
+        forming = self._forming
+        if forming is not None and forming.done() and not forming.cancelled() and forming.exception() is not None:
+            return forming.exception()
+        return super().find_failure() if self._worker is None else self._worker.failure
+
+    async def disband(self) -> None:
+        """Close the links, the stage's thread and the engine."""
+        if self._forming is not None:
+            self._forming.cancel()
+            await asyncio.gather(self._forming, return_exceptions=True)
+        if self._ring is not None:
+            await asyncio.to_thread(self._ring.close)
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.close)
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _form(self, form: Form) -> None:
+        """Link with both neighbours, and start to compute.
+
+        Raises:
+            PeerLost: A neighbour cannot be reached.
+        """
+        member = self._member
+        limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
+        runner = member.stage.make_runner(form.max_model_len)
+        secret, num_stages = bytes.fromhex(form.secret), member.num_stages
+        device = member.stage.parts.model.device
+        self._ring = StageRing(member.listener, secret, form.number, member.place, num_stages, limits, device)
+        inbound, outbound = await self._ring.open(form.host, form.port)
+        if member.place == 0:
+            executor = PipelineExecutor(runner, outbound, inbound, limits)
+            ledger = await asyncio.to_thread(member.stage.make_ledger, limits.num_blocks)  # beats continue
+            engine = AsyncEngine(
+                make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
+            )
+            await engine.start()
+            self._engine = engine
+        else:
+            self._worker = StageWorker(runner, inbound, outbound, limits)
+            self._worker.start()
+        self._send(Formed(self._epoch, form.number))

@@ -1,0 +1,1 @@
+"""Running requests that move to another instance with their KV (Llumnix)."""

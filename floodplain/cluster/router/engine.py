@@ -1,0 +1,262 @@
+"""Several instances as one ``server.protocol.ServingEngine``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, replace
+
+from floodplain.cluster.launch.launcher import Launcher, Processes
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.monitor import Monitor, Notice
+from floodplain.cluster.router.stalls import BY_STEPS, StallRule
+from floodplain.cluster.router.streams import Caller
+from floodplain.cluster.router.webhook import Webhook
+from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
+from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
+from floodplain.core.goals import NO_GOALS, Goals
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.cost.model_shape import ModelShape
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.stage_build import cut_model
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.open_model import open_model
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterEngine:
+    """The front as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
+
+    Args:
+        config: The engine flags of its instances.
+        sock: A bound socket, to which instances connect. ``close`` closes it.
+        processes: The processes of its own instances; ``close`` ends them.
+        outside_token: Admits instances that were started elsewhere; None: none are.
+        silence_s: An instance that sends nothing for so long is declared dead.
+        stall_rule: How long an instance may send beats and compute nothing.
+        is_pipeline: Whether its own instances are the stages of one pipeline.
+        relief: The reaction to an overload: one of ``settings.RELIEFS``.
+        most_stages: Most instances of a group that the monitor forms.
+        webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
+
+    Raises:
+        UserError: The model cannot be read, or has fewer layers than there are stages.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sock: socket.socket,
+        *,
+        processes: Processes,
+        outside_token: str | None,
+        silence_s: float,
+        stall_rule: StallRule = BY_STEPS,
+        is_pipeline: bool = False,
+        relief: str = "none",
+        most_stages: int = MOST_STAGES,
+        webhook: Webhook | None = None,
+    ) -> None:
+        self._config, self._sock = config, sock
+        source = open_model(config.model, config.seed)
+        if is_pipeline:
+            cut_model(config, source.config.shape, processes.num_slots)
+        self._tokenizer = source.load_tokenizer()
+        self._launcher = Launcher(processes, self._note_change)
+        tokens: dict[str, int | None] = dict(self._launcher.tokens)
+        if outside_token is not None:
+            tokens[outside_token] = None
+        self._subscribers: list[Callable[[Lifecycle], None]] = []
+        num_stages = processes.num_slots if is_pipeline else None
+        shape = source.config.shape if relief in DROPPING_RELIEFS else None
+        migrates, on_finished = relief == "migrate", self._note_finished
+        self.front = Front(
+            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule,
+            vocab_size=source.config.shape.vocab_size,
+        )  # fmt: skip
+        self._webhook = webhook
+        if shape is not None and relief in ("drop", "auto"):
+            self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)
+        self._num_slots, self._is_pipeline, self._is_started = processes.num_slots, is_pipeline, False
+        self._change = asyncio.Event()
+        self._callers: dict[Caller, None] = {}
+        self._is_empty = asyncio.Event()
+        self._is_draining = False
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._config.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output; known once an instance has joined."""
+        if self.front.first_facts is None:
+            raise InvariantError("no instance has said yet how long requests may be")
+        return self.front.first_facts.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it cannot serve: an instance did not start, none is left, or a bug; None while it can."""
+        return self.front.failure or self._launcher.failure or self._find_end()
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether an instance can serve; if not, requests wait for the next one."""
+        return self.front.book.roster.can_serve
+
+    def stats(self) -> EngineStats:
+        """The sum over all instances; may be called on any thread. Each token counts once, even if computed again."""
+        front = self.front
+        return replace(
+            front.sums.total(),
+            num_prompt_tokens=front.requests.num_prompt_tokens,
+            num_generated_tokens=front.requests.num_generated_tokens,
+        )
+
+    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the front's."""
+        self._subscribers.append(on_finished)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the instances. Returns when all serve, when one cannot (``failure``), or when ``drain`` is called."""
+        await self.front.start(self._sock)
+        host, port = self._sock.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        while self.failure is None and not self._is_draining and not self._is_started:
+            await self._change.wait()
+            self._change.clear()
+            self._is_started = len(self._launcher.serving) == self._num_slots
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait until no request is live; those left after ``timeout_s`` are aborted."""
+        self._is_draining = True
+        self._change.set()
+        self._is_empty.clear() if self._callers else self._is_empty.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        for caller in self._callers:
+            caller.abort()
+
+    async def close(self) -> None:
+        """End the front's own instances, and disconnect all others."""
+        self._is_draining = True
+        for caller in self._callers:
+            caller.fail(RuntimeError("the server is closed"))
+        await self._launcher.close()
+        await self.front.close()
+        if self._webhook is not None:
+            await self._webhook.close()
+        self._sock.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+        goals: Goals = NO_GOALS,
+        on_accepted: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream one request from whichever instances compute it. Closing the iterator aborts it.
+
+        ``on_accepted`` is called when the first instance has accepted it.
+
+        Raises:
+            RequestRefused: It can never be served.
+            QueueFull: Too many requests wait, at the front or on every instance.
+            ShuttingDown: The server is draining.
+        """
+        if self._is_draining or self.failure is not None:
+            raise ShuttingDown("the server is shutting down: send the request elsewhere")
+        if self.front.book.num_homeless >= self._config.max_waiting:
+            raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            client=client,
+            cache_salt=cache_salt,
+            goals=goals,
+        )
+        caller = Caller(self._tokenizer, request, on_accepted)
+        self._callers[caller] = None
+        entry = self.front.requests.submit(request, caller)
+        try:
+            while True:
+                delta = await caller.deltas.get()
+                if isinstance(delta, BaseException):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self.front.requests.drop(entry)
+            del self._callers[caller]
+            if not self._callers:
+                self._is_empty.set()
+
+    def _watch_load(self, shape: ModelShape, *, is_priced: bool, most_stages: int) -> None:
+        front = self.front
+        assert front.grouping is not None
+        monitor = front.monitor = Monitor(
+            front.book, front.sums, front.grouping, shape, is_priced=is_priced, most_stages=most_stages,
+            on_overload=self._note_overload,
+        )  # fmt: skip
+        front.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def _note_overload(self, notice: Notice) -> None:
+        if self._webhook is not None:
+            self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
+
+    def _note_finished(self, lifecycle: Lifecycle) -> None:
+        if self.front.monitor is not None:
+            self.front.monitor.arrivals.note_end(len(lifecycle.token_times_s))
+        for callback in self._subscribers:
+            callback(lifecycle)
+
+    def _note_change(self) -> bool:
+        """An instance serves, is lost, or its process ended. True if processes may be started again."""
+        self._change.set()
+        return self.failure is None
+
+    def _find_end(self) -> Exception | None:
+        """Why it cannot serve: before all served, one did not start; later, none is left. None: it can, or may."""
+        launcher = self._launcher
+        hopeless = launcher.given_up if self._is_started else launcher.given_up | launcher.refused
+        if not hopeless:
+            return None
+        slot = min(hopeless)
+        if not self._is_started:
+            return UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
+        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.front.book.roster.can_serve:
+            return None
+        why = f"instance {slot} ended last: {launcher.last_words[slot]}"
+        return ServiceLost(f"no instance is left, and none starts any more; {why}")

@@ -1,0 +1,286 @@
+"""The front's side of all connections: admits instances, sends them requests, and detects dead and stuck ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.launch.slots import Slots
+from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.pipeline.forming import Forming, find_problem
+from floodplain.cluster.router.door import Door
+from floodplain.cluster.router.monitor import Monitor
+from floodplain.cluster.router.requests import Requests
+from floodplain.cluster.router.stall_guard import StallGuard
+from floodplain.cluster.router.stalls import BY_STEPS, StallRule, StallWatch
+from floodplain.cluster.settings import BEATS_PER_TIMEOUT
+from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.roster import Instance, Roster
+from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.wire.facts import InstanceFacts
+from floodplain.cluster.wire.frames import FrameLink
+from floodplain.cluster.wire.messages import (
+    Accepted,
+    Beat,
+    Denied,
+    EpochMessage,
+    Formed,
+    FrontBeat,
+    FrontMessage,
+    Hello,
+    Leaving,
+    Refused,
+    Tokens,
+    Welcome,
+    pack,
+    read_instance_message,
+)
+from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ranges import MAX_TOKEN_ID
+from floodplain.cost.model_shape import ModelShape
+from floodplain.lending.fields import WireError
+
+logger = logging.getLogger(__name__)
+
+
+class Front:
+    """The front's state and its connections. Everything is called on one event loop.
+
+    Args:
+        silence_s: An instance that sends nothing for so long is declared dead.
+        tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
+        slots: Notified about its own instances.
+        on_finished: Called with each request that ended by ``stop`` or ``length``.
+        num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
+        shape: Of the model whose layers instances may drop; None: they drop none.
+        migrates: Whether running requests migrate between instances, which then drop no layers.
+        vocab_size: Token ids are below this.
+        stall_rule: How long an instance may send beats and compute nothing.
+
+    Attributes:
+        book: Requests and instances.
+        sums: Statistics of the instances.
+        first_facts: Of the instance that joined first; the others match them. None before that.
+        num_ends: Lives that ended, by reason.
+        requests: The live requests, and counters of all.
+        grouping: The groups that drop layers; None if instances drop none.
+        monitor: Forms groups by the load; set by the caller. None if only operators do.
+        migrating: The migrations; None if requests do not migrate.
+    """
+
+    def __init__(
+        self,
+        silence_s: float,
+        tokens: Mapping[str, int | None],
+        slots: Slots,
+        on_finished: Callable[[Lifecycle], None],
+        num_stages: int | None = None,
+        shape: ModelShape | None = None,
+        *,
+        migrates: bool = False,
+        vocab_size: int = MAX_TOKEN_ID + 1,
+        stall_rule: StallRule = BY_STEPS,
+    ) -> None:
+        self.book = Book(Roster(silence_s))
+        self.sums = StatsBook()
+        self.first_facts: InstanceFacts | None = None
+        self.num_ends: Counter[str] = Counter()
+        self.requests = Requests(self.book, self.send, on_finished, vocab_size)
+        self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
+        self._tokens = tokens
+        self._door: Door | None = None
+        self._forming: Forming | None = None
+        if num_stages is not None:
+            self._forming = Forming(num_stages, self.book.roster, self.send)
+        self.grouping: Grouping | None = None
+        self.monitor: Monitor | None = None
+        if shape is not None:
+            self.grouping = Grouping(self.book, shape, self.send, self._end, self.requests.place)
+            self.requests.on_closed = self.grouping.forget
+        self.migrating: Migrating | None = None
+        if migrates:
+            self.migrating = Migrating(self.book, self.send, self.requests.place)
+            self.requests.on_closed = self.migrating.forget
+        watch = StallWatch(stall_rule, self._beat_s)
+        self._stalls = StallGuard(watch, self.book.roster, self._forming, self.grouping)
+        self._slots = slots
+        self._links: dict[int, FrameLink] = {}
+        self._failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """A bug that stops the front from working; None while there is none."""
+        ended = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
+        return next((error for error in ended if error is not None), self._failure)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether an instance has joined; with a pipeline: whether all stages were linked once."""
+        return self.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, sock: socket.socket) -> None:
+        """Listen on a bound socket, and start to watch the instances."""
+        self._door = Door(sock, self._tokens, self._welcome)
+        self._door.open()
+        self._tasks.add(asyncio.create_task(self._watch()))
+
+    async def close(self) -> None:
+        """Disconnect all instances, which then abort their requests."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._door is not None:
+            await self._door.shut()
+
+    async def _watch(self) -> None:
+        while True:
+            for epoch, link in list(self._links.items()):
+                link.send(pack(FrontBeat(epoch)))
+            for epoch in self.book.roster.find_silent(time.monotonic()):
+                self._end(epoch, "silent")
+            for stuck in self._stalls.find_stuck():
+                logger.warning("%s %s: its requests go on elsewhere", self.book.roster.get(stuck.epoch), stuck.words)
+                self._end(stuck.epoch, "stuck")
+            if self.grouping is not None:
+                self.grouping.expire(time.monotonic())
+            if self.monitor is not None:
+                self.monitor.look(time.monotonic())
+            if self.migrating is not None:
+                self.migrating.look(time.monotonic())
+            await asyncio.sleep(self._beat_s)
+
+    def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
+        """Send a message and integers to the instance of an epoch; does nothing if its life has ended."""
+        link = self._links.get(epoch)
+        if link is not None:
+            link.send(pack(message, tuple(token_ids)))
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    async def _welcome(self, link: FrameLink) -> None:
+        door, epoch = self._door, None
+        assert door is not None
+        try:
+            hello = await door.read_hello(link)
+            epoch = None if hello is None else self._admit(hello, door.find_slots(hello.token), link)
+            if epoch is not None:
+                await self._listen(epoch, link)
+        except WireError as error:
+            logger.warning("an instance is hung up on: %s", error)
+        except asyncio.CancelledError:  # evicted for a new connection, or the front closes
+            link.abort()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            if epoch is not None:
+                self._end(epoch, "hung_up")
+            await link.close()
+
+    def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
+        """The epoch of the instance's new life; None if it is refused. ``slots``: the slot of its token, if known."""
+        if not slots:
+            link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
+            return None
+        if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
+            return None  # it connects again: the front's own instances decide the model
+        problem = find_problem(hello, slots[0], self.first_facts, self._forming)
+        if problem is not None:
+            link.send(pack(Denied(f"the front does not take this instance: {problem}")))
+            return None
+        self.first_facts = self.first_facts or hello.facts
+        instance = self.book.join(hello.facts, slots[0], time.monotonic(), hello.stage)
+        instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
+        self._links[instance.epoch] = link
+        link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
+        logger.info("%s joins: process %d on %s", instance, hello.facts.pid, hello.facts.host)
+        if self._forming is not None and instance.stage is not None:
+            older = self._forming.join(instance)
+            if older is not None:
+                self._end(older, "hung_up")
+        if instance.slot is not None:
+            self._slots.note_joined(instance.slot)
+        self._note_serving([instance])
+        self.requests.place()
+        return instance.epoch
+
+    async def _listen(self, epoch: int, link: FrameLink) -> None:
+        while (frame := await link.read()) is not None:
+            message = read_instance_message(frame[0])
+            if isinstance(message, Hello):
+                raise WireError("it says hello twice")
+            if message.epoch == epoch:
+                if not self.book.roster.hear(epoch, time.monotonic()):
+                    return
+                self._take(epoch, message, frame[1])
+
+    def _end(self, epoch: int, why: str) -> None:
+        """End an instance's life; its requests are placed on other instances."""
+        instance = self.book.roster.get(epoch)
+        if instance is None:
+            return
+        self._links.pop(epoch).abort()
+        self.sums.retire(epoch)
+        why = "left" if instance.is_leaving and why not in ("silent", "stuck") else why
+        self.num_ends[why] += 1
+        entries = self.book.end(epoch)
+        logger.info("%s is gone (%s); requests that go on elsewhere: %d", instance, why, len(entries))
+        if instance.slot is not None and all(one.slot != instance.slot for one in self.book.roster):
+            self._slots.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
+        for entry in entries:
+            self.requests.give_back(entry)
+        for other in [] if self._forming is None else self._forming.end(epoch):
+            self._end(other, "pipeline")
+        if self.grouping is not None:
+            self.grouping.end(epoch)
+        if self.migrating is not None:
+            self.migrating.end(epoch)
+        self.requests.place()
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _take(self, epoch: int, message: EpochMessage, integers: tuple[int, ...]) -> None:
+        match message:
+            case Tokens():
+                self.requests.take_tokens(message)
+            case Beat():
+                self.sums.note(epoch, message.stats)
+                instance = self.book.roster.expect(epoch)
+                instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
+                self._stalls.hear(instance, message.progress, time.monotonic())
+            case Accepted():
+                self.requests.take_acceptance(message)
+            case Refused():
+                self.requests.take_refusal(message)
+            case Leaving():
+                self.book.roster.expect(epoch).is_leaving = True
+            case Formed():
+                self._take_formed(message)
+            case KvHeld() | KvPulled() | RequestStopped():
+                if self.migrating is not None:
+                    self.migrating.take(message, integers)
+            case _ if self.grouping is not None:
+                self.grouping.take(message, integers)
+
+    def _take_formed(self, message: Formed) -> None:
+        if self._forming is None or self.first_facts is None or not self._forming.link(message):
+            return
+        self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
+        self._note_serving(self.book.roster)
+        self.requests.place()
+
+    def _note_serving(self, instances: Iterable[Instance]) -> None:
+        for one in instances:
+            if one.slot is not None and one.can_serve and not one.was_serving:
+                one.was_serving = True
+                self._slots.note_serving(one.slot)

@@ -1,0 +1,159 @@
+"""``/groups``, and ``/v1/cluster/drop`` and ``/v1/cluster/restore``, by which an operator drops and restores layers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.operators import OperatorRoute
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.web.bodies import BoundedModel
+from floodplain.web.errors import ApiError
+
+POLL_S = 0.01
+
+
+class Members(BoundedModel):
+    """The instances: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them; the first leads."""
+
+    instances: list[str]
+
+
+class Member(BoundedModel):
+    """The group of this instance."""
+
+    instance: str
+
+
+class GroupRow(BaseModel):
+    """One group.
+
+    ``instances`` are the epochs of its members, ``names`` their names in commands.
+    ``blocks`` are those of its pool once it is settled, ``own_blocks`` those of all members' own pools; ``seconds`` is
+    the time since the current or last change was requested.
+    """
+
+    number: int
+    state: str
+    instances: list[int]
+    names: list[str]
+    layers: list[int]
+    blocks: int
+    own_blocks: int
+    requests_on_their_way: int
+    seconds: float
+
+
+class Groups(BaseModel):
+    """All groups, and counters of changes.
+
+    ``entered`` says how often a group stayed in each state so far; ``restored`` has the seconds that the last
+    restores took, by number.
+    """
+
+    groups: list[GroupRow]
+    entered: dict[str, int]
+    restored: dict[int, float]
+    changes: dict[str, int]
+    seconds: dict[str, float]
+    carried_requests: int
+    recomputed_requests: int
+
+
+def list_groups(grouping: Grouping, now: float) -> Groups:
+    """The state of all groups now."""
+    rows = []
+    for group in grouping.groups:
+        plan = grouping.plan_of(group.number)
+        if plan is None:
+            continue
+        is_divided = plan.sizes is not None
+        rows.append(
+            GroupRow(
+                number=group.number,
+                state=group.state,
+                instances=list(group.epochs),
+                names=list(plan.names),
+                layers=[len(layers) for layers in plan.kept],
+                blocks=plan.count_blocks(plan.sizes.num_settled_quanta) if plan.sizes is not None else 0,
+                own_blocks=plan.num_own_blocks if is_divided else 0,
+                requests_on_their_way=len(group.fetches),
+                seconds=now - plan.begun_s,
+            )
+        )
+    return Groups(
+        groups=rows,
+        entered={state.value: grouping.counts.num_entered[state] for state in GroupState},
+        restored=dict(grouping.counts.restored_s),
+        changes=dict(grouping.counts.num_changes),
+        seconds=dict(grouping.counts.seconds),
+        carried_requests=grouping.counts.num_carried,
+        recomputed_requests=grouping.counts.num_recomputed,
+    )
+
+
+def group_router(front: Front) -> APIRouter:
+    """The routes, for an app."""
+    router = APIRouter(route_class=OperatorRoute)
+
+    @router.get("/groups")
+    async def groups() -> Groups:
+        """Groups of instances that share the layers of the model."""
+        return list_groups(_expect_grouping(front), time.monotonic())
+
+    @router.post("/v1/cluster/drop")
+    async def drop(members: Members) -> GroupRow:
+        """Let instances drop layers and serve as a pipeline. Answers once all have confirmed, or says why not."""
+        grouping = _expect_grouping(front)
+        number = grouping.drop([find_epoch(front, name) for name in members.instances])
+        while (group := grouping.groups.get(number)) is not None and group.state is GroupState.PREPARING:
+            await asyncio.sleep(POLL_S)
+        return _find_row(grouping, number)
+
+    @router.post("/v1/cluster/restore")
+    async def restore(member: Member) -> GroupRow:
+        """Let the instances of a group have all layers again. Answers at once."""
+        grouping = _expect_grouping(front)
+        group = grouping.groups.find(find_epoch(front, member.instance))
+        if group is None:
+            raise UserError(f"instance {member.instance} is in no group: it has all layers")
+        grouping.restore(group.number)
+        return _find_row(grouping, group.number)
+
+    return router
+
+
+def find_epoch(front: Front, name: str) -> int:
+    """The epoch of the instance of this name.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    digits = name.removeprefix("e")
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
+    for one in front.book.roster:
+        if (one.epoch if name.startswith("e") else one.slot) == number:
+            return one.epoch
+    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in front.book.roster)
+    raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
+
+
+def _find_row(grouping: Grouping, number: int) -> GroupRow:
+    rows = [row for row in list_groups(grouping, time.monotonic()).groups if row.number == number]
+    if not rows:
+        raise ApiError(
+            409, f"group {number} was not made: {grouping.counts.problems.get(number) or 'it was cancelled'}"
+        )
+    return rows[0]
+
+
+def _expect_grouping(front: Front) -> Grouping:
+    if front.grouping is None:
+        raise UserError("instances cannot drop layers: start the front with --relief manual")
+    return front.grouping

@@ -1,0 +1,106 @@
+"""Metrics of the front and of each instance; names and meanings are those of ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from floodplain.cluster.groups.counts import CHANGES
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.migration.book import MigrationResult
+from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.router.front import Front
+from floodplain.cluster.state.roster import STATES
+from floodplain.core.groups import GroupState
+
+END_REASONS = ("hung_up", "silent", "stuck", "left", "pipeline", "group")
+_GAUGES = {
+    "requests_running": ("Requests on the instance's device.", "num_running"),
+    "requests_waiting": ("Requests that wait there.", "num_waiting"),
+    "requests_swapped": ("Requests whose KV is swapped out there.", "num_swapped"),
+}
+_COUNTERS = {
+    "prompt_tokens": ("Prompt tokens of requests that started there.", "num_prompt_tokens"),
+    "generation_tokens": ("Tokens generated there.", "num_generated_tokens"),
+    "recomputed_tokens": ("Tokens computed again there after preemptions.", "num_recomputed_tokens"),
+}
+
+
+class ClusterMetrics(Collector):
+    """Collects on every scrape, beside ``ServingMetrics``, whose values are sums over instances.
+
+    Args:
+        model_name: The label of every sample.
+        front: The front. It is read on a scraper's thread, without a lock: values may be of different moments.
+    """
+
+    def __init__(self, model_name: str, front: Front) -> None:
+        self._model_name = model_name.encode(errors="replace").decode()
+        self._front = front
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as of now."""
+        front = self._front
+        instances = list(front.book.roster)
+        states = {(state,): sum(one.state == state for one in instances) for state in STATES}
+        yield self._family(GaugeMetricFamily, "instances", "Instances by state.", states, "state")
+        ends = {(why,): front.num_ends[why] for why in END_REASONS}
+        yield self._family(CounterMetricFamily, "instance_ends", "Lives of instances that ended.", ends, "reason")
+        text = "Requests that went on in another instance."
+        yield self._family(CounterMetricFamily, "moved_requests", text, {(): front.requests.num_moved})
+        text = "Tokens, prompts included, that were computed again for these."
+        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): front.requests.num_moved_tokens})
+        text = "Requests that wait for an instance."
+        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): front.book.num_homeless})
+        stats = {one.epoch: front.sums.latest(one.epoch) for one in instances}
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, field) in table.items():
+                values = {(str(epoch),): getattr(one, field) for epoch, one in stats.items()}
+                yield self._family(kind, f"instance_{name}", text, values, "instance")
+        blocks = {(str(epoch), state): n for epoch, one in stats.items() for state, n in one.kv_blocks.items()}
+        yield self._family(GaugeMetricFamily, "instance_kv_blocks", "KV blocks.", blocks, "instance", "state")
+
+        if front.grouping is not None:
+            yield from self._collect_groups(front.grouping)
+        if front.monitor is not None and front.monitor.load is not None:
+            missing = max(0, front.monitor.load.num_missing_blocks)
+            text = "KV blocks that requests need and do not have: what an autoscaler may go by."
+            yield self._family(GaugeMetricFamily, "missing_blocks", text, {(): missing})
+            text = "Times that memory was short and no more layers could be dropped."
+            notices = {(): front.monitor.num_notices}
+            yield self._family(CounterMetricFamily, "overload_notices", text, notices)
+        if front.migrating is not None:
+            yield from self._collect_migrations(front.migrating)
+
+    def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
+        counts, groups = grouping.counts, list(grouping.groups)
+        states = {(state.value,): sum(one.state is state for one in groups) for state in GroupState}
+        yield self._family(GaugeMetricFamily, "groups", "Groups that share layers, by state.", states, "state")
+        changes = {(name,): counts.num_changes[name] for name in CHANGES}
+        yield self._family(CounterMetricFamily, "group_changes", "Groups changed, by how.", changes, "change")
+        seconds = {(name,): counts.seconds[name] for name in CHANGES}
+        text = "Time that these changes took."
+        yield self._family(CounterMetricFamily, "group_change_seconds", text, seconds, "change")
+        text = "Time from the decision to drop layers until the larger pool could be used."
+        yield self._family(CounterMetricFamily, "group_usable_seconds", text, {(): counts.usable_s})
+        text = "Requests that changes moved, with their KV or without."
+        moved = {("carried",): counts.num_carried, ("recomputed",): counts.num_recomputed}
+        yield self._family(CounterMetricFamily, "group_requests", text, moved, "kv")
+
+    def _collect_migrations(self, migrating: Migrating) -> Iterator[Metric]:
+        counts = migrating.counts
+        results = {(result.value,): counts.num_ended[result] for result in MigrationResult}
+        yield self._family(CounterMetricFamily, "migrations", "Moves of running requests.", results, "result")
+        text = "Time from the order to stop a request until it was told to go on."
+        yield self._family(CounterMetricFamily, "migration_downtime_seconds", text, {(): counts.downtime_s})
+        text = "Tokens whose KV moved with requests."
+        yield self._family(CounterMetricFamily, "migrated_tokens", text, {(): counts.num_tokens})
+
+    def _family(self, kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
+        family: Metric = kind(f"floodplain_{name}", text, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *key], value)  # type: ignore[attr-defined]
+        return family

@@ -1,0 +1,257 @@
+"""Watches the load of a front's instances, and decides when groups drop layers and when they restore them. No I/O.
+
+``policy.drop_timing`` decides when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. If nothing more
+can be dropped and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import inf
+
+from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.plan import DTYPE_BYTES
+from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.roster import Instance
+from floodplain.cluster.sums import StatsBook
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.cost.model_shape import ModelShape
+from floodplain.cost.relief import DropCost, exchanged_bytes
+from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
+from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
+from floodplain.policy.load_rates import LONG_S, RECENT_S, ArrivalMeter, Progress, StepMeter
+from floodplain.policy.relief import Lever, Offer, Overload, ReliefDecision, choose_relief, expect_s
+
+logger = logging.getLogger(__name__)
+
+FIRST_REMAP_S_PER_BYTE = 2.5e-10
+"""Cost of a drop before one was measured: a quarter of a second per gigabyte on a host with 4 KiB pages."""
+FIRST_BANDWIDTH = 1e9
+"""Assumed bytes of KV per second between members."""
+SETTINGS = DropTimingSettings()
+MOST_DROPS = 2
+"""Most drops between two restores if a drop need not pay: the second merges groups. The price of a merge is unknown."""
+NOTICE_S = 10.0
+"""Least seconds between two notices to an autoscaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A notice to an autoscaler: memory is short, and no more can be made.
+
+    Attributes:
+        missing_blocks: KV blocks that requests need and that do not exist.
+        blocks: Of all pools.
+        waiting_requests: Requests without blocks on a device.
+        short_s: Seconds for which memory has been short.
+        grouped: Whether layers are already dropped.
+    """
+
+    missing_blocks: int
+    blocks: int
+    waiting_requests: int
+    short_s: float
+    grouped: bool
+
+
+class Monitor:
+    """The load watcher of a front. Everything is called on the front's event loop.
+
+    Args:
+        book: Requests and instances.
+        sums: The statistics of the instances.
+        grouping: Executes drops and restores.
+        shape: Of the model.
+        is_priced: True: a drop must pay (``policy.relief``); False: it happens whenever memory is short.
+        most_stages: Most instances in a group.
+        on_overload: Called with each notice for an autoscaler.
+        settings: Thresholds and times of drops and restores.
+
+    Attributes:
+        arrivals: Meter of requests, which the caller updates.
+        load: The load at the last ``look``; None before the first.
+        decision: The last decision of ``policy.relief``; None if there was none.
+        num_notices: Notices to an autoscaler so far.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        sums: StatsBook,
+        grouping: Grouping,
+        shape: ModelShape,
+        *,
+        is_priced: bool,
+        most_stages: int,
+        on_overload: Callable[[Notice], None],
+        settings: DropTimingSettings = SETTINGS,
+    ) -> None:
+        self.arrivals = ArrivalMeter()
+        self.load: ClusterLoad | None = None
+        self.decision: ReliefDecision | None = None
+        self.num_notices = 0
+        self._book, self._sums, self._grouping, self._shape = book, sums, grouping, shape
+        self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
+        self._settings = settings
+        self._timing = DropTiming(settings if is_priced else replace(settings, most_drops=MOST_DROPS))
+        self._steps = StepMeter()
+        self._short_since_s: float | None = None
+        self._noticed_s = self._priced_s = -inf
+
+    def look(self, now: float) -> None:
+        """Measure the load, and drop or restore layers if due. Does nothing if there is no instance."""
+        if not len(self._book.roster):
+            return
+        load = self.load = self._find_load(now)
+        self._learn(now)
+        is_short = load.num_head_blocks > 0 and load.num_missing_blocks > 0
+        self._short_since_s = (self._short_since_s or now) if is_short else None
+        pays = not is_short or load.is_grouped or not self._is_priced or self._pays(load, now)
+        moment = self._timing.decide(load, self._transition_s(load) if pays else inf)
+        if moment.move is DropMove.RESTORE:
+            self._restore_all()
+        is_stuck = is_short and load.is_grouped and not load.is_changing
+        if moment.move is DropMove.DROP:
+            is_stuck = not self._drop(moment.need_blocks)
+        if is_stuck:
+            self._note_overload(load, now)
+
+    # -- the load -----------------------------------------------------------------------------------------------------
+
+    def _find_load(self, now: float) -> ClusterLoad:
+        heads = self._find_heads()
+        num_used = sum(self._sums.latest(one.epoch).num_used_blocks for one in heads)
+        demanded = sum(one.num_demanded_blocks for one in heads)
+        groups = list(self._grouping.groups)
+        return ClusterLoad(
+            now=now,
+            num_used_blocks=min(num_used, demanded),
+            num_head_blocks=max(0, demanded - num_used) if self._count_absent(heads) else 0,
+            num_blocks=sum(one.num_blocks for one in heads),
+            undropped_blocks=sum(one.facts.num_blocks for one in self._book.roster),
+            is_grouped=bool(groups),
+            is_changing=any(group.state is not GroupState.PIPELINED for group in groups),
+        )
+
+    def _find_heads(self) -> list[Instance]:
+        """Instances on which requests may be placed: all but grouped members that do not lead."""
+        return [one for one in self._book.roster if one.part != "grouped"]
+
+    def _count_absent(self, heads: list[Instance]) -> int:
+        stats = [self._sums.latest(one.epoch) for one in heads]
+        return sum(one.num_waiting + one.num_swapped for one in stats) + self._book.num_homeless
+
+    def _learn(self, now: float) -> None:
+        for one in self._book.roster:
+            if one.part is None:
+                stats = self._sums.latest(one.epoch)
+                progress = Progress(now, stats.num_steps, stats.num_generated_tokens, stats.num_running)
+                self._steps.note(one.epoch, progress)
+            else:
+                self._steps.forget(one.epoch)
+
+    # -- whether it pays ----------------------------------------------------------------------------------------------
+
+    def _pays(self, load: ClusterLoad, now: float) -> bool:
+        step, heads = self._steps.step(), self._find_heads()
+        if step is None or len(heads) < 2:
+            return False
+        num_running = sum(self._sums.latest(one.epoch).num_running for one in heads) / len(heads)
+        if not num_running:
+            return False
+        output = self.arrivals.output_tokens
+        num_stages = min(self._most_stages, len(heads))
+        sizes = self._sizes()
+        pools = [one.facts.num_blocks for one in heads][:num_stages]
+        grown = sizes.group_blocks(pools) / sum(pools)
+        rate = len(heads) * step.tokens_per_s(num_running)
+        num_groups = len(heads) / num_stages
+        pipelined = num_groups * step.pipeline_tokens_per_s(grown * num_stages * num_running, num_stages)
+        cost = self._cost(load, num_stages)
+        overload = Overload(
+            waiting_tokens=self._count_absent(heads) * output,
+            resident_tokens=num_running * len(heads) * output / 2,
+            arriving_tokens_per_s=self.arrivals.tokens_per_s(now, RECENT_S),
+            later_tokens_per_s=min(self.arrivals.tokens_per_s(now, LONG_S), rate),
+            lasts_s=expect_s(now - (self._short_since_s or now)),
+        )
+        offers = [Offer(Lever.WAIT, rate), Offer(Lever.HOST, rate)]
+        offers.append(Offer(Lever.DROP, pipelined, cost.pause_s, cost.remap_s))
+        self.decision = choose_relief(overload, offers)
+        if now - self._priced_s >= NOTICE_S:
+            self._priced_s = now
+            prices = ", ".join(f"{lever} {price:.0f}" for lever, price in self.decision.prices.items())
+            logger.info(
+                "memory is short: %s, token-seconds of %s; %s, %s", self.decision.reason.value, prices, overload, step
+            )
+        return self.decision.lever is Lever.DROP
+
+    def _cost(self, load: ClusterLoad, num_stages: int) -> DropCost:
+        counts, sizes = self._grouping.counts, self._sizes()
+        num_dropped = sizes.num_layers * (num_stages - 1) / num_stages
+        remap_s = num_dropped * sizes.layer_bytes * FIRST_REMAP_S_PER_BYTE
+        if counts.num_changes["dropped"]:
+            remap_s = counts.usable_s / counts.num_changes["dropped"]
+        kv_bytes = load.num_used_blocks * sizes.block_bytes * sizes.num_layers
+        return DropCost(remap_s, exchanged_bytes(kv_bytes, num_stages), FIRST_BANDWIDTH)
+
+    def _transition_s(self, load: ClusterLoad) -> float:
+        cost = self._cost(load, min(self._most_stages, max(2, len(self._find_heads()))))
+        return cost.remap_s + cost.exchange_s
+
+    def _sizes(self) -> DropSizes:
+        facts = next(iter(self._book.roster)).facts
+        dtype_bytes = DTYPE_BYTES[facts.dtype]
+        block_bytes = 2 * self._shape.kv_size * dtype_bytes * facts.block_tokens
+        return DropSizes(self._shape.num_layers, self._shape.layer_bytes(dtype_bytes), block_bytes)
+
+    # -- drops and restores -------------------------------------------------------------------------------------------
+
+    def _drop(self, need_blocks: int) -> bool:
+        """Begin drops. True if at least one group is being formed."""
+        loads = [*self._single_loads(), *self._group_loads()]
+        if len(loads) < 2:
+            return False
+        sizes = self._sizes()
+        plan = plan_drop(loads, need_blocks, sizes, self._most_stages) or plan_largest(loads, sizes, self._most_stages)
+        is_begun = False
+        for epochs in () if plan is None else plan.groups:
+            try:
+                self._grouping.drop(epochs)
+                is_begun = True
+            except UserError as error:
+                names = ", ".join(map(self._book.roster.name_of, epochs))
+                logger.warning("instances %s are not made a group: %s", names, error)
+        return is_begun
+
+    def _single_loads(self) -> Iterator[GroupLoad]:
+        for one in self._find_heads():
+            if one.can_drop and one.state == "serving":
+                yield GroupLoad((one.epoch,), (one.facts.num_blocks,), one.num_demanded_blocks)
+
+    def _group_loads(self) -> Iterator[GroupLoad]:
+        roster = self._book.roster
+        for group in self._grouping.groups:
+            members = [one for epoch in group.epochs if (one := roster.get(epoch)) is not None]
+            if group.state is GroupState.PIPELINED and len(members) == len(group.epochs):
+                pools = tuple(one.facts.num_blocks for one in members)
+                yield GroupLoad(group.epochs, pools, sum(one.num_demanded_blocks for one in members))
+
+    def _restore_all(self) -> None:
+        for group in list(self._grouping.groups):
+            if group.state is GroupState.PIPELINED:
+                self._grouping.restore(group.number)
+
+    def _note_overload(self, load: ClusterLoad, now: float) -> None:
+        short_s = now - (self._short_since_s or now)
+        if now - self._noticed_s < NOTICE_S or short_s < self._settings.overload_s:
+            return
+        self._noticed_s = now
+        self.num_notices += 1
+        absent = self._count_absent(self._find_heads())
+        notice = Notice(load.num_missing_blocks, load.num_blocks, absent, round(short_s, 3), load.is_grouped)
+        logger.warning("memory is short, and no more layers can be dropped: %s", asdict(notice))
+        self._on_overload(notice)

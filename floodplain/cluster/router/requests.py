@@ -1,0 +1,150 @@
+"""The front's live requests: places each on an instance, and passes its results to its caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from floodplain.cluster.router.streams import Caller
+from floodplain.cluster.state.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.state.row_checks import check_token
+from floodplain.cluster.wire.messages import Abort, Accepted, FrontMessage, Refused, Tokens, error_of
+from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ranges import MAX_TOKEN_ID
+from floodplain.core.request import Request
+
+Send = Callable[[int, FrontMessage, tuple[int, ...]], None]
+"""Sends a message and token ids to the instance of an epoch; does nothing if its life has ended."""
+
+
+class Requests:
+    """The live requests of a front.
+
+    Args:
+        book: The placement of each request.
+        send: Sends messages to instances; see ``Send``.
+        on_finished: Called with each request that ended by ``stop`` or ``length``.
+        vocab_size: Token ids are below this.
+
+    Attributes:
+        on_opened: Called with each request that arrives.
+        on_closed: Called with each request that ended, for any reason.
+        num_moved: How often a request was placed again after it had lost its instance, and
+        num_moved_tokens: tokens that are recomputed for that, prompts included.
+        num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
+        num_generated_tokens: Tokens that callers got.
+    """
+
+    def __init__(
+        self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None], vocab_size: int = MAX_TOKEN_ID + 1
+    ) -> None:
+        self.on_opened: Callable[[Entry], None] = lambda _: None
+        self.on_closed: Callable[[Entry], None] = lambda _: None
+        self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self._book, self._send, self._on_finished = book, send, on_finished
+        self._vocab_size = vocab_size
+        self._callers: dict[int, Caller] = {}
+
+    def submit(self, request: Request, caller: Caller) -> Entry:
+        """Add a request, and place it if possible; its caller gets its results."""
+        entry = self._book.open(request)
+        self._callers[entry.number] = caller
+        self.on_opened(entry)
+        self.place()
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """End a request that its caller no longer reads: its instance aborts it. Safe to call twice."""
+        self._callers.pop(entry.number, None)
+        self.on_closed(entry)
+        where = self._book.close(entry)
+        if where is not None:
+            self._send(where[0], Abort(*where), ())
+
+    def place(self) -> None:
+        """Place waiting requests on instances as far as possible, and send them there."""
+        now = time.monotonic()
+        for entry in self._book.place():
+            assert entry.epoch is not None and entry.ticket is not None
+            request = entry.as_request()
+            if entry.num_moves:
+                self.num_moved += 1
+                self.num_moved_tokens += entry.num_tokens
+            message = submit_of(request, entry.epoch, entry.ticket, now)
+            self._send(entry.epoch, message, request.prompt_token_ids + request.known_token_ids)
+
+    def give_back(self, entry: Entry) -> None:
+        """Take a request off its instance, which cannot continue it: it waits for another, or fails."""
+        if not self._book.give_back(entry):
+            self.on_closed(entry)
+            caller = self._callers.pop(entry.number)
+            caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
+
+    # -- messages of instances -----------------------------------------------------------------------------------------
+
+    def take_tokens(self, message: Tokens) -> None:
+        """Apply the new tokens and ends of an instance's requests.
+
+        Raises:
+            WireError: A row names another instance's request, or an impossible token.
+        """
+        now = time.monotonic()
+        for row in message.rows:
+            self._book.check_ticket(message.epoch, row.ticket)
+            entry = self._book.find(message.epoch, row.ticket)
+            if entry is None:
+                continue
+            if row.token is None:  # the instance ended it without a token
+                self.give_back(entry)
+                self.place()
+                continue
+            max_model_len = self._book.roster.expect(message.epoch).facts.max_model_len
+            check_token(entry, row, max_model_len, self._vocab_size)
+            if not entry.tokens:
+                self.num_prompt_tokens += len(entry.request.prompt_token_ids)
+            self.num_generated_tokens += 1
+            self._book.take(entry, row.token)
+            caller = self._callers[entry.number]
+            reason = caller.take(row.token, row, now)
+            if reason is not None:
+                self._finish(entry, caller, is_known=row.finish_reason is not None)
+
+    def take_acceptance(self, message: Accepted) -> None:
+        """An instance has accepted a request.
+
+        Raises:
+            WireError: The request was never placed on it.
+        """
+        self._book.check_ticket(message.epoch, message.ticket)
+        entry = self._book.find(message.epoch, message.ticket)
+        if entry is not None:
+            self._callers[entry.number].accept()
+
+    def take_refusal(self, message: Refused) -> None:
+        """An instance refuses a request: place it on another one, or fail it.
+
+        Raises:
+            WireError: The request was never placed on it.
+        """
+        self._book.check_ticket(message.epoch, message.ticket)
+        entry = self._book.find(message.epoch, message.ticket)
+        if entry is None:
+            return
+        is_local = message.why == "full" or entry.num_moves > 0
+        if message.why == "stopping":
+            self.give_back(entry)
+        elif not (is_local and self._book.refuse(entry)):
+            self.on_closed(entry)
+            self._book.close(entry)
+            self._callers.pop(entry.number).fail(error_of(message))
+        self.place()
+
+    def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
+        if is_known:
+            self._callers.pop(entry.number)
+            self.on_closed(entry)
+            self._book.close(entry)
+        else:  # a stop string: the instance does not know of it
+            self.drop(entry)
+        self._on_finished(caller.lifecycle)

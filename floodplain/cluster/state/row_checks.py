@@ -1,0 +1,92 @@
+"""Checks of an instance's messages about requests: each raises ``WireError``, which ends its connection. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from floodplain.cluster.state.book import Entry
+from floodplain.cluster.wire.group_answers import KvRow, Prepared
+from floodplain.cluster.wire.messages import TokenRow
+from floodplain.lending.fields import WireError
+
+
+def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int) -> None:
+    """Check that a placed request may get this token.
+
+    Args:
+        entry: The request.
+        row: A row with a token.
+        max_model_len: Of its instance.
+        vocab_size: Token ids are below this.
+    """
+    params, num_output = entry.request.params, len(entry.tokens)
+    if entry.num_tokens >= max_model_len or (params.max_tokens is not None and num_output >= params.max_tokens):
+        raise WireError("a request gains more tokens than it may have")
+    top = () if row.logprobs is None else row.logprobs.top
+    if max((token for token, _ in top), default=0) >= vocab_size or (row.token or 0) >= vocab_size:
+        raise WireError("a token is not in the vocabulary")
+    if row.num_cached_tokens > entry.num_tokens:
+        raise WireError("a request has more cached tokens than tokens")
+    if params.logprobs is not None and (row.logprobs is None or len(top) > params.logprobs):
+        raise WireError("a token comes without the log-probabilities that were asked for")
+
+
+def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most: int) -> None:
+    """Check the rows of a group member.
+
+    Args:
+        rows: The rows.
+        integers: Their blocks, or the sources of their blocks.
+        least: Least allowed integer.
+        most: All integers must be below this.
+    """
+    tickets = {row.ticket for row in rows}
+    if len(tickets) < len(rows) or any(row.num_computed > row.num_tokens for row in rows):
+        raise WireError("a request is there twice, or has more KV than tokens")
+    if sum(row.num_blocks for row in rows) != len(integers):
+        raise WireError("requests have other blocks than there are")
+    check_blocks(integers, least, most)
+
+
+def check_blocks(integers: Collection[int], least: int, most: int) -> None:
+    """Check that block ids or sources are at least ``least`` and below ``most``."""
+    if integers and not least <= min(integers) <= max(integers) < most:
+        raise WireError("a block is named that is not there")
+
+
+def check_report(
+    report: Prepared, integers: Sequence[int], num_layers: int, others: Iterable[tuple[Prepared, object]]
+) -> str | None:
+    """Check a paused member's report. Why it cannot join the others; None if it can.
+
+    Args:
+        report: The report.
+        integers: Sources of its rows' blocks (``core.kv_sources``).
+        num_layers: Of the model.
+        others: The reports of other members so far.
+    """
+    if len(report.param_pages) != num_layers or not max(report.param_pages):
+        raise WireError("a member has other layers than the model")
+    if report.num_kv_pages < report.quantum_pages * num_layers:
+        raise WireError("a member has no whole quantum")
+    num_quanta = (report.num_kv_pages + sum(report.param_pages)) // report.quantum_pages
+    check_rows(report.rows, integers, -(2**31), num_quanta * report.quantum_blocks)
+    quantum = report.quantum_blocks, report.quantum_pages
+    differs = any((one.quantum_blocks, one.quantum_pages) != quantum for one, _ in others)
+    return "it divides its pool otherwise than the others: start all with the same flags" if differs else None
+
+
+def check_moves(num_moves: int, integers: Sequence[int], num_quanta: int, quantum_blocks: int) -> None:
+    """Check a leader's plan of a shrink.
+
+    Args:
+        num_moves: Number of block pairs at the start of ``integers``.
+        integers: The pairs, then the quanta to unmap.
+        num_quanta: Of the group.
+        quantum_blocks: Blocks of a quantum.
+    """
+    moved, quanta = integers[: 2 * num_moves], integers[2 * num_moves :]
+    if len(moved) < 2 * num_moves or len(set(moved)) < len(moved) or len(set(quanta)) < len(quanta):
+        raise WireError("moves of a shrink are not whole, or one block moves twice")
+    check_blocks(moved, 0, num_quanta * quantum_blocks)
+    check_blocks(quanta, 0, num_quanta)

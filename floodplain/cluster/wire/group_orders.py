@@ -1,0 +1,242 @@
+"""Orders of the front to the members of a group, from the first pause to the return of the last page.
+
+Every message names the group by its number, which is used once: a message of an ended group changes nothing. Integers
+beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is given here. For the answer to each
+order, see ``cluster.wire.group_steps``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.cluster.wire.placements import Submit
+from floodplain.core.ranges import HostPort, Line, Port, Secret
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Pause at a step boundary, and report what is held. Answered by ``Prepared``.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+    """
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The group is not formed: resume."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request whose KV moves with a group.
+
+    Attributes:
+        request: The front's number of it.
+        place: Of the member that has its KV.
+        num_blocks: Its blocks, whose ids are beside the message.
+    """
+
+    request: int
+    place: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop layers, map the group's pool, link up. Answered by ``GroupDone``. Beside it: used quanta, then blocks.
+
+    A member of a group that is taken in drops some of its remaining layers, and leaves its old pipeline.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        place: Of the member in the pipeline, from 0, and
+        num_members: of how many.
+        first_layer: The first that it keeps, and
+        end_layer: the first after these.
+        num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
+        first_quantum: The group quantum of the first of these.
+        num_quanta: Of the group.
+        max_model_len: Most tokens of a request: what one instance can hold, so that one member can resume it alone.
+        secret: The secret that members show each other, hexadecimal.
+        host: Where the next member listens, and
+        port: on which port.
+        held: For the leader: requests whose blocks are reserved, by the group's ids; for others empty.
+    """
+
+    epoch: int
+    number: int
+    place: int
+    num_members: int
+    first_layer: int
+    end_layer: int
+    num_used: int
+    first_quantum: int
+    num_quanta: int
+    max_model_len: int
+    secret: Secret
+    host: Line
+    port: Port
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy these requests' KV, in the kept layers, from their places. Answered by ``Copied`` for each.
+
+    Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
+    request's place, or a slot of that member's swap space. For its own requests a member copies slots only.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: Bulk servers, by place.
+        sources: For each place and layer of the model: the place that has this layer's KV of the place's requests.
+        held: The requests.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[HostPort, ...]
+    sources: tuple[tuple[int, ...], ...]
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Resume a request whose KV is there. Its tokens are beside the message.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        request: The front's number of it, as in ``HeldRequest``.
+        num_computed: Leading tokens whose KV is there.
+        submit: The request, as in any placement.
+    """
+
+    epoch: int
+    number: int
+    request: int
+    num_computed: int
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the blocks that are reserved for a request; no member writes to them any more."""
+
+    epoch: int
+    number: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Unmap KV of dropped layers, and map ``num_quanta`` quanta. Answered by ``GroupDone``."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """All members have ``num_quanta`` quanta: add their blocks to the leader's ledger."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Drain the pipeline, and plan to shrink it to ``num_quanta`` quanta. Answered by ``Planned``."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move blocks and unmap quanta, as in ``Planned``. Answered by ``GroupDone``."""
+
+    epoch: int
+    number: int
+    num_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All members have moved their blocks: the leader resumes."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Map the dropped layers' parameters, and fill them. Answered by ``GroupDone``.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: For each layer of the model, the bulk server of a member that has its parameters.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[HostPort, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Leave the pipeline and serve alone. The leader answers ``HandedOver``, others ``GroupDone``.
+
+    Beside it, except for the leader: the group's quanta that hold KV of requests; all others are unmapped.
+    """
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Copy these requests' KV, in all layers, to the own pool. Answered by ``Copied`` for each. Beside it: blocks.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: For each layer of the model, the bulk server of the member that has its KV.
+        held: The requests; ``place`` is the member's own.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[HostPort, ...]
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Unmap the group's KV, grow the own pool to its size before the group. Answered by ``GroupDone``."""
+
+    epoch: int
+    number: int
+
+
+GroupOrder = (
+    Prepare | Cancel | Drop | Fetch | Adopt | Release | Settle | Grow | Plan | Move | Commit | Fill | Return | Collect
+    | Close
+)  # fmt: skip
+ORDERS = (
+    Prepare, Cancel, Drop, Fetch, Adopt, Release, Settle, Grow, Plan, Move, Commit, Fill, Return, Collect, Close,
+)  # fmt: skip

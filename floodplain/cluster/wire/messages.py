@@ -1,0 +1,265 @@
+"""Messages between the front and its instances.
+
+The first message of a connection is an instance's ``Hello``; the front answers ``Welcome`` or ``Denied``. From then on
+every message carries the epoch that the welcome gave; a message of another epoch is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeGuard
+
+from floodplain.cluster.wire.codec import from_json, to_json
+from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
+from floodplain.cluster.wire.frames import pack_frame
+from floodplain.cluster.wire.group_answers import ANSWERS, GroupAnswer
+from floodplain.cluster.wire.group_orders import ORDERS, GroupOrder
+from floodplain.cluster.wire.migration_messages import (
+    MIGRATION_ANSWERS,
+    MIGRATION_ORDERS,
+    MigrationAnswer,
+    MigrationOrder,
+)
+from floodplain.cluster.wire.placements import Submit
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.core.plan import TokenLogprobs
+from floodplain.core.ranges import MAX_COUNT, MAX_TOKEN_ID, Line, OneOf, Port, Positive, Range, Secret, TokenId
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.step_meter import NO_PROGRESS, Progress
+from floodplain.lending.fields import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of an instance.
+
+    Attributes:
+        token: The secret that admits the instance.
+        facts: The facts of the instance.
+        stage: Its part of a pipeline; None if it has all layers.
+        can_drop: Whether it may be a member of a group that drops layers.
+        can_move: Whether running requests may migrate to it and from it with their KV.
+    """
+
+    token: str
+    facts: InstanceFacts
+    stage: StageFacts | None = None
+    can_drop: bool = False
+    can_move: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A life begins, named by ``epoch``. Both sides send every ``beat_s``; the front waits at most ``silence_s``."""
+
+    epoch: int
+    beat_s: Annotated[float, Range(0.001, 3600.0)]
+    silence_s: Annotated[float, Range(0.001, 3600.0)]
+
+    def __post_init__(self) -> None:
+        if self.silence_s < self.beat_s:
+            raise UserError(f"a silence of {self.silence_s:g} s is shorter than a beat of {self.beat_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The front refuses the instance; ``reason`` says what to change."""
+
+    reason: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Abort the request of this ticket."""
+
+    epoch: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this life.
+
+    Attributes:
+        epoch: Of the instance.
+        number: Unique number of the pipeline.
+        secret: The secret that its members show each other, hexadecimal.
+        num_blocks: KV blocks that all members have.
+        max_model_len: Most tokens of a request for which all members have room.
+        host: Where the next stage listens (for the last stage: the first), and
+        port: on which port.
+    """
+
+    epoch: int
+    number: int
+    secret: Secret
+    num_blocks: Positive
+    max_model_len: Positive
+    host: Line
+    port: Port
+
+
+@dataclass(frozen=True, slots=True)
+class FrontBeat:
+    """The front is alive."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """One request's result of a step; see ``OutputDelta``. ``token`` is None where the request ended without one."""
+
+    ticket: int
+    token: TokenId | None
+    finish_reason: Annotated[str, OneOf(("stop", "length"))] | None
+    num_cached_tokens: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The results of an instance's requests."""
+
+    epoch: int
+    rows: tuple[TokenRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The instance has accepted a request, which may still wait there."""
+
+    epoch: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The instance refuses a request: ``why`` is one of ``REFUSALS``, the other fields are the error's."""
+
+    epoch: int
+    ticket: int
+    why: Annotated[str, OneOf(("full", "stopping", "refused", "invalid"))]
+    message: str
+    field: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The instance is alive; its statistics and the progress of its steps."""
+
+    epoch: int
+    stats: EngineStats
+    progress: Progress = NO_PROGRESS
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The instance accepts nothing more, and exits when its requests have ended."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A stage is linked with both neighbours in the pipeline of this number."""
+
+    epoch: int
+    number: int
+
+
+FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
+EpochMessage = Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
+InstanceMessage = Hello | EpochMessage
+_FROM_FRONT = {
+    kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
+}
+_FROM_INSTANCE = {
+    kind.__name__: kind
+    for kind in (Hello, Tokens, Accepted, Refused, Beat, Leaving, Formed, *ANSWERS, *MIGRATION_ANSWERS)
+}
+REFUSALS: Mapping[str, type[UserError]] = {
+    "full": QueueFull,
+    "stopping": ShuttingDown,
+    "refused": RequestRefused,
+    "invalid": UserError,
+}
+
+
+def pack(message: FrontMessage | InstanceMessage, token_ids: tuple[int, ...] = ()) -> bytes:
+    """The frame of a message."""
+    kind = type(message).__name__
+    if isinstance(message, Tokens):  # sent in every step, so packed without ``to_json``
+        return pack_frame({"kind": kind, "epoch": message.epoch, "rows": [_pack_row(row) for row in message.rows]})
+    return pack_frame({"kind": kind} | to_json(message), token_ids)
+
+
+def read_front_message(body: dict[str, object]) -> FrontMessage:
+    """The message of the front in a frame.
+
+    Raises:
+        WireError: It is no message of this version.
+    """
+    message: FrontMessage = _read(body, _FROM_FRONT)
+    return message
+
+
+def read_instance_message(body: dict[str, object]) -> InstanceMessage:
+    """The message of an instance in a frame.
+
+    Raises:
+        WireError: It is no message of this version.
+    """
+    if body.get("kind") == Tokens.__name__:
+        epoch, rows = body.get("epoch"), body.get("rows")
+        if len(body) != 3 or not _is_count(epoch, MAX_COUNT) or not isinstance(rows, list):
+            raise WireError("Tokens has not its fields")
+        return Tokens(epoch, tuple([_read_row(row) for row in rows]))
+    message: InstanceMessage = _read(body, _FROM_INSTANCE)
+    return message
+
+
+def _pack_row(row: TokenRow) -> list[object]:
+    logprobs = None if row.logprobs is None else to_json(row.logprobs)
+    return [row.ticket, row.token, row.finish_reason, row.num_cached_tokens, logprobs]
+
+
+def _read_row(row: object) -> TokenRow:
+    """A row of ``Tokens``. Read by hand for speed: every token of every request passes here."""
+    if not isinstance(row, list) or len(row) != len(TokenRow.__slots__):
+        raise WireError("a row of Tokens has not its fields")
+    ticket, token, reason, num_cached, logprobs = row
+    if (
+        not (_is_count(ticket, MAX_COUNT) and _is_count(num_cached, MAX_COUNT))
+        or not (token is None or _is_count(token, MAX_TOKEN_ID))
+        or not (reason is None or reason == "stop" or reason == "length")
+    ):
+        raise WireError("a row of Tokens has a value out of its range")
+    scores = None if logprobs is None else from_json(TokenLogprobs, logprobs)
+    return TokenRow(ticket, token, reason, num_cached, scores)
+
+
+def _is_count(value: object, most: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= most
+
+
+def _read(body: dict[str, object], kinds: Mapping[str, type[Any]]) -> Any:
+    kind = body.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise WireError("a frame is no message of this version")
+    return from_json(kinds[kind], body)
+
+
+def refusal_of(error: UserError, epoch: int, ticket: int) -> Refused:
+    """The message by which an instance refuses a request because of ``error``."""
+    why = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
+    field = error.field if isinstance(error, RequestRefused) else None
+    return Refused(epoch, ticket, why, str(error), field)
+
+
+def error_of(message: Refused) -> UserError:
+    """The exception of a refusal."""
+    if message.why == "refused":
+        return RequestRefused(message.message, message.field)
+    return REFUSALS.get(message.why, UserError)(message.message)

@@ -1,0 +1,190 @@
+"""Step plans and their tokens as frames between stages: only what a stage needs of a plan.
+
+Stages behind the first get activations instead of token ids; of a request, its sampling parameters and its number of
+known tokens. Everything is checked against the stage's own sizes: a block id out of range would end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from floodplain.cluster.wire.codec import from_json, to_json
+from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.core.errors import PeerLost
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
+from floodplain.core.ranges import SECONDS
+from floodplain.core.request import Request, SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.lending.fields import WireError
+
+MAX_STAGES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """The bounds of a plan.
+
+    Attributes:
+        num_blocks: Blocks of the pipeline.
+        max_model_len: Most tokens of a sequence.
+        max_batched_tokens: Most tokens of a step.
+        hidden_size: Width of activations.
+        vocab_size: Token ids are below this.
+        dtype: Dtype of activations.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_batched_tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+
+    @property
+    def max_data_bytes(self) -> int:
+        """Bytes of the largest activations of a step."""
+        return self.max_batched_tokens * self.hidden_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Travelling:
+    """A plan with its activations, between two stages.
+
+    Attributes:
+        plan: The plan; behind the first stage its token ids are zeros.
+        x: Activations [T, hidden].
+        busy_s: Seconds that each stage so far computed for it.
+    """
+
+    plan: StepPlan
+    x: torch.Tensor
+    busy_s: tuple[float, ...]
+
+
+def pack_plan(step: Travelling, keeps_tensor: bool = False) -> Frame:
+    """The frame of a plan for the next stage, with its activations as host bytes or (``keeps_tensor``) as a tensor."""
+    plan = step.plan
+    body = {
+        "step": plan.step_id,
+        "busy_s": step.busy_s,
+        "num_decodes": len(plan.decodes),
+        "chunks": [_pack_chunk(chunk) for chunk in plan.prefills],
+        "tables": [(table.seq_id, table.start, len(table.blocks)) for table in plan.tables],
+        "released": plan.released,
+    }
+    blocks = [block for table in plan.tables for block in table.blocks]
+    integers = np.array([*plan.decodes, *blocks], dtype=np.int64)
+    if keeps_tensor:
+        return Frame(body, integers, tensor=step.x)
+    return Frame(body, integers, step.x.contiguous().cpu().view(torch.uint8).numpy().reshape(-1))
+
+
+def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
+    request = chunk.request
+    new = None if request is None else (len(request.known_token_ids), to_json(request.params))
+    return chunk.seq_id, chunk.start, len(chunk.token_ids), chunk.samples, new
+
+
+def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
+    """The plan in a frame.
+
+    Raises:
+        PeerLost: The frame has no valid plan within ``limits``.
+    """
+    try:
+        plan = _read_plan(frame, limits)
+        busy_s = _read_busy(frame)
+    except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
+        raise PeerLost(f"a stage sent a plan that is none ({error!r})") from None
+    if frame.tensor is not None:
+        if frame.tensor.shape != (plan.num_tokens, limits.hidden_size) or frame.data.nbytes:
+            raise PeerLost(f"a stage sent activations {tuple(frame.tensor.shape)} for {plan.num_tokens} tokens")
+        return Travelling(plan, frame.tensor, busy_s)
+    num_bytes = plan.num_tokens * limits.hidden_size * limits.dtype.itemsize
+    if frame.data.nbytes != num_bytes:
+        raise PeerLost(f"a stage sent {frame.data.nbytes} bytes of activations, not {num_bytes}")
+    x = torch.from_numpy(frame.data).view(limits.dtype).view(plan.num_tokens, limits.hidden_size)
+    return Travelling(plan, x, busy_s)
+
+
+def _read_plan(frame: Frame, limits: PlanLimits) -> StepPlan:
+    body, num_decodes = frame.body, _count(frame.body["num_decodes"], len(frame.integers))
+    blocks = frame.integers[num_decodes:]
+    if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < limits.num_blocks:
+        raise ValueError("a block that is not there")
+    tables, begin = [], 0
+    for seq_id, start, count in body["tables"]:
+        end = begin + _count(count, len(blocks) - begin)
+        _count(start + count, limits.max_model_len)
+        named = tuple(map(BlockId, blocks[begin:end].tolist()))
+        tables.append(TableUpdate(SeqId(_count(seq_id)), _count(start), named))
+        begin = end
+    if begin != len(blocks):
+        raise ValueError("blocks of no table")
+    return StepPlan(
+        step_id=_count(body["step"]),
+        decodes=tuple(map(SeqId, frame.integers[:num_decodes].tolist())),
+        prefills=tuple(_read_chunk(chunk, limits) for chunk in body["chunks"]),
+        tables=tuple(tables),
+        released=tuple(SeqId(_count(seq_id)) for seq_id in body["released"]),
+    )
+
+
+def _read_chunk(chunk: Sequence[Any], limits: PlanLimits) -> PrefillChunk:
+    seq_id, start, num_tokens, samples, new = chunk
+    _count(_count(start) + _count(num_tokens, limits.max_batched_tokens), limits.max_model_len)
+    if not num_tokens or not isinstance(samples, bool):
+        raise ValueError("a chunk without tokens")
+    request = None
+    if new is not None:
+        num_known, params = new
+        known = (0,) * _count(num_known, limits.max_model_len)
+        sampling = from_json(SamplingParams, params)
+        request = Request(request_id="", prompt_token_ids=(), params=sampling, arrival_s=0.0, known_token_ids=known)
+    return PrefillChunk(SeqId(_count(seq_id)), start, (0,) * num_tokens, samples, request)
+
+
+def pack_result(result: StepResult, busy_s: tuple[float, ...]) -> Frame:
+    """The frame of a step's tokens, for the first stage."""
+    logprobs = [(seq_id, to_json(one)) for seq_id, one in result.logprobs.items()]
+    body = {"step": result.step_id, "busy_s": busy_s, "logprobs": logprobs}
+    return Frame(body, np.array(result.token_ids, dtype=np.int64))
+
+
+def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResult, tuple[float, ...]]:
+    """The tokens of a plan, and the seconds that each stage computed for it.
+
+    Raises:
+        PeerLost: The frame has no valid tokens, or those of another plan.
+    """
+    tokens = frame.integers
+    try:
+        if _count(frame.body["step"]) != plan.step_id or len(tokens) != len(plan.sampled):
+            raise ValueError("another step")
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise ValueError("no token")
+        logprobs = {SeqId(_count(seq_id)): from_json(TokenLogprobs, one) for seq_id, one in frame.body["logprobs"]}
+        busy_s = _read_busy(frame)
+    except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
+        raise PeerLost(f"the last stage sent tokens that are none ({error!r})") from None
+    return StepResult(plan.step_id, tokens.tolist(), logprobs), busy_s
+
+
+def _read_busy(frame: Frame) -> tuple[float, ...]:
+    busy_s = tuple(map(float, frame.body["busy_s"]))
+    if len(busy_s) > MAX_STAGES or any(SECONDS.problem(one) for one in busy_s):
+        raise ValueError("times out of their range")
+    return busy_s
+
+
+def _count(value: object, most: int = 2**62) -> int:
+    """A whole number from 0 to ``most``."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError("a number out of its range")
+    return value
