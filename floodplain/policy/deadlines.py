@@ -70,8 +70,6 @@ class Deadlines:
         self.turn_s = turn_steps * prices.step_s
         self.most_silence_s = self._goals.most_silence_s(settings.max_gap_s)
         self.most_wait_s = settings.line_patience * demand.longest_wait_s + LINE_GRACE_S
-        if not view.tiers:  # no stream makes room before it ends
-            self.most_wait_s -= self._mean_output * self.step_s
         self._least_presence = self._presence(SILENT_PART * self.most_silence_s / turn_steps)
 
     # -- first tokens ----------------------------------------------------------------------------------------------

@@ -161,7 +161,6 @@ def test_without_swap_space_a_stream_claims_the_device_for_all_of_its_time() -> 
     turns, none = (Deadlines(line(tiers=tiers), NOW, settings, 13) for tiers in ((host(),), ()))
     row = in_time(stream(1), 0.0)
     assert none.claim(row) == pytest.approx(turns.claim(row) * TPOT_S / PRICES.step_s)
-    assert none.line_due_s(row) == turns.line_due_s(row) - DEMAND.mean_output * DEMAND.step_s
 
 
 def test_without_swap_space_newcomers_go_before_the_line_and_no_resident_makes_room() -> None:
