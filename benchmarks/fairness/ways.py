@@ -56,6 +56,8 @@ WAYS = {
         *_swapping("cfs"),
         *_swapping("fair"),
         *_swapping("paced"),
+        *_swapping("timely"),
+        Way("timely/none", "timely"),
     ]
 }
 """By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run."""

@@ -46,6 +46,7 @@ LOADS = {
     "quiet": Load(((20, 0.5),)),
     "burst": Load(((10, 1.0), (40, 2.0), (10, 1.0))),
     "sustained": Load(((8, 1.0), (50, 3.0))),
+    "lasting": Load(((240, 2.0),)),
     "steady": Load(((300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
