@@ -56,10 +56,15 @@ class Begun:
         self.num_ahead = 0
         self.is_crowded = False
 
-    def claim(self, row: SequenceView, claim: float, pending: float) -> None:
-        """Add a request's claim, and the work that it will still be served; both can be negative."""
+    def claim(self, row: SequenceView, claim: float, deadlines: Deadlines) -> None:
+        """Add a request's claim, and with several API keys the work that it will still be served."""
         self.claimed += claim
-        self.shares.add(row.client, claim, pending)
+        self.shares.add(row.client, claim, deadlines.pending(row) if self.shares.has_several else 0.0)
+
+    def give_up(self, row: SequenceView, claim: float) -> None:
+        """Take a part of a request's claim away."""
+        self.claimed -= claim
+        self.shares.add(row.client, -claim)
 
 
 class Admission:
@@ -116,7 +121,7 @@ class Admission:
             if is_full and self._deadlines.line_due_s(row) > self._now:
                 self._is_blocked = True
                 break
-            self._claim(row, claim)
+            self._begun.claim(row, claim, self._deadlines)
             heads.append(row)
         return heads
 
@@ -140,7 +145,7 @@ class Admission:
             num_blocks = blocks_for(self._view, row.num_tokens)
             has_room = num_blocks <= num_slots and self._may_claim(row)
             if has_room and deadlines.can_begin_in_time(row, self._begun.num_ahead):
-                self._claim(row, deadlines.claim(row))
+                self._begun.claim(row, deadlines.claim(row), deadlines)
                 self._begun.num_ahead += row.num_remaining
                 num_slots -= num_blocks
                 admitted.append(row)
@@ -174,9 +179,6 @@ class Admission:
                 break
             found.append(row)
         return found
-
-    def _claim(self, row: SequenceView, claim: float) -> None:
-        self._begun.claim(row, claim, self._deadlines.pending(row))
 
 
 def _youngest_first(rows: Iterable[SequenceView]) -> list[SequenceView]:

@@ -52,12 +52,12 @@ class GatedPolicy:
             return decision if order is None else replace(decision, prefix_backup=order)
         if view.tiers and copying_pays(view) and self._has_slots(view):
             return self._inner.decide(view, now, rng)
-        return self._without_turns(view, now, rng, _why_no_turns(view))
+        return self._without_turns(view, now, rng, _why_no_turns(view) if num_spare < 0 else None)
 
     def _has_slots(self, view: View) -> bool:
         return sum(tier.num_slots for tier in view.tiers) >= self._inner.least_slots * view.num_blocks
 
-    def _without_turns(self, view: View, now: float, rng: Random, reason: Reason) -> Decision:
+    def _without_turns(self, view: View, now: float, rng: Random, reason: Reason | None) -> Decision:
         """FCFS, or the admissions of ``inner``; swapped requests are resumed when there is room."""
         if self._inner.chooses_admissions:
             ranking = self._inner.rank(replace(view, tiers=()), now)

@@ -23,13 +23,15 @@ class Shares:
         view: The requests.
 
     Attributes:
+        has_several: Whether several keys have live requests.
         work: Served work of a key (``core.served``); 0 if there is one key.
         claims: Sum of the claims of a key's requests.
         pending: Work that a key's admitted requests will still be served, by estimate.
     """
 
     def __init__(self, view: View) -> None:
-        self.work = work_of_keys(view) if len(view.key_credits) > 1 else defaultdict(float)
+        self.has_several = len(view.key_credits) > 1
+        self.work = work_of_keys(view) if self.has_several else defaultdict(float)
         self.claims: dict[str, float] = defaultdict(float)
         self.pending: dict[str, float] = defaultdict(float)
 

@@ -179,7 +179,7 @@ class _Ranker:
             (self._ending if deadlines.spare_s(row) < 0 else self._late).append(row)
 
     def _claim(self, row: SequenceView, claim: float) -> None:
-        self._begun.claim(row, claim, self._deadlines.pending(row))
+        self._begun.claim(row, claim, self._deadlines)
 
     def _cut_claims(self) -> None:
         """If API keys claim more than the device, the youngest streams of those above the level count as late."""
@@ -190,7 +190,7 @@ class _Ranker:
                     break
                 given_up = self._deadlines.claim(row) - self._deadlines.late_claim(row)
                 excess -= given_up
-                self._begun.claim(row, -given_up, 0.0)
+                self._begun.give_up(row, given_up)
                 (self._on_time if row in self._on_time else self._urgent).remove(row)
                 insort(self._late, row, key=_BY_ARRIVAL)
 

@@ -182,6 +182,13 @@ def test_prompts_are_long_if_those_of_several_requests_take_longer_than_the_goal
     assert not policy.has_long_prompts(line(prompt(1, 5000, 8), stream(2)))  # one alone has no order
 
 
+def test_long_prompts_without_swap_space_limit_no_step_while_all_fit() -> None:
+    policy = make_policy("timely", settings_for("timely", **GOALS))
+    rows = [arrived(prompt(1, 3000, 8), NOW - 1.0), arrived(waiting(2), NOW)]
+    decision = policy.decide(line(*rows, tiers=(), num_blocks=2000), NOW, Random(0))
+    assert [chunk.seq_id for chunk in decision.admissions] == [2] and decision.reason is None
+
+
 def test_a_tight_line_keeps_newcomers_out_until_its_head_has_room() -> None:
     """At 10 ends per second 230 places need 23 s, which is FCFS's wait with patience and grace."""
     due_s = 1.1 * DEMAND.longest_wait_s + LINE_GRACE_S
