@@ -84,7 +84,7 @@ PEER = URL | {"swap": "peer"}
             {"kv_expansion": "2", "lend": "auto", "coordinator": "http://h"},
             "^--kv-expansion 2 takes the pages of layers, and --lend auto gives the same pages away: leave one of",
         ),
-        ({"coordinator_token_file": "f"}, "^--coordinator-token-file needs --coordinator: there is nobody"),
+        ({"coordinator_token_file": "f"}, "^--coordinator-token-file needs --coordinator: the token is sent to it$"),
         ({"coordinator": 8100}, "^--coordinator must be a word, not 8100$"),
         ({"device_name": "a/b"}, "^--device-name 'a/b' must be 1 to 64 letters, digits, '.', '_' or '-'$"),
         ({"device_name": "x" * 65}, "^--device-name 'x+' must be 1 to 64 letters"),
