@@ -236,7 +236,8 @@ def _log_config(config: EngineConfig, resolved: EngineConfig) -> None:
     for flag in config.unused_flags():
         logger.warning("%s changes nothing under --policy %s", flag, config.policy)
     if config.swap == "none" and config.policy != "fcfs":
-        logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
+        what = "chooses who begins" if make_policy(config.policy).chooses_admissions else "serves by arrival"
+        logger.warning("--policy %s takes turns in swap space: with --swap none it %s", config.policy, what)
     logger.info("engine config %s", json.dumps(asdict(resolved)))
 
 

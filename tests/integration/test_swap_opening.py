@@ -122,10 +122,15 @@ def test_emulated_links_of_one_process_are_slowed_by_one_factor() -> None:
 
 def test_without_swap_space_nothing_is_opened(caplog: pytest.LogCaptureFixture) -> None:
     engine = build_tiny(swap="none")
-    assert "--swap none" in caplog.text
+    assert "with --swap none it serves by arrival" in caplog.text
     assert (engine.links, engine.loop.state.backups.slots, num_copy_threads()) == ((), {}, 0)
     assert (engine.config.swap_memory, engine.stats().swap_bytes) == (None, {})
     engine.close()
+
+
+def test_without_swap_space_timely_still_chooses_who_begins(caplog: pytest.LogCaptureFixture) -> None:
+    build_tiny(swap="none", policy="timely").close()
+    assert "with --swap none it chooses who begins" in caplog.text
 
 
 def test_who_asks_for_service_by_arrival_is_not_told_so(caplog: pytest.LogCaptureFixture) -> None:
