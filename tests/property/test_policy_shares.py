@@ -44,6 +44,15 @@ def test_a_key_within_its_equal_part_has_room_whatever_others_claim(
         assert not share({**claims, **{other: claims[other] + more for other in others}}).has_room(own, claim, capacity)
 
 
+@given(claims=CLAIMS, capacity=CAPACITY, claim=st.floats(0.001, 1.0))
+def test_beside_keys_that_would_claim_everything_the_equal_part_is_all(
+    claims: dict[str, float], capacity: float, claim: float
+) -> None:
+    own, *others = sorted(claims)
+    greedy = share({own: claims[own], **dict.fromkeys(others, capacity)})
+    assert greedy.has_room(own, claim, capacity) is (claims[own] + claim <= capacity / len(claims))
+
+
 @given(claims=CLAIMS, claim=st.floats(0.001, 1.0))
 def test_one_key_alone_may_claim_what_is_left(claims: dict[str, float], claim: float) -> None:
     (own, taken), *_ = claims.items()
