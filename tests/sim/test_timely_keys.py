@@ -1,4 +1,7 @@
-"""``timely`` with several API keys, in virtual time: one key's burst costs another key nothing."""
+"""``timely`` with several API keys, in virtual time: one key's burst costs another key nothing.
+
+``pytest -s`` prints the figures of ``docs/design/004``.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,16 @@ def count_on_time(lifecycles: list[Lifecycle]) -> int:
     return sum((one.ttft_s or 0.0) <= TTFT_S for one in lifecycles)
 
 
+def show(title: str, by_client: dict[str, list[Lifecycle]]) -> None:
+    on_time = {client: f"{count_on_time(rows) / len(rows):.0%}" for client, rows in by_client.items()}
+    print(f"\n{title}: first token within the goal, by key: {on_time}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loads", [ONE_LIGHT, TWO_LIGHT])
 def test_a_key_within_its_share_is_never_in_line_because_of_a_burst(loads: Loads) -> None:
     by_client, max_gap_s = play(loads)
+    show("keys", by_client)
     assert max_gap_s <= MAX_GAP_S
     for client in set(by_client) - {"heavy"}:
         assert count_on_time(by_client[client]) == len(by_client[client])
@@ -71,4 +80,5 @@ def test_a_key_within_its_share_is_never_in_line_because_of_a_burst(loads: Loads
 def test_without_keys_the_same_burst_keeps_most_of_them_in_line() -> None:
     """The control."""
     by_client, _ = play(ONE_LIGHT, has_keys=False)
+    show("no keys", by_client)
     assert count_on_time(by_client["light"]) < 0.5 * len(by_client["light"])
