@@ -1,7 +1,7 @@
 """The sweep over loads, mixes of lengths, pools and devices: in each cell several policies serve the same requests.
 
 python benchmarks/policies/cells.py --seeds 1 --out benchmarks/policies/cells.json      # minutes; virtual time
-python benchmarks/policies/cells.py --policies fcfs timely --out benchmarks/policies/timely.json
+python benchmarks/policies/cells_chart.py                                               # draws that
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fluid import Fluid, count_on_time
 from loads import BLOCK_TOKENS, NUM_RESIDENT, Load, goals_s, make_requests, pool_blocks
 from run import BLOCK_BYTES, COLUMNS, simulate
 from ways import LINE, PCIE, Way
 
 from floodplain.files.results import write_result
-from floodplain.policy.settings import settings_for
+from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.sim.executor import StepLine
 
-POLICIES = ("fcfs", "cfs", "fair", "timely", "paced")
+LINE_PATIENCE = SharingSettings().line_patience
+POLICIES = ("fcfs", "cfs", "fair", "paced", "timely")
 SWAP_POOLS = 8
 H100_LINE = StepLine(base_s=0.0300, decode_s=0.000304, prefill_token_s=0.0000909)
 """Llama-2-70B on eight H100: least squares over the 17 rows of Splitwise's measurements (``splitwise_e2e.csv``)."""
@@ -71,12 +74,17 @@ class Cell:
         """What its steps cost."""
         return LINE if self.device == "cpu" else H100_LINE
 
-    def way(self, policy: str) -> Way:
+    @property
+    def kind(self) -> tuple[str, int, str]:
+        """What decides how many requests a second the device can serve."""
+        return self.mix, self.num_resident, self.device
+
+    def way(self, policy: str, line_patience: float = LINE_PATIENCE) -> Way:
         """Its device under a policy; on a GPU copies take nothing from steps."""
         num_slots = 0 if policy == "fcfs" else SWAP_POOLS * pool_blocks(self.num_resident)
         is_cpu = self.device == "cpu"
         bandwidth = PCIE if is_cpu else BLOCK_BYTES / H100_BLOCK_S
-        settings = settings_for(policy)
+        settings = replace(settings_for(policy), line_patience=line_patience)
         return Way(policy, policy, bandwidth, num_slots, settings, copies_cost=is_cpu, line=self.line)
 
 
@@ -104,14 +112,18 @@ def find_capacity(mix: str, num_resident: int, device: str) -> float:
     return math.exp(low)
 
 
-def serve(cell: Cell, seeds: list[int], policies: list[str]) -> dict[str, Any]:
+def serve(cell: Cell, seeds: list[int], policies: list[str], line_patience: float) -> dict[str, Any]:
     """Some policies in one cell: columns of the table, by policy."""
     capacity = find_capacity(cell.mix, cell.num_resident, cell.device)
     goals = goals_s(MIXES[cell.mix], cell.line)
     rows: dict[str, Any] = {}
     for policy in policies:
         runs = [
-            simulate(cell.way(policy), make_requests(cell.load, capacity, seed), pool_blocks(cell.num_resident))
+            simulate(
+                cell.way(policy, line_patience),
+                make_requests(cell.load, capacity, seed),
+                pool_blocks(cell.num_resident),
+            )
             for seed in seeds
         ]
         found = {name: column([run | {"goals_s": goals} for run in runs]) for name, column in COLUMNS.items()}
@@ -120,37 +132,87 @@ def serve(cell: Cell, seeds: list[int], policies: list[str]) -> dict[str, Any]:
     return {"cell": cell.name, "capacity": round(capacity, 3), "goals_s": goals, "policies": rows}
 
 
+def find_rates(cells: list[Cell], results: list[dict[str, Any]], seed: int) -> dict[tuple[str, int, str], float]:
+    """The most requests a second that ``timely`` ends in a cell of each kind."""
+    rates: dict[tuple[str, int, str], float] = defaultdict(float)
+    for cell, result in zip(cells, results, strict=True):
+        outputs = [one.params.max_tokens for one in make_requests(cell.load, result["capacity"], seed)]
+        rate = result["policies"]["timely"]["tokens/s"] / float(np.mean(outputs))
+        rates[cell.kind] = max(rates[cell.kind], rate)
+    return rates
+
+
+def refer(cell: Cell, result: dict[str, Any], rate: float, seeds: list[int], line_patience: float) -> dict[str, float]:
+    """What a fluid server attains in a cell, with the promise on waiting and without."""
+    ttft_goal_s, tpot_goal_s = result["goals_s"]
+    attained = {"fluid": 0.0, "fluid, no promise": 0.0}
+    for seed, (name, patience) in product(seeds, zip(attained, (line_patience, math.inf), strict=True)):
+        requests = make_requests(cell.load, result["capacity"], seed)
+        window_s = ttft_goal_s + tpot_goal_s * float(np.mean([one.params.max_tokens for one in requests]))
+        alone_s = [cell.line.base_s + cell.line.prefill_token_s * len(one.prompt_token_ids) for one in requests]
+        can_attain = [ttft_s <= ttft_goal_s for ttft_s in alone_s]
+        num_on_time = count_on_time(
+            [one.arrival_s for one in requests], can_attain, Fluid(1 / rate, window_s, patience)
+        )
+        attained[name] += num_on_time / len(requests) / len(seeds)
+    return {name: round(value, 4) for name, value in attained.items()}
+
+
 def print_table(results: list[dict[str, Any]]) -> None:
     """A line for each cell: attainment of the policies, then the last one's latencies as multiples of FCFS's."""
-    names = list(results[0]["policies"])
+    names, references = list(results[0]["policies"]), list(results[0]["references"])
     ratios = ("TTFT p99", "TPOT p50", "TPOT p99", "E2E p50", "E2E p99", "longest gap", "tokens/s")
-    print("| cell | " + " | ".join(names) + " | " + " | ".join(f"{name} / FCFS" for name in ratios) + " |")
-    print("|---" * (1 + len(names) + len(ratios)) + "|")
+    print("| cell | " + " | ".join(names + references) + " | " + " | ".join(f"{name} / FCFS" for name in ratios) + " |")
+    print("|---" * (1 + len(names) + len(references) + len(ratios)) + "|")
     for result in results:
         rows = result["policies"]
-        attained = [f"{rows[policy]['attained']:.0%}" for policy in names]
+        shares = [*(rows[policy]["attained"] for policy in names), *result["references"].values()]
+        attained = [f"{share:.0%}" for share in shares]
         parts = [f"{rows[names[-1]][name] / max(rows['fcfs'][name], 1e-9):.2f}" for name in ratios]
         print(f"| {result['cell']} | " + " | ".join((*attained, *parts)) + " |")
 
 
 def summarise(results: list[dict[str, Any]]) -> str:
-    """What the last policy attains, in how many cells it is within two points of the best, and its price."""
+    """Means over the cells; in how many the last policy keeps which bound, beside FCFS and beside ``paced``."""
     policy = list(results[0]["policies"])[-1]
-    attained = [{name: row["attained"] for name, row in result["policies"].items()} for result in results]
-    near = sum(one[policy] >= max(one.values()) - 0.02 for one in attained)
-    names = [result["cell"] for result in results]
-    below = [name for name, one in zip(names, attained, strict=True) if one[policy] < one["fcfs"] - 0.01]
-    rows = [(result["policies"][policy], result["policies"]["fcfs"]) for result in results]
-    kept = {
-        name: sum(row[name] <= most * fcfs[name] for row, fcfs in rows)
-        for name, most in (("E2E p50", 1.05), ("E2E p99", 1.15))
-    }
-    return (
-        f"{policy} attains {sum(one[policy] for one in attained) / len(attained):.1%} on average, is within 2 points "
-        f"of the best in {near} of {len(results)} cells and more than 1 point below fcfs in {len(below)} "
-        f"({'; '.join(below) or 'none'}); E2E p50 is at most 1.05 times fcfs's in {kept['E2E p50']}, p99 at most 1.15 "
-        f"times in {kept['E2E p99']}; the longest gap is {max(row['longest gap'] for row, _ in rows):.1f} s"
-    )
+    shares = [result["references"] | {name: row["attained"] for name, row in result["policies"].items()}
+              for result in results]  # fmt: skip
+    means = {name: sum(one[name] for one in shares) / len(shares) for name in shares[0]}
+    below = [result["cell"] for result, one in zip(results, shares, strict=True) if one[policy] < one["fcfs"] - 0.01]
+    pairs = [(result["policies"][policy], result["policies"]["fcfs"]) for result in results]
+    lines = [
+        "attained on average: " + ", ".join(f"{name} {mean:.1%}" for name, mean in means.items()),
+        f"{policy}: more than 1 point below fcfs in {len(below)} cells ({'; '.join(below) or 'none'})",
+        f"the longest gap is {max(row['longest gap'] for row, _ in pairs):.1f} s",
+    ]
+    for name, most in (("E2E p50", 1.05), ("E2E p99", 1.15)):
+        ratios = [row[name] / fcfs[name] for row, fcfs in pairs]
+        num_kept = sum(ratio <= most for ratio in ratios)
+        lines.append(f"{name}: at most {most} times fcfs's in {num_kept} of {len(ratios)}, worst {max(ratios):.2f}")
+    return "\n".join([*lines, *_beside_paced(results, policy)])
+
+
+def _beside_paced(results: list[dict[str, Any]], policy: str) -> list[str]:
+    """The last policy in mild cells: those where ``paced`` is within 2 points of the best of all."""
+    rows = [result["policies"] for result in results]
+    if policy == "paced" or "paced" not in rows[0]:
+        return []
+    near = [one for one in rows if one["paced"]["attained"] >= max(row["attained"] for row in one.values()) - 0.02]
+    as_soon = sum(one[policy]["TTFT p99"] <= one["paced"]["TTFT p99"] + 0.02 * one["fcfs"]["TTFT p99"] for one in near)
+    return [
+        f"paced is within 2 points of the best in {len(near)}; {policy}'s TTFT p99 is no later in {as_soon} of them"
+    ]
+
+
+def find_references(
+    workers: ProcessPoolExecutor, cells: list[Cell], results: list[dict[str, Any]], args: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Of each cell (``refer``); none if ``timely`` was not measured, whose rates they need."""
+    if "timely" not in args.policies:
+        return [{} for _ in cells]
+    rates = find_rates(cells, results, args.seeds[0])
+    one = partial(refer, seeds=args.seeds, line_patience=args.line_patience)
+    return list(workers.map(one, cells, results, [rates[cell.kind] for cell in cells]))
 
 
 def main() -> None:
@@ -158,16 +220,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="fcfs first")
+    parser.add_argument("--line-patience", type=float, default=LINE_PATIENCE)
     parser.add_argument("--only", default="", help="cells whose name holds this")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cells = [cell for cell in CELLS if args.only in cell.name]
     with ProcessPoolExecutor() as workers:
-        results = list(workers.map(partial(serve, seeds=args.seeds, policies=args.policies), cells))
+        one = partial(serve, seeds=args.seeds, policies=args.policies, line_patience=args.line_patience)
+        results = list(workers.map(one, cells))
+        for result, references in zip(results, find_references(workers, cells, results, args), strict=True):
+            result["references"] = references
     print_table(results)
     print(summarise(results))
     if args.out:
-        write_result(args.out, json.dumps({"seeds": args.seeds, "cells": results}, indent=1) + "\n")
+        kept = {"seeds": args.seeds, "line_patience": args.line_patience, "cells": results}
+        write_result(args.out, json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
