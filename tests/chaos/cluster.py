@@ -168,7 +168,7 @@ class Cluster:
         wait_until(lambda: before + self.engines[role].said["checked"] > number, f"the {role} serves nothing", self)
 
     def finish(self) -> None:
-        """Everybody ends; nothing stays lent."""
+        """All processes end; nothing stays lent."""
         for role in self.engines:
             self.note_totals(role)
         assert self.consumer.end() == 0 and self.producer.end() == 0
@@ -181,7 +181,7 @@ class Cluster:
 
         wait_until(is_over, lambda: f"leases stay: {listing}", self)
         assert listing is not None and not any(member["offered_bytes"] for member in listing["members"])
-        assert not find_path(self.name_of("producer"), None).exists(), "somebody still owns pages of the device"
+        assert not find_path(self.name_of("producer"), None).exists(), "pages of the device are still owned"
 
     def close(self) -> None:
         for process in (self.consumer, self.producer, self.coordinator):

@@ -46,7 +46,7 @@ class State:
         self.is_over = False
 
     def obey(self) -> None:
-        """Read commands until there are no more; whoever gave them is gone then, and so is this process soon."""
+        """Read commands until standard input is closed; the process that sent them has exited then."""
         for line in sys.stdin:
             word, _, value = line.strip().partition(" ")
             if word == "load":
@@ -80,7 +80,7 @@ class Load:
         self.num_checked = self.num_wrong = self.num_excused = 0
 
     def step(self, num_live: int) -> None:
-        """One step; who has ended is judged."""
+        """Run one step and judge the requests that have ended."""
         while len(self._open) < num_live:
             number = next(self._numbers)
             which = number % len(self._prompts)

@@ -114,14 +114,14 @@ def network_fails(cluster: Cluster, random: Random) -> None:
 
 
 def network_is_cut(cluster: Cluster, random: Random) -> None:
-    """Everybody is cut off from the coordinator for longer than a TTL."""
+    """Both engines are cut off from the coordinator for longer than a TTL."""
     cluster.proxy.is_cut = True
     time.sleep(TTL_S * (1 + random.random()))
     cluster.proxy.is_cut = False
 
 
 def clocks_jump(cluster: Cluster, random: Random) -> None:
-    """Somebody's clock goes on by a minute, as it does when a machine was suspended."""
+    """The clock of one engine jumps, by up to a minute, as after a suspension of the machine."""
     random.choice([cluster.consumer, cluster.producer]).tell(f"jump {random.choice([0.5, 3, 60])}")
 
 

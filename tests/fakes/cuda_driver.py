@@ -196,7 +196,7 @@ class FakeDriver:
         return (OK,)
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[CUresult]:  # noqa: N802
-        """At once; memory that is nobody's here is the home device's own."""
+        """Copies at once; an address without a mapping here is the home device's own memory."""
         self.copies.append((target, source, num_bytes, stream))
         for address in (target, source):
             for begin, mapping in self._mappings.items():

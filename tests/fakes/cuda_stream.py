@@ -16,14 +16,14 @@ from tests.support.waiting import HANG_S
 
 
 class FakeStream:
-    """See ``Stream``. What is put on it happens when somebody waits for it, once ``gate`` is open.
+    """See ``Stream``. Its work runs when a caller waits for it, once ``gate`` is open.
 
     Attributes:
         gate: Open at first.
         num_under_way: Copies that were put on it and have not ended.
-        failure: Raised by whoever waits.
+        failure: Raised by calls that wait.
         refusal: Raised by ``run``, when its copies are on the stream already.
-        num_drained: How often somebody waited for everything.
+        num_drained: Number of waits for everything.
     """
 
     def __init__(self, direction: Direction, store: BlockStore, wire: Wire, staging_blocks: int) -> None:

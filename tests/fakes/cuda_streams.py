@@ -28,7 +28,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        assert self._s, "nobody recorded it"
+        assert self._s, "it was not recorded"
 
     def elapsed_time(self, end: Event) -> float:
         return (end._s - self._s) * 1e3

@@ -23,7 +23,7 @@ LIMITS = PlanLimits(
 )
 
 
-def test_a_sender_on_another_gpu_is_heard_and_its_death_ends_the_recv_that_waits() -> None:
+def test_tensors_cross_gpus_and_a_killed_sender_ends_the_waiting_recv() -> None:
     own = torch.device("cuda", 0)
     with dying_sender(LIMITS, torch.device("cuda", 1), choose_backend) as (link, process):
         introduce(link, own)

@@ -49,7 +49,7 @@ def test_used_blocks_and_parameters_keep_their_bytes_through_groups(machine: typ
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_the_kernel_says_the_same_over_moved_blocks(forgets: bool) -> None:
+def test_the_kernel_computes_the_same_over_moved_blocks(forgets: bool) -> None:
     """With tables that still name the blocks of before, it does not: the control."""
     pytest.importorskip("cuda.bindings")
     pytest.importorskip("triton")

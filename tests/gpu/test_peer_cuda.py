@@ -136,7 +136,7 @@ def permuted(count: int, number: int) -> list[int]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_extent_takes_its_bytes_of_the_producers_device_and_gives_them_back(producer: str, tmp_path: Path) -> None:
+def test_an_extent_takes_its_bytes_of_the_producers_device_and_frees_them(producer: str, tmp_path: Path) -> None:
     index = int(producer.removeprefix("gpu"))
     memory = CudaPeerMemory(0, tmp_path)
     memory.allocate(producer, memory.page_bytes).close()  # type: ignore[union-attr]  # whatever the first one costs
@@ -210,8 +210,8 @@ def test_slots_of_a_chunk_that_is_gone_are_a_miss(there: There) -> None:
 
 
 @pytest.mark.parametrize("direction", [OUT, IN])
-def test_memory_that_goes_waits_for_the_copy_there_and_for_nobody_else(there: There, direction: Direction) -> None:
-    """The forced path: the copy stands behind a kernel, and nobody polls."""
+def test_removed_memory_waits_only_for_copies_that_use_it(there: There, direction: Direction) -> None:
+    """The forced path: the copy stands behind a kernel, and no thread polls."""
     there.add(0, 1)
     for warm_up in (OUT, IN):  # compiles the kernels, which takes longer than any sleep
         assert there.copy(warm_up, [0, 1], [0, CHUNK_SLOTS]).is_whole

@@ -130,11 +130,11 @@ def test_while_the_neighbour_lends_and_recalls(monkeypatch: pytest.MonkeyPatch) 
         assert not any(llm.stats().failed_transfers.values())
 
 
-def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = on_cpu()
     with neighbourhood(monkeypatch, deadline_s=1.5) as (neighbour, llm):
         generate(llm)  # leaves prefixes in the neighbour's memory
-        with llm._idle.driven():  # nobody steps: the watch's thread gives everything back
+        with llm._idle.driven():  # no step runs: the watch's thread returns everything
             neighbour.lend(0)
             until(lambda: not neighbour.borrowed_bytes)
         verdict = compare(expected, generate(llm))

@@ -102,7 +102,7 @@ def test_many_copies_share_staging_without_mixing(bench: Bench) -> None:
     assert torch.equal(slots.words, _read(pool, tuple(range(NUM_SLOTS))))
 
 
-def test_a_layer_that_lies_in_page_locked_memory_is_copied_from_there_and_back(bench: Bench) -> None:
+def test_a_layer_in_page_locked_memory_is_copied_from_there_and_back(bench: Bench) -> None:
     pool, slots, engine = bench
     blocks, back = tuple(range(8)), tuple(range(20, 28))
     left = _read(pool, blocks)

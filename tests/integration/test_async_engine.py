@@ -64,7 +64,7 @@ def test_stream_equals_generate() -> None:
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
 
 
-def test_everything_that_a_caller_says_of_a_request_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_fields_of_a_callers_request_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"priority": 3, "client": "somebody", "cache_salt": "salt", "goals": Goals(tpot_s=0.2)}
 
     async def ask() -> Request:
@@ -216,7 +216,7 @@ def test_refusals_come_before_the_first_delta() -> None:
     asyncio.run(refuse())
 
 
-def test_drain_ends_what_is_alive() -> None:
+def test_drain_ends_live_requests() -> None:
     async def drain() -> None:
         async with running() as engine:
             short = asyncio.create_task(collect(engine, greedy(100)))
@@ -232,8 +232,8 @@ def test_drain_ends_what_is_alive() -> None:
     asyncio.run(drain())
 
 
-def test_dead_engine_fails_every_caller() -> None:
-    async def die() -> None:
+def test_a_failed_engine_fails_every_caller() -> None:
+    async def run_failing_engine() -> None:
         async with running() as engine:
             engine.engine.loop.next_plan = lambda now: 1 / 0  # type: ignore[method-assign, assignment, return-value]
             with pytest.raises(RuntimeError, match="the engine failed"):
@@ -242,7 +242,7 @@ def test_dead_engine_fails_every_caller() -> None:
             with pytest.raises(RuntimeError, match="not running"):
                 await collect(engine, greedy(3))
 
-    asyncio.run(die())
+    asyncio.run(run_failing_engine())
 
 
 def test_offline_replay_reports_what_happened() -> None:

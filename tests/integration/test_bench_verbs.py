@@ -32,7 +32,7 @@ def serve(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any
 
 
 @pytest.mark.parametrize("verb", [offline, serve])
-def test_skipped_rows_of_a_trace_are_told_and_counted_and_without_a_trace_unknown(
+def test_skipped_rows_are_reported_with_a_trace_and_unknown_without(
     verb: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.csv"
@@ -47,7 +47,7 @@ def test_skipped_rows_of_a_trace_are_told_and_counted_and_without_a_trace_unknow
 
 
 @pytest.mark.parametrize("verb", [offline, serve])
-def test_goals_are_measured_before_the_load_unless_asked_for(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goals_are_measured_before_the_load_unless_given(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "3", "--max-input", "9", "--max-output", "3", "--ignore-eos")
     measured, _ = verb(capsys, *flags)
     assert (measured["completed"], len(measured["request_ids"])) == (3, 3)

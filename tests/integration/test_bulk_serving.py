@@ -1,4 +1,4 @@
-"""Bulk servers: who is served, stores that are withdrawn, the gate before chunks, and digests."""
+"""Bulk servers: which clients are served, withdrawn stores, the gate before chunks, and digests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.support.waiting import HANG_S
 OK, MISSING = Outcome.OK, Outcome.MISSING
 
 
-# -- who is served -----------------------------------------------------------------------------------------------------
+# -- which clients are served ------------------------------------------------------------------------------------------
 
 
 def test_a_secret_opens_connections_until_it_is_revoked() -> None:
@@ -65,26 +65,26 @@ def test_a_secret_opens_connections_until_it_is_revoked() -> None:
         assert client.fetch([whole()], Received()) == [OK]
 
 
-def test_connections_have_a_limit_and_strangers_take_none_of_it() -> None:
+def test_unauthenticated_connections_do_not_count_toward_the_limit() -> None:
     with serving(kv=KV) as server:
-        strangers = [socket.create_connection(split_address(server.address, "")) for _ in range(MAX_PEERS - 1)]
+        unauthenticated = [socket.create_connection(split_address(server.address, "")) for _ in range(MAX_PEERS - 1)]
         clients = [BulkClient(server.address, SECRET) for _ in range(MAX_PEERS + 1)]
         for client in clients[:-1]:
             client.start()
         with pytest.raises(PeerLost, match="no bulk data"):
             clients[-1].start()
-        for end in (*clients, *strangers):
+        for end in (*clients, *unauthenticated):
             end.close()
 
 
-def test_strangers_have_a_limit() -> None:
+def test_unauthenticated_connections_are_limited() -> None:
     with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
         address = split_address(server.address, "")
-        strangers = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
-        assert strangers[0].recv(1) == b""  # before its time for a hello is over: the oldest
+        unauthenticated = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
+        assert unauthenticated[0].recv(1) == b""  # before its time for a hello is over: the oldest
         assert client.fetch([whole()], Received()) == [OK]
-        for stranger in strangers:
-            stranger.close()
+        for connection in unauthenticated:
+            connection.close()
 
 
 def raw_client(server: BulkServer) -> FrameSocket:
@@ -107,7 +107,7 @@ def raw_client(server: BulkServer) -> FrameSocket:
         Frame({}),
     ],
 )
-def test_a_client_that_asks_nonsense_is_hung_up_on_alone(frame: Frame) -> None:
+def test_an_invalid_request_closes_only_its_own_connection(frame: Frame) -> None:
     with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
         raw = raw_client(server)
         with pytest.raises(PeerLost):
@@ -235,7 +235,7 @@ def test_the_gate_opens_when_the_last_holder_lets_go() -> None:
 # -- digests -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_digest_tells_one_changed_bit_and_another_length() -> None:
+def test_a_digest_detects_one_changed_bit_and_another_length() -> None:
     @settings(max_examples=examples(100), deadline=None)
     @given(st.binary(max_size=70), st.integers(0, 10**6))
     def check(text: bytes, position: int) -> None:

@@ -51,7 +51,7 @@ def test_every_way_answers_the_same_requests(runs: dict[str, dict[str, Any]]) ->
             assert result[key] == runs["fcfs"][key]
 
 
-def test_every_way_is_what_its_result_says(runs: dict[str, dict[str, Any]]) -> None:
+def test_every_way_has_the_settings_in_its_result(runs: dict[str, dict[str, Any]]) -> None:
     configs = {name: result["floodplain"]["config"] for name, result in runs.items()}
     assert [config["policy"] for config in configs.values()] == ["fcfs", "cfs", "paced"]
     assert [config["is_synchronous"] for config in configs.values()] == [False, True, False]

@@ -130,14 +130,14 @@ def test_users_ask_again_when_they_are_answered_until_they_leave(to_s: float, go
     assert num_sent == (10 if goes_on else 0)
 
 
-def test_a_verb_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_a_verb_that_does_not_start_reports_the_reason(tmp_path: Path) -> None:
     flags = ["--lend", "auto"]
     with pytest.raises(UserError, match=r"serve did not start: .*no-such-model"):  # noqa: SIM117
         with neighbourhood(tmp_path, "no-such-model", flags, ["--swap", "peer"]):
             pytest.fail("it started")
 
 
-def test_a_process_that_is_told_to_stop_has_stopped(tmp_path: Path) -> None:
+def test_a_process_stops_on_request(tmp_path: Path) -> None:
     words = ["coordinator", "--port", "0", "--store", f"sqlite:///{tmp_path / 'a.db'}"]
     with VerbProcess(words, tmp_path / "log") as process:
         assert str(process.wait_ready()["url"]).startswith("http://127.0.0.1:")

@@ -64,7 +64,7 @@ def test_leases_are_a_table_for_people_and_json_for_programs(running: RunningCoo
     assert {lease["lease_id"] for lease in listing["leases"]} == {"bob.1.1.0", "bob.1.2.0"}
 
 
-def test_a_device_that_is_forgotten_takes_its_leases_with_it_and_one_that_is_unknown_is_an_error(
+def test_forgetting_a_device_ends_its_leases_an_unknown_one_is_an_error(
     tmp_path: Path,
 ) -> None:
     with coordinating(open_store(tmp_path)) as other, closing(CoordinatorClient(other.url)) as client:
@@ -81,9 +81,9 @@ def test_a_device_that_is_forgotten_takes_its_leases_with_it_and_one_that_is_unk
             assert refused.stderr.startswith("floodplain: ") and refused.stderr.count("\n") == 1
 
 
-def test_when_nobody_answers_it_is_one_line_and_status_1() -> None:
+def test_an_unreachable_coordinator_is_one_line_and_status_1() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))  # and no process listens there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         for flags in ((), ("--format", "json"), ("--forget", "gpu-0")):
             done = run("leases", "--coordinator", url, *flags)

@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_tells_servers_consumers_and_the_proof(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_servers_consumers_and_the_proof(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["place", str(cluster)]) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
@@ -108,7 +108,7 @@ def test_the_picture_has_a_cell_for_each_gpu_and_an_arc_for_each_pair(cluster: P
     assert to_svg(draw_placement(document)) == to_svg(draw_placement(document))
 
 
-def test_the_picture_of_a_large_cluster_says_that_it_shows_a_part(cluster: Path) -> None:
+def test_the_picture_of_a_large_cluster_is_titled_as_partial(cluster: Path) -> None:
     cluster.write_text(CLUSTER.replace("count: 2, gpus", f"count: {MAX_ROWS + 1}, gpus"))
     loaded = read_cluster(cluster)
     (panel,) = draw_placement(to_document(loaded, place(loaded))).axes

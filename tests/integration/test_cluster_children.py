@@ -245,7 +245,7 @@ def test_a_front_ends_with_one_line_when_its_last_instance_is_given_up(monkeypat
 
 
 @pytest.mark.parametrize("why", ["silent", "hung_up"])
-def test_a_child_that_joins_and_is_lost_at_once_again_and_again_is_given_up(
+def test_a_child_that_joins_and_is_lost_again_and_again_is_given_up(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its process lives on, and dials: it is let in later each time, and in the end killed, with a reason each time."""

@@ -1,4 +1,4 @@
-"""The front over real sockets: who is let in, where requests go, and what becomes of them when instances end."""
+"""The front over real sockets: which instances may join, where requests go, also when instances end."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
             return tokens, text, delta.finish_reason
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------------
+# -- which instances may join ------------------------------------------------------------------------------------------
 
 
-def test_strangers_and_unlike_instances_are_told_why_and_get_no_epoch() -> None:
+def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
     async def play(some: Stage) -> None:
         early = await some.join(OUTSIDE)
         assert (early.epoch, early.denied) == (0, "")  # hung up on: it may dial again
@@ -81,7 +81,7 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_the_oldest_stranger_makes_way_for_one_who_knows_the_token(
+def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     is_scarce: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If there are as many as may be, or no file is left for one more."""
@@ -90,18 +90,18 @@ def test_the_oldest_stranger_makes_way_for_one_who_knows_the_token(
         door: Any = some.front._door
         now_s = [0.0]
         door._clock = lambda: now_s[0]
-        strangers = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
-        await until(lambda: len(door._strangers) == len(strangers))
+        dialled = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
+        await until(lambda: len(door._strangers) == len(dialled))
         if is_scarce:
             oldest = next(iter(door._strangers))
             some.sock.is_scarce = lambda: oldest in door._strangers  # type: ignore[attr-defined]
         joining = asyncio.create_task(some.join(OWN))
-        await until(lambda: caplog.records)  # all strangers are too young to go
+        await until(lambda: caplog.records)  # all unauthenticated connections are too young to be closed
         now_s[0] = LEAST_STAY_S
         assert (await joining).epoch == 1
-        assert await strangers[0].read() is None
-        strangers[-1].say(Hello(OUTSIDE, FACTS))
-        assert isinstance(await strangers[-1].read(), Welcome)
+        assert await dialled[0].read() is None
+        dialled[-1].say(Hello(OUTSIDE, FACTS))
+        assert isinstance(await dialled[-1].read(), Welcome)
         assert len(caplog.records) == 1 and not caplog.records[0].exc_info
 
     monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
@@ -136,7 +136,7 @@ def test_an_instance_whose_slot_is_shut_dials_until_it_is_open() -> None:
     on_stage(play)
 
 
-def test_an_instance_that_says_nonsense_loses_its_requests_to_another() -> None:
+def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         entry, caller = some.ask(max_tokens=3)
@@ -185,7 +185,7 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
     on_stage(play)
 
 
-def test_requests_that_wait_for_an_instance_get_the_first_that_comes() -> None:
+def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         one.link.abort()
@@ -242,7 +242,7 @@ class HoldingEngine:
         yield OutputDelta("", ())
 
 
-def test_an_instance_says_that_it_has_taken_a_request_before_its_first_token() -> None:
+def test_an_instance_acknowledges_a_request_before_its_first_token() -> None:
     async def play(some: Stage) -> None:
         peer, accepted = await some.join(), asyncio.Event()
         life = Life(peer.link, Welcome(peer.epoch, 1.0, 60.0), cast(AsyncEngine, HoldingEngine()))
@@ -295,7 +295,7 @@ def test_a_request_that_moved_is_never_refused_because_many_wait() -> None:
     on_stage(play)
 
 
-def test_who_hangs_up_is_aborted_where_it_runs() -> None:
+def test_a_dropped_request_is_aborted_on_its_instance() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         entry, _ = some.ask(max_tokens=9)
@@ -304,7 +304,7 @@ def test_who_hangs_up_is_aborted_where_it_runs() -> None:
         some.front.requests.drop(entry)
         some.front.requests.drop(entry)
         assert isinstance(await one.read(), Abort) and one.aborted == [ticket]
-        one.step(ticket)  # too late: nobody listens
+        one.step(ticket)  # too late: it has no reader
         other, caller = some.ask(max_tokens=1)
         await one.read()
         one.step(other.ticket)
@@ -327,7 +327,7 @@ def test_a_request_under_which_instances_end_is_given_up() -> None:
     on_stage(play)
 
 
-def test_an_instance_that_leaves_keeps_its_requests_and_gets_no_more() -> None:
+def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         entry, caller = some.ask(max_tokens=2)

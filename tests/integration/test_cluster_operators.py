@@ -1,4 +1,4 @@
-"""Who may look at a cluster, and who may change it: by its routes, over a front without instances."""
+"""Which keys may read the state of a cluster, and which may change it: by route, over a front without instances."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: FrontProcess) ->
     assert len(before & after) == 1 and max(after) > max(before)
 
 
-def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(front: FrontProcess) -> None:
+def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(front: FrontProcess) -> None:
     front.wait_full()
     stopped: list[Any] = []
 

@@ -31,10 +31,10 @@ def store(tmp_path: Path) -> HookedStore:
     return open_store(tmp_path)
 
 
-# -- who leads ---------------------------------------------------------------------------------------------------------
+# -- leadership --------------------------------------------------------------------------------------------------------
 
 
-def test_one_that_stands_by_says_who_leads_and_leads_when_that_one_ends(tmp_path: Path) -> None:
+def test_a_standby_names_the_leader_and_takes_over_when_it_ends(tmp_path: Path) -> None:
     with coordinating(open_store(tmp_path)) as leader, coordinating(open_store(tmp_path), leads=False) as standby:
         assert say(leader, join("ann")).status_code == 200
         wait_until(lambda: standby.service.leader_url == leader.url)
@@ -54,7 +54,7 @@ def test_one_that_stands_by_says_who_leads_and_leads_when_that_one_ends(tmp_path
         assert [row["name"] for row in httpx.get(f"{standby.url}/v1/leases").json()["members"]] == ["ann"]
 
 
-def test_while_the_store_fails_nobody_is_answered_and_the_process_is_well(store: HookedStore) -> None:
+def test_with_a_failing_store_messages_get_503_and_the_process_is_healthy(store: HookedStore) -> None:
     def fail(moment: str) -> None:
         raise StoreError(moment, None, ConnectionError("the disk is full"))
 
@@ -103,7 +103,7 @@ def asking(running: RunningCoordinator, *messages: dict[str, Any]) -> Iterator[h
         connection.close()
 
 
-def test_what_waits_when_it_is_stopped_is_answered_and_another_one_leads_at_once(tmp_path: Path) -> None:
+def test_a_stopped_leader_answers_waiting_messages_and_another_leads(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with coordinating(store) as running, coordinating(open_store(tmp_path), leads=False) as standby:
         with stalled(store) as may_go_on, asking(running, join("ann")) as first, asking(running, join("bob")) as second:
@@ -128,7 +128,7 @@ def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
         running.join()
 
 
-def test_who_hangs_up_while_its_message_waits_does_not_keep_others_from_their_answers(store: HookedStore) -> None:
+def test_a_client_that_disconnects_does_not_block_other_answers(store: HookedStore) -> None:
     with coordinating(store) as running:
         with stalled(store) as may_go_on, asking(running, join("ann")) as gone, asking(running, join("bob")) as other:
             wait_until(lambda: running._server._desk._clerk.num_waiting == 2)
@@ -138,7 +138,7 @@ def test_who_hangs_up_while_its_message_waits_does_not_keep_others_from_their_an
         assert len(httpx.get(f"{running.url}/v1/leases").json()["members"]) == 2
 
 
-def test_when_it_fails_everybody_who_waits_is_told_at_once_and_it_ends(store: HookedStore) -> None:
+def test_a_failed_coordinator_answers_all_waiting_clients_and_exits(store: HookedStore) -> None:
     def fail(moment: str) -> None:
         if moment == "before write":
             raise InvariantError("a byte is leased twice")

@@ -1,4 +1,4 @@
-"""The coordinator's API over real HTTP: who is let in, what is answered, and what it says of itself."""
+"""The coordinator's API over real HTTP: access, answers, and what it reports of itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def names_of(running: RunningCoordinator) -> set[str]:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_handled_in_its_order_and_each_message_sees_what_the_one_before_it_did(
+def test_messages_of_a_batch_are_handled_in_order_one_after_the_other(
     running: RunningCoordinator,
 ) -> None:
     offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
@@ -108,7 +108,7 @@ def test_a_batch_is_handled_in_its_order_and_each_message_sees_what_the_one_befo
         (b"[" * 100_000, "not valid JSON", None),
     ],
 )
-def test_nonsense_gets_a_400_that_says_in_one_line_what_to_change(
+def test_invalid_input_gets_a_400_with_the_problem_in_one_line(
     running: RunningCoordinator, body: bytes, message: str, param: str | None
 ) -> None:
     response = httpx.post(f"{running.url}/v1/messages", content=body, headers=JSON)
@@ -140,10 +140,10 @@ def test_wrong_paths_methods_and_names_have_an_error_body(
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------------
+# -- access ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_token_that_it_knows_nobody_is_let_in(guarded: RunningCoordinator) -> None:
+def test_requests_without_a_known_token_are_refused(guarded: RunningCoordinator) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "root"}, {"Authorization": "Basic root"}):
         for method, path in (("POST", "messages"), ("GET", "leases"), ("DELETE", "members/a"), ("GET", "nowhere")):
             response = httpx.request(method, f"{guarded.url}/v1/{path}", headers=headers)
@@ -154,7 +154,7 @@ def test_without_a_token_that_it_knows_nobody_is_let_in(guarded: RunningCoordina
         assert httpx.get(guarded.url + path).status_code == 200
 
 
-def test_a_token_lets_in_what_its_role_may_say_for_its_names_and_a_batch_only_as_a_whole(
+def test_tokens_allow_messages_by_role_and_name_and_batches_as_a_whole(
     guarded: RunningCoordinator,
 ) -> None:
     offer = {"kind": "offer", "name": "gpu-0", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
@@ -178,7 +178,7 @@ def test_a_token_lets_in_what_its_role_may_say_for_its_names_and_a_batch_only_as
         assert httpx.delete(f"{guarded.url}/v1/members/bob", headers=other).status_code == 403
 
 
-def test_a_body_is_answered_with_each_lease_once_however_often_it_asks(store: HookedStore) -> None:
+def test_an_answer_has_each_lease_once_despite_repeated_messages(store: HookedStore) -> None:
     offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 10**6}
     beat = {"kind": "heartbeat", "name": "bob", "generation": 1}
     asks = [
@@ -320,7 +320,7 @@ def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> No
     assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
 
 
-def test_when_too_many_wait_the_next_is_told_to_come_later(
+def test_when_too_many_wait_the_next_gets_a_429_with_retry_after(
     running: RunningCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clerk, "MAX_WAITING", 0)
@@ -377,7 +377,7 @@ def test_metrics_count_what_happened(store: HookedStore) -> None:
     }
 
 
-def test_every_metric_is_in_the_documentation_and_every_documented_one_is_there(running: RunningCoordinator) -> None:
+def test_the_documentation_has_exactly_the_metrics_that_there_are(running: RunningCoordinator) -> None:
     lines = httpx.get(f"{running.url}/metrics").text.splitlines()
     shown = {(line.split()[2], line.split()[3]) for line in lines if line.startswith("# TYPE")}
     section = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("## The coordinator")[2]

@@ -30,7 +30,7 @@ NUM_LEASES = 3
 
 @pytest.fixture
 def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members exchange when they have something to say, or have heard of news, and at no other time."""
+    """Members exchange when they have a message to send, or got news, and at no other time."""
     for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
         monkeypatch.setattr(agents, name, NEVER_S)
     monkeypatch.setattr(news_watch, "FIRST_PAUSE_S", 0.05)
@@ -109,7 +109,7 @@ def listed(running: RunningCoordinator) -> list[str]:
 
 @pytest.mark.usefixtures("beatless")
 def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
-    """The borrower hears of the recall at once, and the lender of each byte that is free, until all are its own."""
+    """The borrower gets the recall at once, and the lender news of each freed byte, until all are its own."""
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.lender.membership.lend(0)
         while pair.taken_bytes:
@@ -132,7 +132,7 @@ def test_without_news_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("beatless")
-def test_a_lender_hears_at_once_of_a_borrower_that_ends(tmp_path: Path) -> None:
+def test_a_lender_gets_news_at_once_of_a_borrower_that_ends(tmp_path: Path) -> None:
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.taken_bytes = 0
         pair.borrower.close()  # without a word on its leases: they expire
@@ -140,8 +140,8 @@ def test_a_lender_hears_at_once_of_a_borrower_that_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("beatless")
-def test_the_next_coordinator_tells_of_recalls_as_the_last_one_did(tmp_path: Path) -> None:
-    """And of what was recalled while there was none: whoever comes back with an older mark is told to ask."""
+def test_the_next_coordinator_sends_news_of_recalls_like_the_last_one(tmp_path: Path) -> None:
+    """Recalls from the time without a coordinator are news, too, for a member with an older mark."""
     with ExitStack() as stack:
         first = coordinating(open_store(tmp_path), ttl_s=NEVER_S)
         running = first.__enter__()
@@ -185,7 +185,7 @@ def test_tokens_watch_their_own_members_alone(tmp_path: Path) -> None:
         ({"mark": "x" * 65}, "mark"), ({"member": "a/b"}, "member"),
     ],
 )  # fmt: skip
-def test_a_bad_query_is_one_line_that_says_what_to_change(
+def test_a_bad_query_is_one_line_that_names_the_problem(
     query: dict[str, Any], message: str, running: RunningCoordinator
 ) -> None:
     response = wait_for_news(running, **{"member": "bob", **query})
@@ -204,7 +204,7 @@ def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> No
         assert older.result(HANG_S).status_code == 409
         refused = wait_for_news(running, "ann", mark=mark)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many")
-        assert wait_for_news(running, "ann").json()["has_news"], "who need not wait is answered all the same"
+        assert wait_for_news(running, "ann").json()["has_news"], "a member that need not wait is answered all the same"
         offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 2**20}
         request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 2**20}]}
         recall = {"kind": "recall", "name": "ann", "stamp": {"generation": 1, "revision": 2}, "num_bytes": 2**20}
@@ -216,7 +216,7 @@ def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> No
         assert wait_for_news(running, "bob", mark=newer.result().json()["mark"], wait_s=0).json()["has_news"] is False
 
 
-def test_who_does_not_lead_tells_nothing_and_who_stops_answers_at_once(tmp_path: Path) -> None:
+def test_a_standby_refuses_news_and_a_stopping_leader_answers_at_once(tmp_path: Path) -> None:
     with coordinating(open_store(tmp_path)) as running, ThreadPoolExecutor(2) as pool:
         with coordinating(open_store(tmp_path), leads=False) as other:
             assert wait_for_news(other, "bob").status_code == 503
@@ -234,7 +234,7 @@ def fail_writes(moment: str) -> None:
         raise StoreError(moment, None, ConnectionError("the store fails"))
 
 
-def test_who_leads_no_more_sends_those_away_who_wait(tmp_path: Path) -> None:
+def test_a_leader_that_steps_down_refuses_waiting_clients(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with coordinating(store) as running, ThreadPoolExecutor(2) as pool:
         mark = wait_for_news(running, "bob").json()["mark"]

@@ -54,7 +54,7 @@ class Town:
         return replies[0]
 
     def lend(self, name: str) -> None:
-        """A member puts up ten bytes."""
+        """A member offers ten bytes."""
         member = self.say(Join(name, f"{name}-1")).member
         assert member is not None
         assert self.say(Offer(name, member.stamp, 10)).outcome is Outcome.APPLIED
@@ -65,7 +65,7 @@ class Town:
         return self.say(Request(name, member.generation, number, (Shard(10),)))
 
     def lease(self, consumer: str) -> Lease:
-        """The one lease of a consumer, as it hears of it at a beat."""
+        """The one lease of a consumer, from the answer to a heartbeat."""
         return self.say(Heartbeat(consumer, 1)).leases[0]
 
     def reload(self, content: str, told: str) -> None:
@@ -90,9 +90,9 @@ def test_a_pair_that_a_new_placement_lacks_is_recalled_and_granted_no_more(town:
     pairs = {(row["producer"], row["consumer"]) for row in json.loads(town.placement.read_text())["pairs"]}
     assert len(pairs) == 2
     consumer, producer = next((c, p) for p, c in pairs if c.startswith("a-"))
-    stranger = next(p for p, _ in pairs if p.startswith("b-"))
-    town.lend(stranger)
-    assert town.borrow(consumer, 1).outcome is Outcome.DEFERRED  # its own producer has put nothing up
+    unpaired = next(p for p, _ in pairs if p.startswith("b-"))
+    town.lend(unpaired)
+    assert town.borrow(consumer, 1).outcome is Outcome.DEFERRED  # its own producer has offered nothing
     town.lend(producer)
     (granted,) = town.borrow(consumer, 1).leases
     assert granted.producer == producer
@@ -101,7 +101,7 @@ def test_a_pair_that_a_new_placement_lacks_is_recalled_and_granted_no_more(town:
 
     town.reload("{", "the placement stays as it was")
     assert town.lease(consumer).state is LeaseState.HELD
-    document = {"kind": "floodplain placement", "version": 1, "pairs": [{"producer": stranger, "consumer": consumer}]}
+    document = {"kind": "floodplain placement", "version": 1, "pairs": [{"producer": unpaired, "consumer": consumer}]}
     town.reload(json.dumps(document), "counts from now on")
     recalled = wait_until(lambda: (lease := town.lease(consumer)).state is LeaseState.RECALLED and lease)
     assert isinstance(recalled, Lease) and recalled.deadline_s == 5.0
@@ -113,7 +113,7 @@ def test_a_pair_that_a_new_placement_lacks_is_recalled_and_granted_no_more(town:
     assert town.say(Observe(producer, row.stamp, 0)).leases[0].state is LeaseState.SETTLED
     town.lend(producer)
     (granted,) = town.borrow(consumer, 2).leases
-    assert granted.producer == stranger
+    assert granted.producer == unpaired
 
 
 def test_a_placement_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def rows(listing: dict[str, Any]) -> list[Any]:
     return [listing["members"], leases]
 
 
-def test_a_coordinator_that_is_killed_and_started_again_knows_every_lease(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_killed_and_restarted_has_every_lease(tmp_path: Path) -> None:
     random = Random(1)
     with fleet(f"sqlite:///{tmp_path / 'leases.db'}", tmp_path) as some:
         (process,) = some.start()
@@ -48,9 +48,7 @@ def test_a_coordinator_that_is_killed_and_started_again_knows_every_lease(tmp_pa
         engines.go_home()
 
 
-def test_with_two_coordinators_leaders_are_killed_and_stopped_and_the_laws_hold(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_the_laws_hold_while_one_of_two_coordinators_is_killed_or_stopped(postgres_url: str, tmp_path: Path) -> None:
     random = Random(2)
     with fleet(postgres_url, tmp_path) as some:
         some.start(2)
@@ -79,7 +77,7 @@ def depose(some: Fleet, number: signal.Signals) -> None:
 
 @contextmanager
 def saying(process: CoordinatorProcess, *messages: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-    """A connection on which this was sent, whether anybody reads it or not."""
+    """A connection on which this was sent, whether the process reads it or not."""
     connection = http.client.HTTPConnection(process.url.removeprefix("http://"), timeout=HANG_S)
     try:
         body = json.dumps({"messages": messages})
@@ -89,9 +87,7 @@ def saying(process: CoordinatorProcess, *messages: dict[str, Any]) -> Iterator[h
         connection.close()
 
 
-def test_a_leader_that_is_woken_after_another_took_over_neither_answers_nor_writes(
-    postgres_url: str, tmp_path: Path
-) -> None:
+def test_a_leader_resumed_after_a_takeover_neither_answers_nor_writes(postgres_url: str, tmp_path: Path) -> None:
     beat: dict[str, Any] = {"kind": "heartbeat", "name": "ann", "generation": 1}
     with fleet(postgres_url, tmp_path) as some, ExitStack() as connections:
         (old,) = some.start()
@@ -122,7 +118,7 @@ def test_a_signal_ends_it_with_0_and_the_other_one_leads_at_once(
         assert leader.process.wait(HANG_S) == 0
         other = next(each for each in some.processes if each is not leader)
         wait_until(other.leads)
-        assert (status == 200) == bool(some.listing()["members"]), "who was answered is known, and nobody else"
+        assert (status == 200) == bool(some.listing()["members"]), "exactly the answered members are known"
         assert "Traceback" not in leader.log.read_text()
 
 

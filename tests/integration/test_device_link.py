@@ -81,7 +81,7 @@ def test_a_stage_that_is_killed_in_mid_transfer_ends_the_recv_that_waits() -> No
         expect_death_in_mid_transfer(receiver, link, process, LIMITS)
 
 
-def test_a_neighbour_that_says_nonsense_of_itself_is_lost() -> None:
+def test_a_neighbour_with_an_invalid_introduction_is_lost() -> None:
     with linked() as (sender, receiver):
         sender.send(Frame({"device": 3}))
         with pytest.raises(PeerLost, match="no process group"):

@@ -160,7 +160,7 @@ def test_a_fixed_expansion_over_a_slow_link(expansion: str, requests: list[Reque
     assert stats.expansion.stall_s > 0
 
 
-def test_clients_that_hang_up_while_layers_stream(requests: list[Request], expected: list[Reference]) -> None:
+def test_clients_that_disconnect_while_layers_stream(requests: list[Request], expected: list[Reference]) -> None:
     rng = Random(3)
 
     def hang_up(run: Run, step: int) -> None:

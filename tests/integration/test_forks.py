@@ -58,6 +58,6 @@ def test_what_a_fork_starts_is_its_child(words: list[str]) -> None:
     assert parent_of_child == pid
 
 
-def test_an_error_is_told_with_status_1() -> None:
+def test_an_error_is_reported_with_status_1() -> None:
     done = forks.run([sys.executable, "-c", "raise ValueError('no')"], 60.0)
     assert done.returncode == 1 and done.stderr.endswith("ValueError: no\n")

@@ -130,7 +130,7 @@ def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -
     wait_solo(front)
 
 
-def test_what_cannot_be_done_is_said_in_one_line(front: FrontProcess, capsys: Any, folder: Path) -> None:
+def test_an_impossible_change_is_refused_in_one_line(front: FrontProcess, capsys: Any, folder: Path) -> None:
     wait_solo(front)
     lines = []
     (backstop,) = folder.glob("*.layers")

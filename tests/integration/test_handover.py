@@ -156,7 +156,7 @@ def test_requests_are_not_handed_over_while_a_step_runs() -> None:
         opened.engine.close()
 
 
-def test_a_paused_engine_has_delivered_all_and_computes_nothing_until_released() -> None:
+def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
     async def story() -> tuple[list[int], int, int]:
         engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
         await engine.start()

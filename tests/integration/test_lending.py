@@ -114,7 +114,7 @@ class Load:
             assert time.monotonic() < end_s, "it never came to that"
 
     def drain(self, *consumers: Consumer) -> None:
-        """Steps until nobody is alive."""
+        """Step until no request is live."""
         self.step_until(lambda: not self._engine.has_unfinished, 0, *consumers)
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
@@ -153,7 +153,7 @@ def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expect
     assert consumer.num_refused == stats.num_failed_growths == 0
 
 
-def test_consumers_are_given_the_time_that_the_flag_says(coordinator: str) -> None:
+def test_consumers_are_given_the_recall_deadline_of_the_flag(coordinator: str) -> None:
     with producing(coordinator, recall_deadline=2 * HANG_S) as producer:
         lend_wildly(producer, [NUM_BLOCKS // 2])
         load = Load(producer, [])
@@ -201,7 +201,7 @@ def test_tokens_stay_what_they_are_however_the_pool_is_lent(
 
 
 def ebb_and_flow(step: int) -> int:
-    """Live requests: more than the pool holds, then nearly none, so that those who stay are scattered over it."""
+    """Live requests: more than the pool holds, then nearly none, so that the rest is scattered over it."""
     return 44 if step % 60 < 20 else 2
 
 
@@ -214,7 +214,7 @@ def lend_wildly(producer: Producer, targets: Sequence[int]) -> PoolLender:
 
 
 @pytest.mark.parametrize("moves_blocks", [True, False])
-def test_who_is_scattered_over_the_pool_goes_on_in_the_rest_of_it(
+def test_requests_scattered_over_the_pool_survive_its_shrinking(
     moves_blocks: bool,
     coordinator: str,
     requests: list[Request],

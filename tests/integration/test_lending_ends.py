@@ -1,6 +1,6 @@
 """Processes that end one right after the other, between two beats: nothing stays owed, whatever the lender last heard.
 
-Nobody beats here by itself: the agents say something when they are woken, and at the end.
+Agents send no heartbeats by themselves here: they send messages when they are woken, and at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLAGS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def nobody_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
         monkeypatch.setattr(agents, name, 60.0)
 
@@ -80,7 +80,7 @@ class Street:
         """Until the coordinator knows that so many are held."""
         end_s = time.monotonic() + HANG_S
         while [lease["state"] for lease in self.listing()["leases"]].count("held") < num_leases:
-            assert time.monotonic() < end_s, "nobody could borrow"
+            assert time.monotonic() < end_s, "the consumer could not borrow"
             self.engine.step()
             self.producer.wake()
             self.consumer.turn()
@@ -110,12 +110,14 @@ unnamed = pytest.mark.parametrize("street", [None], indirect=True)
 
 def test_a_lender_that_ends_right_after_its_consumer_leaves_nothing_owed(street: Street) -> None:
     street.consumer.close()
-    assert {lease["state"] for lease in street.listing()["leases"]} == {"released"}, "nobody may have looked by now"
+    assert {lease["state"] for lease in street.listing()["leases"]} == {"released"}, (
+        "the lender may not have looked by now"
+    )
     street.engine.close()
     assert street.listing()["leases"] == [] and not any(street.offered_bytes().values())
 
 
-def test_so_does_one_whose_coordinator_has_just_restarted(street: Street) -> None:
+def test_nothing_stays_owed_either_after_a_coordinator_restart(street: Street) -> None:
     street.consumer.close()
     street.end_coordinator()
     street.restart_coordinator()
@@ -123,7 +125,7 @@ def test_so_does_one_whose_coordinator_has_just_restarted(street: Street) -> Non
     assert street.listing()["leases"] == [] and not any(street.offered_bytes().values())
 
 
-def test_what_neighbours_hold_stays_theirs_and_nobody_is_granted_more(street: Street) -> None:
+def test_closing_a_lender_keeps_held_leases_and_grants_no_more(street: Street) -> None:
     held = {lease["lease_id"] for lease in street.listing()["leases"]}
     street.engine.close()
     rows = street.listing()["leases"]
@@ -131,7 +133,7 @@ def test_what_neighbours_hold_stays_theirs_and_nobody_is_granted_more(street: St
     assert sum(street.offered_bytes().values()) == sum(row["num_bytes"] for row in rows)
 
 
-def test_a_named_device_that_ended_first_is_owed_what_its_successor_must_see_free(street: Street) -> None:
+def test_leases_of_a_named_device_that_ended_first_stay_owed(street: Street) -> None:
     street.engine.close()
     street.consumer.close()
     assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
@@ -160,7 +162,7 @@ def test_it_waits_until_what_was_freed_is_seen_free(street: Street, monkeypatch:
 
 
 def test_it_does_not_wait_for_ever(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody still holds stays owed: its successor, or an operator, sees to it."""
+    """Bytes that are still held stay owed; its successor, or an operator, settles them."""
     monkeypatch.setattr(agents, "RETURN_BEAT_S", 0.01)
     monkeypatch.setattr(agents, "RETIRE_S", 0.05)
     street.consumer.close()
@@ -177,7 +179,7 @@ def test_without_its_last_words_leases_stay_owed(street: Street, monkeypatch: py
     assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
 
 
-def test_without_a_coordinator_it_ends_at_once_and_says_so(
+def test_without_a_coordinator_it_ends_at_once_and_logs_that(
     street: Street, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[object] = []

@@ -1,4 +1,4 @@
-"""Engines that have nothing to compute hear of recalls at once, and give back what they borrowed."""
+"""Engines that have nothing to compute get recalls at once, and return what they borrowed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLAGS = {
 
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch) -> Iterator[tuple[Neighbour, EngineConfig]]:
-    """A neighbour that lends all that it has, and recalls without haste; and who may borrow of it."""
+    """A neighbour that lends all that it has, with a long deadline for recalls; and the flags of its borrowers."""
     patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, NEVER_S)) as neighbour:
         neighbour.lend(NUM_PAGES)
@@ -53,7 +53,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(1e-3)
 
 
-def test_an_idle_server_needs_no_step_of_its_own_to_hear_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_server_learns_of_leases_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "IDLE_S", NEVER_S)
 
     async def story(neighbour: Neighbour, engine: AsyncEngine) -> None:
@@ -94,8 +94,8 @@ def test_an_llm_between_two_calls_gives_back_what_it_borrowed(monkeypatch: pytes
         assert tier_of(llm.engine).totals.num_forced == 0
 
 
-def test_leases_that_an_llm_does_not_use_are_returned_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "IDLE_S", 0.05)  # between two looks of an LLM that nobody calls
+def test_leases_that_an_llm_does_not_use_are_returned_and_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "IDLE_S", 0.05)  # between two looks of an LLM without calls
     with neighbourhood(monkeypatch) as (neighbour, config), make_llm(replace(config, lease_idle=0.5)) as llm:
         totals = tier_of(llm.engine).totals
         wait_until(lambda: totals.num_granted == NUM_PAGES)
@@ -118,7 +118,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_while_somebody_drives_an_llm_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_thread_steps_an_llm_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls and recalls by turns, as quick as they go: all steps are one after the other, and nothing is forced."""
     with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
         step, inside = llm.engine.step, Lock()
@@ -139,7 +139,7 @@ def test_while_somebody_drives_an_llm_nothing_else_does(monkeypatch: pytest.Monk
         llm.generate(prompts_of(4)[0], GREEDY, use_tqdm=False)
 
 
-def test_a_step_that_fails_between_two_calls_is_told_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_between_two_calls_makes_the_next_one_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(now: float) -> None:
         raise InvariantError("for the test")
 

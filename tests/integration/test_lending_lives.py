@@ -1,4 +1,4 @@
-"""Engines that lend, from start to end: no coordinator, a wrong token, neighbours that die or stay, restarts."""
+"""Engines that lend, from start to end: no coordinator, a wrong token, neighbours that exit or stay, restarts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def lend_nothing(producer: Producer) -> None:
     producer.engine.neighbours.lender._policy = WildPolicy([0])
 
 
-def test_without_a_coordinator_it_serves_warns_once_and_lends_when_one_comes(
+def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(IdleSteps, "start", lambda self: None)  # all steps are this test's, and on its clock
@@ -105,7 +105,7 @@ def test_without_a_coordinator_it_serves_warns_once_and_lends_when_one_comes(
             producer.wake()
         for _ in range(2000):
             llm.engine.step()
-        assert producer.is_whole, "nobody could borrow it"
+        assert producer.is_whole, "there was no borrower"
         warnings = [message for message in caplog.messages if "does not answer" in message]
         assert len(warnings) == 1 and "leases stay as they are for now" in warnings[0]
         with coordinating(port=port):
@@ -133,7 +133,7 @@ def test_a_wrong_token_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> 
         assert not file_of(engine).exists()
 
 
-def test_who_neither_lends_nor_names_its_device_keeps_it_to_itself(coordinator: str) -> None:
+def test_without_lending_or_a_device_name_no_device_is_shared(coordinator: str) -> None:
     with closing(make_engine(coordinator, lend="off")) as engine:
         assert engine.neighbours is not None and engine.neighbours.lender is None
         assert engine.config.device_name is not None, "the coordinator calls it something"
@@ -144,7 +144,7 @@ def test_who_neither_lends_nor_names_its_device_keeps_it_to_itself(coordinator: 
     assert not file_of(engine).exists()
 
 
-def test_an_engine_that_ends_leaves_neighbours_what_they_have_and_the_next_one_gets_it_back(
+def test_neighbours_keep_memory_of_a_closed_engine_and_the_next_recalls_it(
     coordinator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make_engine(coordinator, device_name="restarted")
@@ -181,7 +181,7 @@ sys.stdin.readline()
 """
 
 
-def test_the_next_engine_gives_back_what_a_killed_one_left_under_a_name_that_nobody_takes_again(
+def test_the_next_engine_removes_the_device_file_of_a_killed_one(
     coordinator: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)  # where no other test sweeps
@@ -199,14 +199,14 @@ def test_the_next_engine_gives_back_what_a_killed_one_left_under_a_name_that_nob
         assert any(f"removed devices that killed engines left: {name}, " in message for message in caplog.messages)
 
 
-def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
+def test_bytes_held_by_another_process_only_make_a_growth_fail(
     coordinator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(make_engine(coordinator)) as engine, visit(engine) as stranger:
+    with closing(make_engine(coordinator)) as engine, visit(engine) as visitor:
         producer = Producer(engine)
         step_until(producer, lambda: producer.num_blocks <= 16)
-        free = stranger.num_free_pages()
-        pages = stranger.allocate(free)
+        free = visitor.num_free_pages()
+        pages = visitor.allocate(free)
         assert pages is not None
         lend_nothing(producer)
         end_s = time.monotonic() + HANG_S
@@ -215,7 +215,7 @@ def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
             producer.wake()
         assert producer.num_blocks <= 16
         assert sum("others hold memory" in message for message in caplog.messages) == 1
-        stranger.release(pages)
+        visitor.release(pages)
         step_until(producer, lambda: producer.is_whole)
 
 

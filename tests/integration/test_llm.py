@@ -43,13 +43,13 @@ def test_a_seed_gives_the_same_samples_in_any_batch() -> None:
         ({"block_tokens": 10**7}, "--block-tokens must be at most"),
     ],
 )
-def test_bad_flags_say_what_to_change(flags: dict[str, Any], message: str) -> None:
+def test_bad_flags_raise_an_error_that_names_the_problem(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         LLM(MODEL, **({"dtype": "float32"} | flags))
 
 
 @pytest.mark.parametrize("prompt", [17, ["a", 3], {"prompt_token_ids": ["a"]}, {"tokens": [1]}])
-def test_bad_prompts_say_what_a_prompt_is(prompt: Any) -> None:
+def test_bad_prompts_raise_an_error_that_describes_a_prompt(prompt: Any) -> None:
     with LLM(MODEL, **FLAGS) as llm, pytest.raises((UserError, TypeError), match=r"prompt|iterable"):
         llm.generate(prompt, GREEDY, use_tqdm=False)
 
@@ -80,7 +80,7 @@ def test_an_interrupt_between_steps_leaves_an_empty_engine(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("place", ["loop.next_plan", "_executor.execute", "loop.complete", "_executor.poll_transfers"])
 def test_an_interrupt_inside_a_step_ends_the_llm_loudly(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever in the step: what was planned there, nobody will ever answer."""
+    """Wherever in the step: no result of the plan will ever come."""
 
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
@@ -94,7 +94,7 @@ def test_an_interrupt_inside_a_step_ends_the_llm_loudly(place: str, monkeypatch:
             llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
 
 
-def test_a_closed_llm_says_so() -> None:
+def test_a_closed_llm_refuses_calls() -> None:
     llm = LLM(MODEL, **FLAGS)
     llm.close()
     with pytest.raises(UserError, match="closed: make a new one"):

@@ -1,4 +1,4 @@
-"""Who owns a page of a device, when owners are killed, stopped, replaced or racing: real processes."""
+"""Which process owns a page of a device, when owners are killed, stopped, replaced or racing: real processes."""
 
 from __future__ import annotations
 

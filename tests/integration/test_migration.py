@@ -168,7 +168,7 @@ def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState)
     story(tell)
 
 
-def test_what_cannot_move_is_said_in_one_line() -> None:
+def test_an_impossible_move_is_refused_in_one_line() -> None:
     async def tell(some: Moving) -> None:
         first, second = some.members
         with pytest.raises(UserError, match="runs no request"):

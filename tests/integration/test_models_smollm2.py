@@ -48,9 +48,7 @@ def references(prompts: list[list[int]]) -> list[Reference]:
     return [known_answers()[tuple(prompt)].cut(NUM_TOKENS) for prompt in prompts]
 
 
-def test_answers_that_are_committed_are_what_transformers_says(
-    prompts: list[list[int]], references: list[Reference]
-) -> None:
+def test_committed_answers_are_those_of_transformers(prompts: list[list[int]], references: list[Reference]) -> None:
     """With all of its layers in fp32, from the same file, and in one pass."""
     teacher = Teacher(packaged_smollm2())
     for prompt, reference in zip(prompts, references, strict=True):

@@ -128,7 +128,7 @@ def test_rotation_and_write_equal_torch(dtype: torch.dtype, turns: bool) -> None
 @pytest.mark.parametrize(
     ("compilers", "message"), [(("no-such-compiler",), "no C\\+\\+ compiler"), (("false",), "cannot be compiled")]
 )
-def test_without_a_compiler_one_line_says_so(
+def test_without_a_compiler_one_line_is_logged(
     compilers: tuple[str, ...],
     message: str,
     monkeypatch: pytest.MonkeyPatch,

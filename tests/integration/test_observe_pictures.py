@@ -95,7 +95,7 @@ def test_a_picture_shows_the_numbers_and_marks_failures() -> None:
     assert max(kv.get_ydata()) == pytest.approx(49.0)
 
 
-def test_the_pareto_picture_has_a_point_for_each_run_and_a_line_for_each_goal() -> None:
+def test_the_pareto_picture_has_a_point_per_run_and_a_line_per_goal() -> None:
     pareto = draw_pareto(RUNS)
     assert pareto is not None
     (axes,) = pareto.axes
@@ -133,7 +133,7 @@ def test_a_request_that_has_not_ended_has_no_row() -> None:
         residence_columns([Lifecycle(0.0)])
 
 
-def test_the_page_says_what_is_emulated_once_and_only_then() -> None:
+def test_the_page_states_emulation_once_and_only_for_emulated_runs() -> None:
     text = render_report("A", RUNS, {}, ways={"fair": "All requests <in turn>."}, figures={})
     assert text.count("slowed down 250 times") == 1
     assert "a paper &lt;1&gt;" in text

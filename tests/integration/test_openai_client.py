@@ -80,7 +80,7 @@ def test_several_prompts_get_a_choice_each(client: openai.OpenAI, prompt: Any) -
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])
-def test_streams_say_what_the_whole_answer_says(client: openai.OpenAI, includes_usage: bool) -> None:
+def test_streams_have_the_content_of_the_whole_answer(client: openai.OpenAI, includes_usage: bool) -> None:
     options: Any = {"include_usage": True} if includes_usage else openai.omit
     whole = client.completions.create(model="fake", prompt="hello", max_tokens=9, logprobs=2)
     chunks = list(

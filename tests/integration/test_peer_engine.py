@@ -131,10 +131,10 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
                 target = next(story)
             neighbour.lend(target)
 
-        def is_told() -> bool:
+        def is_over() -> bool:
             return totals.num_returned >= 9 and all(mover.moved_bytes.values())
 
-        tokens = serve(engine, requests, go_on, is_told)
+        tokens = serve(engine, requests, go_on, is_over)
         assert verdict(expected, tokens).is_equal
         traffic = engine.stats().swap_bytes
         assert traffic["out", "peer"] and traffic["in", "peer"] and traffic["in", "host"]
@@ -142,10 +142,10 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
         assert not any(engine.stats().failed_transfers.values())
 
 
-def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
+def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forced path: nobody steps while the neighbour waits, and its bytes are free in time."""
+    """The forced path: no step runs while the neighbour waits, and its bytes are free in time."""
     with neighbourhood(monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
         totals = tier_of(engine).totals
         neighbour.lend(NUM_PAGES)
@@ -165,7 +165,7 @@ def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
 
 
 def scribble(neighbour: Neighbour) -> None:
-    """Somebody writes all over the borrowed pages, behind everybody's back."""
+    """Overwrite all borrowed pages; neither engine is informed."""
     first = PAGE_BYTES
     os.pwrite(neighbour.device._fd, bytes([7]) * NUM_PAGES * PAGE_BYTES, first)
 
@@ -181,7 +181,7 @@ def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
         assert engine.stats().failed_transfers["digest_mismatch"] > 0
 
 
-def test_without_digests_they_would_be(
+def test_without_digests_changed_bytes_reach_an_answer(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""

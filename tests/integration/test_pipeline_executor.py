@@ -66,7 +66,7 @@ def drain(engine: Engine, asked: list[Request]) -> list[list[int]]:
     return list(outputs.values())
 
 
-def test_three_stages_give_the_tokens_of_one_engine_and_say_how_busy_they_were() -> None:
+def test_three_stages_give_one_engines_tokens_and_report_busy_times() -> None:
     asked = requests(9)
     with pipeline() as (engine, workers, _):
         assert drain(engine, asked) == one_engine(asked)

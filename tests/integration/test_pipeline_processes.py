@@ -80,7 +80,7 @@ def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: Front
     assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
 
 
-def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(front: FrontProcess) -> None:
+def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_later(front: FrontProcess) -> None:
     stopped = int(wait_formed(front)[1]["pid"])
     num_silent = count_silent(front)  # a busy machine may have held a stage up before
     with ThreadPoolExecutor(1) as threads:
@@ -112,7 +112,7 @@ def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess)
         assert beside.wait(HANG_S) == 0
 
 
-def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> None:
+def test_metrics_report_compute_and_idle_times_of_stages(front: FrontProcess) -> None:
     wait_formed(front)
     text = front.http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -38,7 +38,7 @@ def engine(*argv: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_an_engine_that_meets_all_goals_spares_what_its_requests_do_not_hold(
+def test_an_engine_that_meets_all_goals_spares_the_rest_of_its_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = profile(tmp_path, *engine(*LOOSE, "--threshold", "1KiB"))
@@ -71,9 +71,7 @@ def test_an_engine_that_meets_no_goals_is_a_consumer_whose_tries_are_cut(
 
 
 @pytest.mark.slow
-def test_requests_that_the_engine_refuses_miss_their_goals_and_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_requests_miss_their_goals_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("prompt_tokens,output_tokens\n20,4\n20,4\n20,4\n400,4\n")
     argv = (MODEL, "--kv-memory", "1MiB", "--max-model-len", "256", "--lengths", str(lengths), *QUICK)
@@ -121,7 +119,7 @@ def test_our_server_is_profiled_over_http(tmp_path: Path) -> None:
     assert found.result["role"] == "consumer"  # it spares less than 10 GB
 
 
-def test_a_server_without_a_say_of_its_kv_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_metrics_of_its_kv_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     class Silent(FakeEngine):
         def stats(self) -> EngineStats:
             return EngineStats()

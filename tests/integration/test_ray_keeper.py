@@ -104,7 +104,7 @@ def test_a_process_ends_with_its_actor_and_shows_no_secret(monkeypatch: pytest.M
     run(story())
 
 
-def test_a_log_that_is_not_asked_for_holds_no_process_up() -> None:
+def test_an_unread_log_blocks_no_process() -> None:
     """The last lines are kept; the process ends though it wrote far more than a pipe holds."""
     script = "import sys; [print(i, 'x' * 100, file=sys.stderr) for i in range(5000)]; sys.exit(7)"
 

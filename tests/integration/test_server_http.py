@@ -105,7 +105,7 @@ def test_a_stream_is_events_that_end_with_done(server: RunningServer) -> None:
         (b'{"model": "fake", "prompt": "a", "\\u0000\\n": 1}', "is not a supported field", "\x00\n"),
     ],
 )
-def test_nonsense_gets_a_400_that_says_what_to_change(
+def test_invalid_input_gets_a_400_that_names_the_problem(
     server: RunningServer, body: bytes, message: str, param: str | None
 ) -> None:
     response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON)
@@ -269,7 +269,7 @@ def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None
             assert httpx.get(running.url + path).status_code == 200
 
 
-def test_probes_say_whether_requests_that_come_now_are_served() -> None:
+def test_probes_report_whether_new_requests_are_served() -> None:
     engine = FakeEngine()
     with serving(engine) as running:
         for can_serve in (True, False, True):
@@ -298,7 +298,7 @@ def test_stopping_lets_running_requests_end() -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool, num_tokens: int) -> None:
+def test_a_drain_is_bounded_and_aborted_clients_get_an_error(stream: bool, num_tokens: int) -> None:
     engine = FakeEngine(num_free_tokens=num_tokens)
     with serving(engine, drain_timeout_s=0.05) as running, asking(running, {**BODY, "stream": stream}) as connection:
         engine.stalled.get(timeout=HANG_S)

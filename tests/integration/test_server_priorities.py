@@ -1,7 +1,7 @@
 """What a request may ask for under the ceiling of its key, over HTTP: refused by name, or given to the engine as it is.
 
-Who may ask for what is ``Client.priority``'s matter (``tests/unit/test_server_auth.py``); here it is that both
-endpoints ask it, for whole answers and for streams, and that nothing reaches the engine in spite of it.
+``Client.priority`` decides which priority a key allows (``tests/unit/test_server_auth.py``). Here: both endpoints
+call it, for whole answers and for streams, and no refused request reaches the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def ask(server: RunningServer, name: str | None, path: str, **fields: object) -> httpx.Response:
-    """Send a body with the key of ``name``, if that is somebody."""
+    """Send a body with the key of ``name``, or without a key if that is None."""
     headers = {"Authorization": f"Bearer secret-of-{name}"} if name else {}
     return httpx.post(server.url + path, json=BODIES[path] | fields, headers=headers)
 
@@ -53,7 +53,7 @@ def reached(server: RunningServer, num_requests: int = 1) -> list[tuple[object, 
 @pytest.mark.parametrize(
     ("name", "asked", "ceiling"), [("ops", -6, -5), ("ann", -1, 0), ("batch", 2, 3), ("batch", 0, 3)]
 )
-def test_beyond_the_ceiling_is_refused_in_one_line_and_reaches_nobody(
+def test_a_priority_beyond_the_ceiling_is_refused_before_the_engine(
     server: RunningServer, path: str, stream: bool, name: str, asked: int, ceiling: int
 ) -> None:
     response = ask(server, name, path, stream=stream, priority=asked)
@@ -75,10 +75,10 @@ def test_up_to_the_ceiling_it_reaches_the_engine_as_it_is(
 @pytest.mark.parametrize(("path", "stream"), WAYS)
 @pytest.mark.parametrize("fields", [{}, {"priority": None}])
 @pytest.mark.parametrize(("name", "given"), [("ops", 0), ("ann", 0), ("batch", 3)])
-def test_who_asks_for_none_gets_0_or_the_ceiling_where_that_is_later(
+def test_the_default_priority_is_0_or_the_ceiling_if_that_is_later(
     server: RunningServer, path: str, stream: bool, fields: dict[str, object], name: str, given: int
 ) -> None:
-    """A better ceiling is a right to ask, not a gift: ``ops`` goes with all others until it says so."""
+    """A better ceiling is only a permission: requests of ``ops`` rank with all others unless they set a priority."""
     assert ask(server, name, path, stream=stream, **fields).status_code == 200
     assert reached(server) == [(name, given)]
 
@@ -96,8 +96,8 @@ def test_no_number_is_no_way_around_the_ceiling(server: RunningServer, asked: ob
     assert server.engine.submitted.empty()
 
 
-def test_without_keys_nobody_goes_before_the_others() -> None:
-    """Whoever gets at a server without keys is one client, whose ceiling is 0."""
+def test_without_keys_the_ceiling_of_all_requests_is_0() -> None:
+    """All users of a server without keys are one client, whose ceiling is 0."""
     with serving(FakeEngine()) as running:
         assert ask(running, None, "/v1/completions", priority=-1).status_code == 400
         for priority in (0, 4):
@@ -108,9 +108,7 @@ def test_without_keys_nobody_goes_before_the_others() -> None:
 # -- negative control ------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_does_not_ask_for_the_ceiling_is_noticed(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_ignores_the_ceiling_is_noticed(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "priority", lambda self, asked: asked or 0)
     assert ask(server, "ann", "/v1/completions", priority=-1).status_code == 200
     assert reached(server) == [("ann", -1)]

@@ -105,7 +105,7 @@ def raw_frame(body: bytes = b"{}", num_integers: int = 0, num_data: int = 0, tai
         (raw_frame() * (MAX_UNREAD + 1), "steps ahead"),
     ],
 )
-def test_a_sender_that_dies_in_mid_message_or_speaks_nonsense_is_lost(sent: bytes, why: str) -> None:
+def test_a_sender_that_ends_in_mid_message_or_sends_garbage_is_lost(sent: bytes, why: str) -> None:
     """The link ends with the reason, after what was whole before it."""
     with ExitStack() as stack:
         theirs, ours = socket.socketpair()
@@ -120,13 +120,13 @@ def test_a_sender_that_dies_in_mid_message_or_speaks_nonsense_is_lost(sent: byte
                 receiver.recv()
 
 
-# -- who may dial ------------------------------------------------------------------------------------------------------
+# -- which stages may dial ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "key", [replace(KEY, secret=bytes(32)), replace(KEY, number=6), replace(KEY, sender=1)], ids=str
 )
-def test_another_secret_pipeline_or_stage_is_refused_and_the_right_one_let_in(key: LinkKey) -> None:
+def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> None:
     async def run() -> None:
         with listen() as listener:
             address = listener.getsockname()[:2]
@@ -167,7 +167,7 @@ def read_all(sock: socket.socket) -> bytes:
     return data
 
 
-def test_nobody_at_the_address_is_one_line_and_waiting_can_be_given_up() -> None:
+def test_an_unreachable_stage_is_one_line_and_accepting_can_be_cancelled() -> None:
     async def run() -> None:
         listener = listen()
         host, port = listener.getsockname()[:2]

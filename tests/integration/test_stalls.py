@@ -116,7 +116,7 @@ async def served(
 
 
 @pytest.mark.parametrize("where", ["step", "add"])
-def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(where: str) -> None:
+def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where: str) -> None:
     """Within a step, or between two. While it is blocked it does not join again."""
 
     async def play() -> None:
@@ -137,7 +137,7 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(wh
     asyncio.run(play())
 
 
-def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_build, "BlockLedger", ledger_off_the_event_loop)
 
     async def play() -> None:
@@ -188,7 +188,7 @@ CHANGES = {
 """What a member does on a thread in each state that a group passes through."""
 
 
-def test_member_that_blocks_in_a_change_of_its_group_ends_the_group_and_no_request(
+def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
     folder: Path,
 ) -> None:
     num_tokens = 150

@@ -138,7 +138,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[tuple[int, ...]]) -> list[Reference]:
-    """What an engine says that has room for everybody."""
+    """The answers of an engine with room for all requests."""
     return run_calmly(as_requests(prompts), **BASE)
 
 

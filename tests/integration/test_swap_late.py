@@ -1,7 +1,7 @@
-"""Blocks in flight are nobody's: copies that move their bytes late, in part or never leave every token as it was.
+"""Blocks in flight are not used: copies that move their bytes late, in part or never leave every token as it was.
 
 ``test_swap_engine.py`` runs the engine's own copy threads, which are done before a block could be handed out again.
-Here the bytes are under way for many steps, so whoever reuses or reads a block too early computes with what it finds.
+Here the bytes are under way for many steps, so code that reuses or reads a block too early computes with wrong bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def returning() -> Story:
 
 
 def hang_up_by_dice(seed: int) -> Callable[[LateStorm], None]:
-    """Now and then a client goes whose KV is under way, in or out."""
+    """Now and then abort a request whose KV is in flight, in or out."""
     dice = Random(seed)
 
     def hang_up(one: LateStorm) -> None:
@@ -77,7 +77,7 @@ def test_tokens_do_not_depend_on_when_or_whether_bytes_arrive(caches: bool, crow
     assert num_interrupted > 3 < num_aborted
 
 
-def test_prefixes_that_are_saved_late_and_fetched_late_are_what_was_computed(returning: Story) -> None:
+def test_prefixes_saved_late_and_fetched_late_are_what_was_computed(returning: Story) -> None:
     requests, expected = returning
     num_saved = num_fetched = 0
     for seed in PREFIX_SEEDS:

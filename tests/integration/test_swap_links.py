@@ -78,12 +78,12 @@ def test_copies_as_priced_change_nothing_and_slow_ones_raise_the_price(engine: E
     serve(engine)
     assert engine.loop.counters.preemptions["swap"] > 20
     assert block_s(engine) == pytest.approx(BLOCK_S, rel=0.5)
-    link.scale = 0.1  # somebody else uses the link, too
+    link.scale = 0.1  # another process uses the link, too
     serve(engine)
     assert block_s(engine) > 4 * BLOCK_S
 
 
-def test_every_copy_is_heard_of_once(engine: Engine) -> None:
+def test_every_copy_is_learned_once(engine: Engine) -> None:
     """Blocks whose times were learned are the blocks that moved."""
     heard: list[int] = []
     links = engine.loop.state.links

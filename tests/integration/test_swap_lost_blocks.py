@@ -90,7 +90,7 @@ def test_a_damaged_slot_costs_exactly_the_tokens_from_its_block_on() -> None:
 def test_without_damage_nothing_is_computed_again() -> None:
     outcomes = [run_with_damage(make_request(seed), None) for seed in SEEDS]
     assert [one.num_recomputed for one in outcomes] == [one.num_failed for one in outcomes] == [0] * len(SEEDS)
-    assert all(one.num_blocks for one in outcomes), "nobody left"
+    assert all(one.num_blocks for one in outcomes), "no blocks were swapped out"
     assert all(are_right(outcomes))
 
 

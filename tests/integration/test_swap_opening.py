@@ -42,7 +42,7 @@ def num_slots(engine: Engine) -> int:
         (33 * BLOCK_BYTES, 9 * BLOCK_BYTES, 9),
     ],
 )
-def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
+def test_its_size_is_as_requested_or_follows_the_pool_and_the_machine(
     available: int, asked: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap, "available_bytes", lambda: available)
@@ -97,7 +97,7 @@ def test_a_failure_after_it_was_opened_ends_its_threads(part: tuple[Any, str], m
     assert num_copy_threads() == 0
 
 
-def test_the_loop_knows_what_a_copy_costs_and_the_block_it_is_made_of() -> None:
+def test_the_loop_has_the_cost_of_a_copy_and_the_size_of_a_block() -> None:
     engine = build_tiny()
     (facts,) = engine.links
     assert engine.loop.state.config.block_bytes == BLOCK_BYTES
@@ -128,16 +128,16 @@ def test_without_swap_space_nothing_is_opened(caplog: pytest.LogCaptureFixture) 
     engine.close()
 
 
-def test_without_swap_space_timely_still_chooses_who_begins(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_swap_space_timely_still_chooses_admissions(caplog: pytest.LogCaptureFixture) -> None:
     build_tiny(swap="none", policy="timely").close()
     assert "with --swap none it chooses who begins" in caplog.text
 
 
-def test_who_asks_for_service_by_arrival_is_not_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_fcfs_without_swap_space_logs_no_hint(caplog: pytest.LogCaptureFixture) -> None:
     build_tiny(swap="none", policy="fcfs").close()
     assert "--swap none" not in caplog.text
 
 
-def test_a_flag_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flag_that_changes_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     build_tiny(policy="fcfs", pace=5.0).close()
     assert "--pace changes nothing under --policy fcfs" in caplog.text

@@ -93,7 +93,7 @@ class Storm:
         old.close()
 
     def rage(self, requests: Sequence[Request]) -> EngineStats:
-        """Until nothing is alive; laws are checked after every step."""
+        """Until no request is live; laws are checked after every step."""
         arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
         while arriving or engine.has_unfinished:
             while arriving and len(engine.loop.state.sequences) < 24 and self.dice.random() < 0.5:
@@ -193,9 +193,9 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> list[Reference]:
-    """What an engine says that has room for everybody."""
+    """The answers of an engine with room for all requests."""
     references = run_calmly(requests, **FLAGS)
-    assert len({len(reference.token_ids) for reference in references}) > 3, "nobody stops at a string"
+    assert len({len(reference.token_ids) for reference in references}) > 3, "no request stops at a string"
     return references
 
 
@@ -207,7 +207,7 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
         verdict = one.verdict(expected)
         print(verdict, stats.preemptions, stats.swap_bytes, stats.failed_transfers, stats.num_requests)
         assert verdict.is_equal, verdict
-        assert any(one.outputs[seq_id] for seq_id in one.aborted), "nobody who hung up had begun"
+        assert any(one.outputs[seq_id] for seq_id in one.aborted), "no aborted request had begun"
         assert stats.preemptions["swap"] > 100
         assert stats.preemptions["recompute"] > 10
         assert one.num_refusals > 10, "swap space was large enough"

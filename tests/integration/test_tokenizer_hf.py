@@ -305,7 +305,7 @@ def test_a_template_that_does_not_end_is_stopped(tokenizer: HfTokenizer, monkeyp
     assert sys.gettrace() is before
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_level()).save_pretrained(tmp_path)
     tokenizer = HfTokenizer.from_folder(tmp_path)
     assert not tokenizer.has_chat_template

@@ -145,7 +145,7 @@ def plant_code(folder: Path, file: str, **more: Any) -> None:
     (folder / "evil.py").write_text(EVIL)
 
 
-def test_code_beside_a_tokenizer_is_not_run_and_said_to_be_ignored(
+def test_code_beside_a_tokenizer_is_not_run_and_logged_as_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     FAMILIES["llama 3"](tmp_path)
@@ -213,7 +213,7 @@ def test_a_view_holds_data_alone_and_is_gone_afterwards(tmp_path: Path) -> None:
     assert not view.exists()
 
 
-def test_without_a_temporary_folder_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_temporary_folder_the_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FAMILIES["opt"](tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"no temporary folder can be made .* set TMPDIR"):

@@ -1,4 +1,4 @@
-"""What the plug-in borrows for vLLM's worker: looked after at boundaries, and by a thread while nobody is there.
+"""What the plug-in borrows for vLLM's worker: managed at boundaries, and by a thread while no request is live.
 
 A real coordinator and a device that lends; a worker over caches like vLLM's, without vLLM.
 """
@@ -81,7 +81,7 @@ def test_without_a_boundary_idle_memory_comes_and_goes(monkeypatch: pytest.Monke
         assert inside.borrowing.facts().num_borrowed["forced"] == 0
 
 
-def test_while_somebody_is_there_only_boundaries_touch_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_live_requests_only_boundaries_change_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     with neighbourhood(monkeypatch) as (neighbour, inside):
         inside.arrive()
         recalled = inside.borrowing._neighbours.agent.membership.to_free
@@ -94,7 +94,7 @@ def test_while_somebody_is_there_only_boundaries_touch_the_books(monkeypatch: py
         assert inside.borrowing.facts().num_borrowed["returned"] == NUM_PAGES
 
 
-def test_whoever_leaves_last_leaves_the_rest_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_last_request_the_thread_returns_borrowed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """No boundary follows the last abort; no news comes any more, either."""
     with neighbourhood(monkeypatch) as (neighbour, inside):
         inside.arrive()
@@ -125,7 +125,7 @@ def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.Mon
         assert not any(slots.num_taken for slots in books.backups.slots.values())
 
 
-def test_at_the_deadline_memory_goes_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_deadline_memory_is_returned_despite_live_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with neighbourhood(monkeypatch, deadline_s=0.6) as (neighbour, inside):
         inside.arrive()
         neighbour.lend(0)
@@ -161,7 +161,7 @@ def test_a_token_file_that_is_not_there_is_one_line_and_leaves_nothing() -> None
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
-def test_a_worker_is_found_by_its_engines_name_while_it_lives() -> None:
+def test_a_worker_is_found_by_its_engines_name_until_it_is_deleted() -> None:
     cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
     worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4)
     introduce("engine-1", worker)

@@ -98,7 +98,7 @@ def test_the_time_of_an_answer_counts_in_all_not_from_byte_to_byte() -> None:
         ask(drip, SOON)
 
 
-def test_a_server_that_accepts_no_connection_is_named_with_the_time_that_it_had() -> None:
+def test_a_server_that_accepts_no_connection_is_named_with_the_timeout() -> None:
     with socket.socket() as server, closing(socket.socket()) as first, closing(socket.socket()) as second:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -232,7 +232,7 @@ def test_prompts_are_sent_in_the_form_that_the_server_takes(
 
 
 @pytest.mark.parametrize("verb", [["instances"], ["cluster", "drop", "0", "1"], ["bench", "serve", "--model", "m"]])
-def test_a_dead_port_is_told_by_name_in_one_line(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_port_is_named_in_one_line(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     url = against(saying(), _itself)
     began_s = time.process_time()
     assert main([*verb, "--base-url", url]) in (1, 2)
@@ -268,7 +268,7 @@ async def _itself(url: str) -> str:
         (301, b"", "redirects are not followed"),
     ],
 )
-def test_instances_believes_no_listing(
+def test_instances_refuses_invalid_listings(
     status: int, body: bytes, needle: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = against(saying(whole(status, body)), lambda url: asyncio.to_thread(main, ["instances", "--base-url", url]))
@@ -279,7 +279,7 @@ def test_instances_believes_no_listing(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"])
-def test_this_machine_is_asked_without_a_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_this_machine_use_no_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://192.0.2.1:3128")
     for name in ("no_proxy", "NO_PROXY"):
@@ -306,7 +306,7 @@ def test_a_name_for_this_machine_is_looked_up(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"mine": None} | dict.fromkeys(("theirs", "both", "unknown"), "http://proxy.example:3128")
 
 
-def test_a_proxy_is_asked_for_others_and_one_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_others_use_the_proxy_and_an_invalid_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
 

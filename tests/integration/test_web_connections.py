@@ -220,7 +220,7 @@ def test_what_is_not_http_is_refused_in_our_words(sent: bytes, server: LimitedSe
     server.settle(0)
 
 
-def test_at_the_cap_whoever_waited_longest_makes_room() -> None:
+def test_at_the_cap_the_longest_waiting_connection_is_closed() -> None:
     with limited(replace(LIMITS, max_connections=4)) as server:
         busy = server.connect(b"GET /hold HTTP/1.1\r\nHost: a\r\n\r\n")
         server.settle(1)

@@ -85,7 +85,7 @@ def test_events_cut_anywhere_in_the_bytes_are_put_together() -> None:
     assert (record.error, record.text) == (None, "néx")
 
 
-def test_nobody_listening_is_a_failure_of_each_request_not_of_the_load() -> None:
+def test_without_a_server_each_request_fails_and_the_load_goes_on() -> None:
     async def scenario() -> list[RequestRecord]:
         async with serving(streaming()) as url:
             pass
@@ -166,13 +166,13 @@ def load(target: LocalTarget, num_requests: int, **options: Any) -> list[Request
     return asyncio.run(run_load(target, requests, progress=False, **options))
 
 
-def test_a_target_in_this_process_tells_its_tokens() -> None:
+def test_a_target_in_this_process_reports_its_tokens() -> None:
     target = LocalTarget()
     assert all(record.output_token_ids == (0, 1, 2) for record in load(target, 8))
     assert target.max_open == 8
 
 
-def test_concurrency_is_capped_when_asked() -> None:
+def test_concurrency_is_capped_on_request() -> None:
     target = LocalTarget()
     load(target, 8, max_concurrency=2)
     assert target.max_open == 2
@@ -188,7 +188,7 @@ def test_failures_are_recorded_and_bugs_are_not_swallowed() -> None:
         load(LocalTarget(ZeroDivisionError()), 2)
 
 
-def test_a_progress_line_is_shown_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_line_is_shown_only_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(run_load(LocalTarget(), [request()], progress=False))
     assert capsys.readouterr().err == ""
     asyncio.run(run_load(LocalTarget(), [request()]))

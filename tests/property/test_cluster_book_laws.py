@@ -38,7 +38,7 @@ class FakeInstance:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Requests come, instances compute, die, stop and wake; messages come in any order between instances."""
+    """Requests arrive; instances compute, exit, stop and resume; messages arrive in any order between instances."""
 
     @initialize()
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule()
     def pass_time(self) -> None:
-        """Everybody who can speaks; who is stopped is silent for too long, and wakes later with an old epoch."""
+        """Running instances send beats; a stopped one is silent for too long, and goes on later with an old epoch."""
         for _ in range(7):
             self.now += SILENCE_S / 4
             for epoch, one in self.processes.items():
@@ -246,7 +246,7 @@ class BookMachine(RuleBasedStateMachine):
 
 
 class TrustfulMachine(BookMachine):
-    """The control: a front that believes whatever names one of its requests, whoever says it."""
+    """The control: a front that accepts any message about one of its requests, from any instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,8 +266,8 @@ class TrustfulMachine(BookMachine):
 TestBook = BookMachine.TestCase
 
 
-def test_a_front_that_believes_old_epochs_is_found_out() -> None:
-    """Negative control: a story by hand, in which a stopped instance wakes and speaks of a request that has moved."""
+def test_a_front_that_accepts_old_epochs_is_noticed() -> None:
+    """Negative control: a story by hand, in which a stopped instance resumes and sends tokens of a moved request."""
     wrong = []
     for machine in (BookMachine(), TrustfulMachine()):
         machine.begin()

@@ -1,4 +1,4 @@
-"""The marks of news: whoever brings its last mark back learns of everything that has happened since."""
+"""The marks of news: a member that sends its last mark gets all news since then."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_no_news_is_missed_however_few_names_are_remembered(steps: list[tuple[st
 
 
 @given(st.lists(st.sampled_from(NAMES), max_size=20))
-def test_who_was_told_has_no_news_until_there_is_some(asked: list[str]) -> None:
+def test_a_member_at_the_latest_mark_has_no_news_until_the_next_note(asked: list[str]) -> None:
     marks = NewsMarks()
     marks.note({"m0"})
     held = marks.mark
@@ -68,7 +68,7 @@ class Forgetful(NewsMarks):
 
 
 class Nameless(NewsMarks):
-    """Negative control: marks that do not say whose they are."""
+    """Negative control: marks that do not name their member."""
 
     def __init__(self, most_names: int) -> None:
         super().__init__(most_names)
@@ -76,7 +76,7 @@ class Nameless(NewsMarks):
 
 
 @pytest.mark.parametrize("make", [Forgetful, Nameless])
-def test_marks_that_forget_or_are_anybodys_miss_some(make: Callable[[int], NewsMarks]) -> None:
+def test_marks_that_forget_or_name_no_member_miss_some(make: Callable[[int], NewsMarks]) -> None:
     note, ask = ("note", {"m0"}), ("ask", "m0")
     elsewhere = [("note", {name}) for name in NAMES[1:]]
     stories = [[ask, note, *elsewhere, ask], [note, ask, ("restart", None), note, ask]]
@@ -85,7 +85,7 @@ def test_marks_that_forget_or_are_anybodys_miss_some(make: Callable[[int], NewsM
 
 
 @pytest.mark.parametrize("state", LeaseState)
-def test_who_must_free_bytes_and_who_waits_for_them_are_concerned(state: LeaseState) -> None:
+def test_borrowers_that_must_free_and_owed_lenders_are_concerned(state: LeaseState) -> None:
     lease = Lease(LeaseId("l"), 1, "lender", "borrower", 8, 1, state)
     must_free = state in (LeaseState.RECALLED, LeaseState.EXPIRED, LeaseState.LOST)
     expected = {name for name, is_so in (("borrower", must_free), ("lender", state in OWED)) if is_so}

@@ -1,4 +1,4 @@
-"""A lender that changes its mind while its coordinator dies, starts again, and answers too late: what is granted of it.
+"""A lender changes its offer while its coordinator exits, restarts, and answers too late: what is granted of it.
 
 Law: after a grant consumers count on no more than the lender wanted to lend when it said its newest words that this
 coordinator has heard. Words with a change that was stale do not count.
@@ -161,7 +161,7 @@ def drive(store: HookedStore, steps: Steps) -> Shop:
 @pytest.mark.slow
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
-def test_no_more_is_granted_than_the_lender_wanted_when_it_was_last_heard(store: HookedStore, steps: Steps) -> None:
+def test_no_more_is_granted_than_the_lenders_last_message_allows(store: HookedStore, steps: Steps) -> None:
     drive(store, steps)
 
 
@@ -174,7 +174,7 @@ def _all_that_live_were_heard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "__init__", begin)
 
 
-def _who_beats_was_heard(patch: pytest.MonkeyPatch) -> None:
+def _any_heartbeat_confirms_offers(patch: pytest.MonkeyPatch) -> None:
     original = book._confirms_offer
     patch.setattr(book, "_confirms_offer", lambda message, reply, changing: original(message, reply, ()))
 
@@ -206,7 +206,7 @@ ANSWER_TO_OFFER_IS_LOST = [
 ]  # fmt: skip
 BROKEN_RULES = [
     (_all_that_live_were_heard, WITHDRAWN_WHILE_DOWN),
-    (_who_beats_was_heard, RECALL_IS_STALE),
+    (_any_heartbeat_confirms_offers, RECALL_IS_STALE),
     (_offers_under_way_are_left_alone, ANSWER_TO_OFFER_IS_LOST),
 ]
 
@@ -223,7 +223,7 @@ def test_a_broken_rule_is_seen(
         drive(store, steps)
 
 
-def test_bytes_are_granted_again_once_the_lender_was_heard(store: HookedStore) -> None:
+def test_bytes_are_granted_again_after_a_message_of_the_lender(store: HookedStore) -> None:
     shop = drive(store, [*LENT, ("restart", 0), ("ask", 0)])
     assert shop.num_granted == 1
     for what in ("speak", "ask"):

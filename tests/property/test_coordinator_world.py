@@ -1,7 +1,7 @@
 """The world of the lease laws, with real coordinators in it: two services on one SQLite store, spoken to in JSON.
 
-Each of them dies and starts anew, or stands still for a while and goes on, by seed; members ask whichever they reach.
-The laws are the world's own: what others hold, or may allocate, is leased, whoever leads.
+Each of them exits and restarts, or pauses for a while and goes on, by seed; members use whichever they reach.
+The laws are the world's own: what others hold, or may allocate, is leased, under any leader.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WatchedStore(Store):
 
 
 class Coordinator:
-    """One that may be dead (no service), or stand still."""
+    """One that may have exited (no service), or be paused."""
 
     def __init__(self) -> None:
         self.service: LeaseService | None = None
@@ -103,7 +103,7 @@ class ServedWorld(LeaseWorld):
         self.time.after(TICK_S, self._tick_all)
 
     def _ask(self, job: Any) -> Any:
-        """One coordinator after the other, as clients do; None if all are dead, stand still, or do not lead."""
+        """One coordinator after the other, as clients do; None if all have exited, are paused, or do not lead."""
         for one in self.random.sample(self.coordinators, 2):
             if one.service is None or one.stopped_until_s > self.time.now:
                 continue
@@ -146,13 +146,13 @@ def run(seed: int, folder: Path, seconds: float = 80.0) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_the_laws_hold_whoever_leads(seed: int, tmp_path: Path) -> None:
+def test_the_laws_hold_across_leader_changes(seed: int, tmp_path: Path) -> None:
     seen = run(seed, tmp_path)
     assert {"a coordinator stood still", "one that stands by was asked", "Request applied"} <= set(seen)
 
 
 @pytest.mark.slow
-def test_one_that_answers_for_too_long_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_answers_for_too_long_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a leader that stood still goes on as if nothing had happened."""
     monkeypatch.setattr(leadership, "LEASE_S", 1e9)
     monkeypatch.setattr("floodplain.coordinator.leadership.BEAT_S", 1e9)

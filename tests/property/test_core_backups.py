@@ -1,7 +1,7 @@
 """Backups and slots against plain sets: a slot has one tenant, and only what arrived whole is ever an answer.
 
-A whole backup that nobody keeps and no copy touches is idle: it can be found until need takes its slot, the least
-recently used first. Any other slot is free when nobody keeps its backup (or it is lost) and no copy touches it.
+A whole backup that no request keeps and no copy touches is idle: it can be found until its slot is needed, the least
+recently used first. Any other slot is free when no request keeps its backup (or it is lost) and no copy touches it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BackupMachine(RuleBasedStateMachine):
         return backup not in self.lost and (self.kept[backup] > 0 or self.is_touched(backup) or backup in self.idle)
 
     def settle(self, touched: Iterable[Backup]) -> None:
-        """What nobody keeps and no copy touches is idle from now on if it is whole, else gone for good."""
+        """A backup that no request keeps and no copy touches is idle from now on if it is whole, else lost."""
         for backup in touched:
             if backup not in self.lost and not (self.kept[backup] or self.is_touched(backup)):
                 stays = backup.location.slot in self.there[backup.location.tier]
@@ -64,7 +64,7 @@ class BackupMachine(RuleBasedStateMachine):
                     self.lost.add(backup)
 
     def tenants(self) -> list[Location]:
-        """Whose slot it is, or will be."""
+        """Slots of backups and of moves that are under way."""
         targets = [location for move in self.moves for _, location in move]
         return [b.location for b in self.known if self.is_alive(b) or self.is_touched(b)] + targets
 
@@ -255,7 +255,7 @@ def tour(machine: BackupMachine) -> None:
         do("release", 0)
     do("begin_read", KEYS[:1])  # the others are older now
     do("finish_read", 0)
-    do("begin_write", Tier.HOST, KEYS[4:], False)  # nobody keeps it, and it takes the slots of the oldest
+    do("begin_write", Tier.HOST, KEYS[4:], False)  # no request keeps it, and it takes the slots of the oldest
     do("end_write", 0, True)
 
 
@@ -277,7 +277,7 @@ def move_tour(machine: BackupMachine) -> None:
     do("end_move", 0, True)  # one is read, and stays
     do("finish_read", 0)
     do("begin_move", KEYS[:1], Tier.PEER)
-    do("release", 0)  # nobody keeps it while it moves
+    do("release", 0)  # no request keeps it while it moves
     do("end_move", 0, True)
     do("retire_slots", Tier.PEER, {0, 1})  # the idle one is forgotten, the kept one stays
     do("begin_move", KEYS[1:2], Tier.HOST)
@@ -336,7 +336,7 @@ def never_frees_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackupTable, "_collect", lambda self, b: None if b.is_lost else collect(self, b))
 
 
-def retains_what_somebody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def retains_backups_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackupTable, "_wake", lambda self, backup: None)
 
 
@@ -351,7 +351,7 @@ def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         answers_before_the_copy_arrived,
         frees_slots_that_a_copy_reads,
         never_frees_what_was_lost,
-        retains_what_somebody_needs,
+        retains_backups_in_use,
         gives_a_slot_twice,
     ],
 )

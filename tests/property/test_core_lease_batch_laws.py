@@ -65,7 +65,7 @@ def test_a_batch_does_what_its_messages_do_one_by_one(batches: list[list[Message
 
 @settings(max_examples=examples(60))
 @given(batches=BATCHES)
-def test_who_beats_in_a_batch_knows_its_leases_as_they_are_after_it(batches: list[list[Message]]) -> None:
+def test_a_heartbeat_in_a_batch_returns_the_leases_after_the_batch(batches: list[list[Message]]) -> None:
     book, side = book_with_an_offer(), MemberSide("c", "i", 10.0)
     for now, batch in enumerate(batches, 1):
         lives_on = [message for message in batch if not isinstance(message, Leave)]

@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(range(9)), st.integers(0, 7)), max_si
 
 
 class Town:
-    """A book and members who say what they may, each with the rows as they are."""
+    """A book and members that send allowed messages, each with its current rows."""
 
     def __init__(self) -> None:
         self.book, self.now, self.seen = LeaseBook(TTL_S, 0.0), 0.0, Counter[str]()
@@ -31,7 +31,7 @@ class Town:
         return sorted(self.book.rows.leases.values(), key=lambda lease: lease.lease_id)
 
     def step(self, what: int, number: int) -> None:
-        """One of the things that happen, to whom the number says."""
+        """One event; ``number`` selects the members."""
         producer, consumer = PRODUCERS[number % 2], CONSUMERS[number // 2 % 2]
         match what:
             case 0:
@@ -67,7 +67,7 @@ class Town:
         self.book.rows.check_integrity()
         for lease in self.leases:
             is_gone = self.book.rows.members[lease.producer].is_gone
-            assert not (lease.is_owed and is_gone), "nobody will ever look there"
+            assert not (lease.is_owed and is_gone), "no lender will ever look there"
             self.seen["lent by one that is gone"] += is_gone
             self.seen["owed"] += lease.is_owed
         for row in self.book.rows.members.values():

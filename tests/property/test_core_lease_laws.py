@@ -229,7 +229,7 @@ def _forgotten_names_begin_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "add_member", add_member)
 
 
-def _who_has_leases_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+def _members_with_leases_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "owes_nothing", lambda table, name: True)
 
 
@@ -262,7 +262,7 @@ BROKEN_RULES = [
     (_grants_are_lost_with_their_device, LOSSES),
     (_consumers_keep_what_they_no_longer_hear_of, LOSSES),
     (_forgotten_names_begin_anew, LATE_KILLS),
-    (_who_has_leases_is_forgotten, ALL),
+    (_members_with_leases_are_forgotten, ALL),
     (_words_of_consumers_settle_at_once, ABSENCES),
     (_consumers_get_whatever_there_is, ALL),
 ]

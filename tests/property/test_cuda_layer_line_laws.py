@@ -230,7 +230,7 @@ def test_control_compute_waits_for_its_loads() -> None:
             _live_on_streams(seed, _Hasty)
 
 
-def test_stalls_are_known_when_compute_has_come_to_them_and_loads_when_they_have_ended() -> None:
+def test_stalls_are_known_once_compute_reached_them_loads_once_they_ended() -> None:
     with story(0) as one:
         ticket = one.line.load(0, one.places[0], ALL, PIECE_BYTES)
         begin = one.line.mark()

@@ -70,7 +70,7 @@ def run_staged(model: Decoder, sequences: Sequences, step: Step, stages: Sequenc
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """As equal as NaN can be: that of a slot nobody has written."""
+    """As equal as NaN can be: that of an unwritten slot."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

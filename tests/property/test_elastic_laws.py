@@ -1,6 +1,6 @@
 """Laws of elastic tensors: real bytes on two real host devices, whose owners lend, recall and grow, as it comes.
 
-A shadow of every tensor is kept aside; who owns which pages is asked of the devices. That the machine can see a broken
+A shadow of every tensor is kept aside; the owners of pages are read from the devices. That the machine can see a broken
 rule is shown by breaking them, one at a time.
 """
 
@@ -45,7 +45,7 @@ DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.comp
 
 
 class ElasticMachine(RuleBasedStateMachine):
-    """One consumer with a pool, two producers, and a stranger who takes pages of their devices without a lease."""
+    """One consumer with a pool, two producers, and a process that takes pages of their devices without a lease."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -55,8 +55,8 @@ class ElasticMachine(RuleBasedStateMachine):
         directory = Path(self.opened.enter_context(tempfile.TemporaryDirectory()))
         self.coordinator = Coordinator(Clock())
         self.producers = [Producer(self.coordinator, name, NUM_PAGES, directory) for name in ("p0", "p1")]
-        self.strangers = [attach_device(producer.side.name, directory) for producer in self.producers]
-        for device in (*self.strangers, *(producer.device for producer in self.producers)):
+        self.visitors = [attach_device(producer.side.name, directory) for producer in self.producers]
+        for device in (*self.visitors, *(producer.device for producer in self.producers)):
             self.opened.enter_context(device)
         self.stolen: list[list[Page]] = [[], []]
         self.client = InProcessClient(self.coordinator)
@@ -131,14 +131,14 @@ class ElasticMachine(RuleBasedStateMachine):
     def steal(self, num_left: int) -> None:
         """In the moment between a grant and its allocation."""
         self._beat_all()
-        for stranger, stolen in zip(self.strangers, self.stolen, strict=True):
-            stolen += stranger.allocate(max(0, stranger.num_free_pages() - num_left)) or []
+        for visitor, stolen in zip(self.visitors, self.stolen, strict=True):
+            stolen += visitor.allocate(max(0, visitor.num_free_pages() - num_left)) or []
         self.respond(beats=False)
 
     @rule()
     def return_what_was_stolen(self) -> None:
-        for stranger, stolen in zip(self.strangers, self.stolen, strict=True):
-            stranger.release(stolen)
+        for visitor, stolen in zip(self.visitors, self.stolen, strict=True):
+            visitor.release(stolen)
             stolen.clear()
 
     @rule(hears_of_grants=st.booleans(), seconds=st.sampled_from([DEADLINE_S + 1, TTL_S / 2, TTL_S + 1]))
@@ -153,7 +153,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
     @rule()
     def calm(self) -> None:
-        """Everybody lends all, and talks: nothing waits for which there is room."""
+        """Producers lend all, and all send beats: no tensor waits for which there is room."""
         self.return_what_was_stolen()
         for _ in range(6):
             for which in range(2):
@@ -203,7 +203,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self.seen["late"] += any(left_s < 0 for left_s in recalls)
 
     def _num_taken(self, which: int) -> int:
-        """Pages that neither the producer nor the stranger has, and that are not free: the consumer's, as observed."""
+        """Pages that are neither free nor the producer's nor stolen: the consumer's, as observed."""
         return self.producers[which].num_foreign_pages - len(self.stolen[which])
 
     def _num_moved(self, before: dict[ElasticTensor, Tier], source: Tier, target: Tier) -> int:
@@ -313,7 +313,7 @@ def tell_of_a_late_look() -> None:
         machine.teardown()
 
 
-def test_what_was_recalled_before_it_was_used_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_recalled_before_their_use_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tell_of_a_late_look()
     monkeypatch.setattr(ElasticPool, "_ask_again", lambda pool: None)
     with pytest.raises(AssertionError, match="a tensor waits in vain"):

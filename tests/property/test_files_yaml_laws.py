@@ -72,7 +72,7 @@ MEANINGS: dict[str, Any] = {
 """Plain scalars, by section 10.3.2 of YAML 1.2.2."""
 
 
-def test_a_plain_scalar_means_what_the_core_schema_says(tmp_path: Path) -> None:
+def test_a_plain_scalar_has_its_meaning_in_the_core_schema(tmp_path: Path) -> None:
     text = "".join(f"k{number}: {scalar}\n" for number, scalar in enumerate(MEANINGS))
     assert repr(list(read(tmp_path, text).values())) == repr(list(MEANINGS.values()))
 
@@ -106,7 +106,7 @@ def test_what_may_mean_two_things_is_refused_with_its_line(text: str, told: str,
     assert refusal(tmp_path, text).startswith(told)
 
 
-def test_a_document_may_say_that_it_is_yaml_1_2(tmp_path: Path) -> None:
+def test_a_document_may_declare_yaml_1_2(tmp_path: Path) -> None:
     assert read(tmp_path, "%YAML 1.2\n---\na: no\n...\n") == {"a": "no"}
     assert read(tmp_path, "# nothing\n") == {}
 

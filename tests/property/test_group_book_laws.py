@@ -1,4 +1,4 @@
-"""Groups whose members obey late, refuse, end, stop and speak again: every layer has a copy, no request is lost."""
+"""Groups whose members obey late, refuse, end, stop and resume: every layer has a copy, no request is lost."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class LayersMachine(PoolMachine):
 
     @property
     def kept(self) -> list[int]:
-        """Blocks with bytes that somebody may want: cached ones, too."""
+        """Blocks with bytes that a request may need: cached ones, too."""
         return [block for block in self.tags if self.pool.is_backed(block)]
 
     def is_home(self, layer: int) -> bool:

@@ -176,7 +176,7 @@ def test_used_blocks_shrink_to_the_fewest_quanta(layout: KVLayout, num_used: int
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pool_has_the_blocks_that_were_asked_for_and_no_spare_page(layout: KVLayout) -> None:
+def test_a_pool_has_the_requested_blocks_and_no_spare_page(layout: KVLayout) -> None:
     for num_blocks in (1, 2, 3, 5, 9):
         with open_private_device(2**25) as device:
             pool, ledger = make_pool(device, layout, num_blocks)
@@ -253,7 +253,7 @@ def test_a_failed_move_leaves_everything_as_it_was() -> None:
         assert all(holds(pool, block, block) for block in kept)
 
 
-def test_a_growth_that_meets_the_limit_on_mappings_in_its_second_layer_is_undone() -> None:
+def test_a_growth_that_exceeds_mappings_in_its_second_layer_is_undone() -> None:
     with open_private_device(2**24) as device:
         pool, ledger = make_pool(device, EVEN, 4)
         device._budget.max_mappings = device._budget.num_mappings + 1

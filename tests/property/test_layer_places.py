@@ -70,7 +70,7 @@ def test_each_streamed_layer_computes_once_a_step_on_what_it_wrote_last(where: L
 
 
 @pytest.mark.parametrize("fault", [{"writes": False}, {"keeps_order": False}])
-def test_control_rows_that_are_not_written_before_the_slot_changes_its_layer(fault: dict[str, bool]) -> None:
+def test_control_rows_not_written_before_the_slot_changes_its_layer(fault: dict[str, bool]) -> None:
     where = LayerPlaces(9, 7, 3)
     versions = dict.fromkeys(where.streamed, 0)
     for _ in range(2):

@@ -245,7 +245,7 @@ def test_all_memory_serves_whatever_streams_and_all_comes_back() -> None:
             assert one.pool.num_blocks >= least, places
 
 
-def test_a_pool_that_is_full_gives_up_what_it_can_and_goes_on_when_sequences_have_left() -> None:
+def test_a_full_pool_shrinks_as_far_as_possible_and_on_when_sequences_end() -> None:
     with world(OrderedLine(LAYOUT.num_layers), 0) as one:
         one.change(PLACES[-1])
         for index in range(4):

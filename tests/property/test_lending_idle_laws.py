@@ -23,7 +23,7 @@ STEP_S = 0.25
 
 @dataclass
 class Tier:
-    """Chunks, and what lies in them; whoever asks is granted a chunk soon."""
+    """Chunks and their contents; a requested chunk is granted soon."""
 
     seed: int
     changes: bool = True
@@ -68,7 +68,7 @@ class Tier:
                 self.used_s[chunk] = self.now
             self.copies[chunk] += kept > self.kept[chunk]
             self.kept[chunk] = kept
-            if self.changes and self.random.random() < 0.01:  # a prefix that nobody keeps is read
+            if self.changes and self.random.random() < 0.01:  # a prefix that no request keeps is read
                 self.copies[chunk] += 1
                 self.used_s[chunk] = self.now
         self.host_kept = self.load - self.num_kept
@@ -89,7 +89,7 @@ class Tier:
 
     def _return(self, chunks: list[LeaseId]) -> None:
         for chunk in chunks:
-            assert not self.kept[chunk], "something lies there that somebody needs"
+            assert not self.kept[chunk], "needed blocks lie there"
             assert self.now - self.used_s[chunk] >= IDLE_S * (1 - 1 / CHECKS_PER_IDLE), "it was used a moment ago"
             del self.kept[chunk]
             self.returned.append((self.now, chunk))
@@ -106,7 +106,7 @@ class Tier:
 
 @settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
-def test_nothing_in_use_is_returned_and_nothing_is_asked_for_again_at_once(seed: int) -> None:
+def test_nothing_in_use_is_returned_and_nothing_requested_again_at_once(seed: int) -> None:
     Tier(seed).run(600)
 
 
@@ -124,7 +124,7 @@ def test_a_load_that_stays_as_it_is_keeps_its_leases(seed: int) -> None:
 
 @settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
-def test_what_nobody_uses_is_returned_in_time_and_there_again_when_it_is_needed(seed: int) -> None:
+def test_unused_chunks_are_returned_in_time_and_borrowed_again_on_demand(seed: int) -> None:
     tier = Tier(seed)
     tier.run(200)
     tier.load, tier.changes = 0, False

@@ -151,7 +151,7 @@ def serve(split: Split, prompts: list[int], depth: int) -> PipelineRun:
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_equal_cost_has_few_of_the_bubbles_of_equal_tokens_for_long_prompts(depth: int) -> None:
+def test_for_long_prompts_equal_cost_has_fewer_bubbles_than_equal_tokens(depth: int) -> None:
     even, tokens, halving = (serve(split, LONG, depth) for split in ("even", "tokens", "halving"))
     assert even.bubble <= 0.6 * tokens.bubble and even.bubble <= 0.6 * halving.bubble
     assert even.span_s < tokens.span_s and even.span_s < halving.span_s
@@ -163,7 +163,7 @@ def test_short_prompts_lose_nothing() -> None:
     assert serve("even", SHORT, 2).span_s <= 1.01 * serve("tokens", SHORT, 2).span_s
 
 
-def test_the_price_of_a_piece_is_that_of_a_step_but_for_what_a_step_costs_once() -> None:
+def test_the_price_of_a_piece_is_that_of_a_step_without_its_base() -> None:
     cost = StepCost(
         base_s=100.0, decode_s=1.0, context_token_s=0.1, chunk_s=3.0, prefill_token_s=0.5, self_pair_s=0.01,
         prefix_token_s=0.02, prefix_pair_s=0.03,

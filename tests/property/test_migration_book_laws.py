@@ -56,7 +56,7 @@ class World:
             self.submit()
 
     def tell(self, num_events: int) -> None:
-        """A story, at whose end all that is said is heard."""
+        """A story, at whose end all messages are delivered."""
         for _ in range(num_events):
             (event,) = self.dice.choices(
                 [self.go_on, self.move, self.compute, self.submit, self.disturb], [6, 4, 2, 1, 2]
@@ -95,7 +95,7 @@ class World:
         self.dice.choice([self.join, self.finish, self.abort, self.die, self.expire])()
 
     def finish(self) -> None:
-        """A request ends in its instance; the front hears of it later."""
+        """A request ends in its instance; the front learns of it later."""
         one = self.processes[self.dice.choice(sorted(self.processes))]
         if one.requests:
             request = self.dice.choice(sorted(one.requests))
@@ -140,7 +140,7 @@ class World:
             self.apply(self.book.expire(self.dice.choice(numbers)))
 
     def go_on(self) -> None:
-        """Some instances obey, and the front hears some of them."""
+        """Some instances obey, and the front gets the messages of some."""
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
             self.obey(self.processes[epoch], fails=self.dice.random() < 0.15)
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
@@ -270,7 +270,7 @@ class World:
                 assert self.places[request] == epoch or request in ends
 
     def end_well(self) -> None:
-        """All that is said is heard: no migration is left, and no instance holds anything."""
+        """Deliver all messages: no migration is left, and no instance holds anything."""
         while any(one.inbox or one.outbox for one in self.processes.values()):
             for epoch, one in self.processes.items():
                 self.obey(one)

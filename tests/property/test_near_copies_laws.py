@@ -56,7 +56,7 @@ class NearWorld(World):
             self.slots.disturb = self.disturb
 
     def disturb(self) -> None:
-        """As a thread might that hears of a recall."""
+        """As a thread might that gets a recall."""
         if self.memory and self.rng.random() < 0.03:
             self.drop(self.rng.choice(sorted(self.memory) or [0]))
 

@@ -1,4 +1,4 @@
-"""Slots on a neighbour's device: blocks come back as they left or are known to be lost, whoever takes chunks away.
+"""Slots on a neighbour's device: blocks return as they were or are known to be lost, however chunks are removed.
 
 The neighbour is a host device of the machine; a thread of its own removes chunks while copies are under way.
 """
@@ -169,8 +169,8 @@ def test_a_chunk_may_go_at_any_moment_of_a_copy(there: Neighbours) -> None:
     assert outcomes & {(True, False), (False, False)}
 
 
-def test_whoever_uses_a_chunk_finds_its_memory_until_the_end(there: Neighbours) -> None:
-    """Else a copy that has begun would go to address 0 when somebody wants the memory back in that moment."""
+def test_a_chunk_in_use_keeps_its_memory_until_the_use_ends(there: Neighbours) -> None:
+    """Else a copy that has begun would go to address 0 when the memory is removed in that moment."""
     there.add(0)
     slots = np.array([1, 2])
     with there.peer.use(slots) as is_there:

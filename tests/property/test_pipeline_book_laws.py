@@ -64,7 +64,7 @@ def tell(seed: int, num_stages: int, book: PipelineBook) -> int:
     world, dice, num_served = World(num_stages, book), Random(seed), 0
     for _ in range(150):
         event = dice.choice(["join", "join", "link", "link", "link", "end"])
-        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones speak, too
+        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones send messages, too
         if event == "join":
             world.join(dice.randrange(num_stages))
         elif event == "link":

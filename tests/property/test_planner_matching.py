@@ -80,7 +80,7 @@ def test_over_equal_links_the_most_bytes_are_matched(both: tuple[list[Party], li
 
 
 @given(sides(), st.integers(1, 4))
-def test_sharing_takes_no_bytes_from_anybody(both: tuple[list[Party], list[Party]], num: int) -> None:
+def test_sharing_takes_no_bytes_from_any_consumer(both: tuple[list[Party], list[Party]], num: int) -> None:
     producers, consumers = both
     alone, shared = match(producers, consumers), match(producers, consumers, num)
     got = {pair.consumer: pair.num_bytes for pair in shared}
@@ -99,7 +99,7 @@ def test_pairs_do_not_depend_on_the_order_of_the_sides(both: tuple[list[Party], 
     assert match(producers, consumers) == match(producers[::-1], consumers[::-1])
 
 
-def test_a_consumer_takes_what_gives_it_the_most_then_the_faster_link_then_its_own_server_then_the_tightest() -> None:
+def test_a_consumer_ranks_producers_by_bytes_link_server_and_fit() -> None:
     c = Party("c", "s", "d", 10, 100)
     far, slow = Party("far", "t", "d", 10, 100), Party("slow", "s", "d", 12, 50)
     wide, tight, small = (
@@ -113,7 +113,7 @@ def test_a_consumer_takes_what_gives_it_the_most_then_the_faster_link_then_its_o
 
 
 def test_an_unstable_matching_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: whoever asks first keeps what it has."""
+    """Negative control: the first consumer to ask keeps its producers."""
     monkeypatch.setattr(matching, "prefer", lambda producer, one, other: False)
     producers = [Party("p0", "s", "d", 8, 450), Party("p1", "t", "d", 8, 10)]
     consumers = [Party("c0", "t", "d", 9, 10), Party("c1", "s", "d", 8, 450)]

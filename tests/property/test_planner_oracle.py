@@ -147,7 +147,7 @@ def with_gpus(cluster: Cluster, servers: dict[Unit, int]) -> dict[Unit, Spot]:
     }
 
 
-def test_what_greedy_finds_is_told_from_the_optimum() -> None:
+def test_the_greedy_placement_is_worse_than_the_optimum() -> None:
     """Negative control of the oracle: greedy's placement of this cluster is not the best."""
     models = tuple(Model(f"m{i}", 1, 1, 1, gb * GB) for i, gb in enumerate((30, 20, 20, 15, 15)))
     cluster = Cluster(tuple(Server(f"s{i}", 3, 80 * GB, f"s{i}") for i in range(2)), models)

@@ -102,7 +102,7 @@ def test_a_steady_load_is_at_rest_in_the_end(
         assert number == places[0].num_streamed
 
 
-def test_control_without_memory_of_what_waited_a_step_longer_than_its_copies_flaps() -> None:
+def test_control_with_a_short_memory_of_stalls_places_flap() -> None:
     """The prediction is wrong by the measured stalls: with the shortest memory it tries again all the time."""
     places = tuple(every_place(32))
     changes = []

@@ -1,4 +1,4 @@
-"""While everybody fits, a policy that takes turns is FCFS, to the last plan; and FCFS behind the gate preempts nobody.
+"""While all requests fit, policies with turns are FCFS, to the last plan; FCFS behind the gate preempts no request.
 
 What "fits" means is written down again here, step by step, over plain numbers.
 """
@@ -78,7 +78,7 @@ def test_growth_is_what_counting_gives(fields: dict[str, object], num_steps: int
     num_loading=st.integers(0, 2),
     max_num_seqs=st.sampled_from([3, 6, 64, 64]),
 )
-def test_the_gate_is_closed_exactly_while_everybody_fits(
+def test_the_gate_is_closed_exactly_while_all_requests_fit(
     streams: list[dict[str, object]],
     prompts: list[tuple[int, int]],
     others: list[tuple[int, int]],

@@ -1,4 +1,4 @@
-"""Laws of lending, under loads that nobody would choose: the floor, no flapping, recalls and offers that come."""
+"""Laws of lending, under artificial loads: the floor, no flapping, recalls and offers in time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def kept_for_profile(how: LendingSettings) -> int:
 
 @settings(max_examples=examples(150))
 @given(SETTINGS, FLOORS, st.none() | st.integers(0, FULL), LOADS)
-def test_the_pool_keeps_its_floor_and_nobody_lends_more_than_was_allowed(
+def test_the_pool_keeps_its_floor_and_lends_at_most_the_limit(
     how: LendingSettings, floor: int, most: int | None, looks: Looks
 ) -> None:
     for load, target, reason in run(LendingPolicy(how, floor, most), looks):
@@ -187,7 +187,7 @@ def test_a_load_within_its_profile_is_never_recalled_for(
 def test_the_first_offer_of_a_profile_waits_for_no_calm(
     how: LendingSettings, floor: int, parts: list[tuple[float, float, float, bool]]
 ) -> None:
-    """It comes as soon as it would be heard, and is what the profile and the floor leave, as long as use is low."""
+    """It comes as soon as offers can be sent, and is what the profile and the floor leave, as long as use is low."""
     low_parts = [(gap_s, used * how.low, new, can_offer) for gap_s, used, new, can_offer in parts]
     looks = load_inside(how, low_parts)
     assume(any(can_offer for *_, can_offer in looks))

@@ -125,7 +125,7 @@ SIZES = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1
 
 @settings(max_examples=examples(60))
 @given(SIZES, st.integers(0, 2**32))
-def test_the_table_is_true_and_the_coldest_layer_makes_room_for_the_hottest(sizes: tuple[int, int], seed: int) -> None:
+def test_the_table_is_true_and_the_coldest_layer_yields_to_the_hottest(sizes: tuple[int, int], seed: int) -> None:
     world = World(PieFifo(*sizes))
     drive(world, Random(seed), 5 * sizes[0])
     assert bool(world.num_swaps) == (sizes[1] < sizes[0])

@@ -1,7 +1,7 @@
-"""Every policy that takes turns, told random stories: whatever happens, everybody is served and everything comes home.
+"""Every policy that takes turns, in random stories: every request is served, and every block is freed.
 
-Laws: every request that nobody hung up gets the tokens of an undisturbed run; ledgers balance after every call; no
-decision asks for what is not there; something runs while requests are alive, and all comes to rest within a bound;
+Laws: every request that is not aborted gets the tokens of an undisturbed run; ledgers balance after every call; no
+decision needs what is not there; something runs while requests are live, and all comes to rest within a bound;
 nothing stays in swap space. ``tests/sim/test_long_stories.py`` tells longer ones.
 """
 
@@ -71,7 +71,7 @@ def turned_out(view: View, decision: Decision) -> list[SequenceView]:
 
 
 def most_copied(view: View) -> int:
-    """Slots that everybody on the device would need to leave."""
+    """Slots that a swap-out of all resident requests would need."""
     return sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
 
 
@@ -81,8 +81,8 @@ def doubled(number: int) -> Iterator[int]:
 
 @settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
-def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -> None:
-    """A slice of ``cfs`` is everybody's and ends at multiples of its steps or early; others' begin with the stay."""
+def test_no_turn_ends_before_its_slice_is_over(seed: int, policy: str) -> None:
+    """A slice of ``cfs`` is common to all and ends at multiples of its steps or early; others' begin with the stay."""
     for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
         share, beside = (inner.settings.visitor_share, STEPS_BESIDE) if policy == "paced" else (1.0, 0)
         num_steps = slice_for(view, int(share * view.num_blocks), inner.settings, beside).steps
@@ -97,11 +97,11 @@ def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -
 
 @settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
-def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
-    """Who can come and does not, comes before all that rank below it.
+def test_requests_enter_the_device_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
+    """No request enters before a higher-ranked one that could enter, too.
 
-    Except while the step has no token for it, while its room is kept (``refills``), while somebody else brings what it
-    needs, or, for a newcomer, while nobody can leave for want of slots. AQUA's switch begins no prompt beside copies.
+    Except while the step has no token for it, while its room is kept (``refills``), while another request fetches its
+    prefix, or, for a newcomer, while swap space has no room for victims. AQUA's switch begins no prompt beside copies.
     """
     story = make_story(seed, policy, max_requests=10)
     story = replace(story, settings=replace(story.settings, is_synchronous=False))
@@ -125,7 +125,7 @@ def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> 
 
 @settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
-def test_a_turn_ends_only_for_somebody_who_ranks_above(seed: int, policy: str) -> None:
+def test_a_turn_ends_only_for_a_request_that_ranks_above(seed: int, policy: str) -> None:
     for inner, view, now, decision in decided(make_story(seed, policy, max_requests=10)):
         place = {row.seq_id: number for number, row in enumerate(inner.rank(view, now).rows)}
         waits = [row.seq_id for row in (*view.swapped, *view.waiting)]
@@ -155,8 +155,8 @@ SYSTEM = Machine(num_blocks=16, num_slots=400, block_s=0.0, max_batched_tokens=3
 
 @pytest.mark.parametrize("policy", SHARING)
 @pytest.mark.parametrize("caches", [True, False])
-def test_what_is_shared_with_those_who_leave_is_not_counted_as_there(policy: str, caches: bool) -> None:
-    """A shared system prompt: its holders leave in the step in which others come who count on it."""
+def test_blocks_shared_with_victims_do_not_count_as_resident(policy: str, caches: bool) -> None:
+    """A shared system prompt: its holders are preempted in the step that admits requests which count on it."""
     machine = replace(SYSTEM, caches_prefixes=caches)
     requests = make_burst(16, interval_s=0.01, num_prompt=20, num_shared=16)
     burst(machine, make_policy(policy, SharingSettings(slice_steps=2)), requests)

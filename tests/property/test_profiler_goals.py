@@ -72,9 +72,7 @@ def test_goals_are_met_if_enough_requests_and_gaps_are_within_their_limits(
 
 
 @given(st.lists(st.one_of(st.floats(0, 10), st.just(math.inf)), min_size=1, max_size=400), st.floats(0, 10))
-def test_the_99th_percentile_is_within_a_limit_exactly_if_at_most_1_of_100_is_beyond(
-    values: list[float], limit: float
-) -> None:
+def test_the_99th_percentile_is_within_if_at_most_1_of_100_is_beyond(values: list[float], limit: float) -> None:
     value = percentile_99(values)
     is_within = value is not None and value <= limit
     assert is_within == (100 * sum(one > limit for one in values) <= len(values))
@@ -125,7 +123,7 @@ def test_a_try_that_is_lost_misses_its_goals_whatever_follows(
 
 @given(GOALS, streams())
 @settings(max_examples=examples(200), deadline=None)
-def test_a_try_that_is_not_lost_at_its_end_misses_by_gaps_that_never_came_alone(
+def test_a_try_not_lost_at_its_end_misses_only_by_gaps_that_never_came(
     goals: TryGoals, drawn: tuple[list[Answer], list[int]]
 ) -> None:
     """It is not seen to be lost only since its answers could have had more tokens."""

@@ -70,7 +70,7 @@ def test_it_is_the_smallest_batch_near_the_highest_throughput(curve: Curve, how:
 
 @settings(max_examples=examples(200))
 @given(CURVES, SETTINGS, LIMITS)
-def test_it_ends_when_two_doublings_gain_little_or_nothing_larger_is_possible(
+def test_it_ends_when_two_doublings_gain_little_or_the_limit_is_reached(
     curve: Curve, how: KneeSettings, limit: int
 ) -> None:
     knee, readings = search(curve, how, limit)

@@ -52,7 +52,7 @@ def ends_of(test: RepeatedTries, tries: tuple[bool, ...]) -> set[tuple[bool, boo
 
 @given(st.integers(1, 10), st.floats(0.001, 0.3))
 @settings(max_examples=examples(30), deadline=None)
-def test_a_fair_coin_is_surely_judged_either_way_at_most_as_often_as_stated(max_tries: int, error: float) -> None:
+def test_a_fair_coin_is_surely_judged_either_way_as_seldom_as_stated(max_tries: int, error: float) -> None:
     """Every sequence of tries is counted: the worst case, since a rate that misses meets in at most half its tries."""
     test = RepeatedTries(max_tries, error)
     ends = [run(test, tries) for tries in product([False, True], repeat=max_tries)]
@@ -74,7 +74,7 @@ def test_it_ends_exactly_when_no_further_try_can_change_the_judgement(test: Repe
 
 
 @given(TESTS)
-def test_tries_that_all_agree_suffice_as_early_as_it_says(test: RepeatedTries) -> None:
+def test_tries_that_all_agree_suffice_as_early_as_stated(test: RepeatedTries) -> None:
     for answer in (False, True):
         judgement = run(test, [answer] * test.max_tries)
         assert judgement.meets is answer
@@ -187,9 +187,7 @@ def test_a_rate_that_misses_by_luck_in_the_bisection_is_found_all_the_same() -> 
 
 
 @given(st.floats(0.01, 10), st.floats(0, 10), st.floats(0.05, 5))
-def test_a_grid_begins_at_the_lowest_rate_and_ends_within_a_step_of_the_highest(
-    lowest: float, more: float, step: float
-) -> None:
+def test_a_grid_goes_from_the_lowest_rate_to_a_step_below_the_highest(lowest: float, more: float, step: float) -> None:
     rates = rate_grid(lowest, lowest + more, step)
     assert rates[0] == pytest.approx(lowest, abs=1e-8)
     assert -1e-5 * step < lowest + more - rates[-1] < step * (1 + 1e-5) + 1e-8

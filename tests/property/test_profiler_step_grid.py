@@ -51,7 +51,7 @@ def test_every_step_fits_the_engine(limits: StepLimits, num_shapes: int, seed: i
 
 @given(seed=st.integers(0, 999))
 @settings(max_examples=examples(10), deadline=None)
-def test_they_are_of_all_kinds_and_sizes(seed: int) -> None:
+def test_drawn_steps_are_of_all_kinds_and_sizes(seed: int) -> None:
     shapes = draw_shapes(CPU, 64, Random(seed))
     kinds = [(bool(shape.contexts), min(2, len(shape.chunks))) for shape in shapes]
     assert [kinds.count(kind) for kind in ((True, 0), (False, 1), (False, 2), (True, 1))] == [16] * 4

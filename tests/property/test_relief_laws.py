@@ -78,7 +78,7 @@ def test_a_faster_lever_is_no_dearer_and_a_longer_pause_no_cheaper(
 
 
 @given(overload=OVERLOADS, offers=CHOICES, dice=st.randoms())
-def test_the_choice_keeps_its_bounds_and_knows_no_order(overload: Overload, offers: list[Offer], dice: Random) -> None:
+def test_the_choice_keeps_its_bounds_and_ignores_order(overload: Overload, offers: list[Offer], dice: Random) -> None:
     decision = choose_relief(overload, offers)
     prices, lever = decision.prices, decision.lever
     assert lever in prices
@@ -148,7 +148,7 @@ def test_an_overload_is_expected_to_last_as_long_again() -> None:
 
 
 @given(step=STEPS, num_streams=st.floats(1, 500), stages=st.integers(1, 4))
-def test_a_pipeline_of_as_many_streams_is_as_fast_as_replicas_but_for_hops_and_bubbles(
+def test_a_pipeline_is_as_fast_as_replicas_but_for_hops_and_bubbles(
     step: StreamStep, num_streams: float, stages: int
 ) -> None:
     replicas = stages * step.tokens_per_s(num_streams)

@@ -130,7 +130,7 @@ def a_loop_that_forgets_stale_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanBuilder, "_send_table", lambda self, seq_id: None)
 
 
-def a_loop_that_forgets_who_is_on_the_way_in_when_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_loop_that_forgets_loading_requests_when_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arrivals, "remap_blocks", lambda self, moved: None)
 
 
@@ -162,7 +162,7 @@ def a_loop_that_delivers_tokens_after_the_end(monkeypatch: pytest.MonkeyPatch) -
         a_loop_that_keeps_an_old_tail,
         a_loop_that_frees_blocks_under_a_step,
         a_loop_that_forgets_stale_tables,
-        a_loop_that_forgets_who_is_on_the_way_in_when_blocks_move,
+        a_loop_that_forgets_loading_requests_when_blocks_move,
         a_loop_that_loses_what_a_postponed_plan_said,
         a_loop_that_delivers_tokens_after_the_end,
     ],

@@ -3,7 +3,7 @@
 The rule: running requests first, in order; each takes what the token budget leaves, up to its unfinished tokens (here a
 prefill leaves the decodes after it one token each, so that a prioritised prompt cannot stop them). If it finds no
 blocks, the latest of the running ones gives up its own and starts anew, first in the queue, until there are enough or
-it is itself the latest. If nobody had to leave, waiting requests start in order until the budget, the blocks or the
+it is itself the latest. If none was preempted, waiting requests start in order until the budget, the blocks or the
 places run out. (https://docs.vllm.ai, scheduler of the V1 engine, without its prefix cache.)
 """
 

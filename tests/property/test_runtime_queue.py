@@ -137,7 +137,7 @@ def test_ten_thousand_waiting_cost_nothing_per_step() -> None:
     assert CountedKey.num_compared < 100 * 200
 
 
-def test_those_who_hang_up_deep_in_the_queue_leave_nothing_behind() -> None:
+def test_requests_aborted_deep_in_the_queue_leave_no_entries() -> None:
     queue = make_queue(4)
     for number in range(8):
         queue.push(make_sequence(number, float(number)))

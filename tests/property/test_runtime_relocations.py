@@ -145,7 +145,7 @@ class Neighbourhood:
             self._remove_memory(chunk)
 
     def _tear_away(self, chunk: int) -> None:
-        """The deadline comes: the memory goes first, and the loop hears of it afterwards."""
+        """The deadline comes: the memory is removed first, and the loop learns of it afterwards."""
         self.seen["torn away with something in it"] += bool(
             self.loop.relocations.count_taken(Tier.PEER, self._slots(chunk))
         )
@@ -243,7 +243,7 @@ def whatever_lies_in_a_chunk_it_counts_as_idle(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Relocations, "kept_slots", lambda between, tier: set())
 
 
-def slots_are_given_away_while_somebody_reads_them(patch: pytest.MonkeyPatch) -> None:
+def slots_are_given_away_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
     def finish_move(table: BackupTable, backup: Backup, ok: bool) -> bool:
         readers, backup.num_readers = backup.num_readers, 0
         has_moved = original(table, backup, ok)
@@ -260,7 +260,7 @@ def slots_are_given_away_while_somebody_reads_them(patch: pytest.MonkeyPatch) ->
         memory_goes_before_it_is_empty,
         what_is_torn_away_is_still_believed_in,
         whatever_lies_in_a_chunk_it_counts_as_idle,
-        slots_are_given_away_while_somebody_reads_them,
+        slots_are_given_away_while_they_are_read,
     ],
 )
 def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,7 @@ STORIES = given(
 
 @settings(max_examples=examples(30), deadline=None)
 @STORIES
-def test_a_view_that_was_carried_over_says_what_a_new_one_says(
-    seed: int, depth: int, num_slots: int, caches: bool
-) -> None:
+def test_a_view_that_was_carried_over_equals_a_new_one(seed: int, depth: int, num_slots: int, caches: bool) -> None:
     tell_checked(seed, depth, num_slots, caches)
 
 

@@ -220,7 +220,7 @@ def test_watch_that_counts_gaps_is_noticed() -> None:
     assert watch([stage], [(0,)], 600.7, gap=lambda: next(gaps), kind=CountsGaps)[0] == {0}
 
 
-def test_watch_that_blames_who_waits_is_noticed() -> None:
+def test_watch_that_blames_waiting_stages_is_noticed() -> None:
     stages = [Stage([]), Stage([], owes=False)]
     stages[1].block()
     assert watch(stages, [(0, 1)], 100.0, kind=BlamesWaiting)[0] == {0, 1}

@@ -128,7 +128,7 @@ def tour(machine: SwapMachine) -> None:
         do("compute_something_else")
         do("land_out", None)
         do("compute_something_else")
-        do("come_back", 0)  # with what nobody kept
+        do("come_back", 0)  # with an idle backup
         do("hang_up", 0)
         do("compute", [*KEYS[4:], *KEYS[:2]])
         do("back_up", 0, False)  # cannot have the slots that the copy reads
@@ -153,14 +153,14 @@ RARELY_FOUND: list[Fault] = [forgets_pins_of_cached_blocks, frees_slots_that_a_c
 
 
 @pytest.mark.parametrize("fault", [*ALWAYS_FOUND, *RARELY_FOUND])
-def test_the_tour_notices_whoever(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tour_notices_a_program_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
         tour(SwapMachine())
 
 
 @pytest.mark.parametrize("fault", ALWAYS_FOUND)
-def test_the_random_machine_notices_whoever(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_random_machine_notices_a_program_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     hunt = settings(EXAMPLES, max_examples=500, phases=[Phase.generate], report_multiple_bugs=False, derandomize=True)
     with pytest.raises((AssertionError, InvariantError)):

@@ -72,7 +72,7 @@ texts = st.lists(pieces | st.text(st.characters(codec="utf-8"), max_size=5), max
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_no_text_has_fewer_tokens_than_the_bound_says(kind: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(kind: str) -> None:
     tokenizer = made(kind)
     bound = bound_of(tokenizer)
     assert bound is not None

@@ -43,7 +43,7 @@ def test_deltas_of_any_bytes_join_to_the_text_of_all_tokens(tokens: list[int], s
 
 
 @given(st.lists(st.one_of(st.text(max_size=5), st.integers(256, 303))))
-def test_deltas_of_tokens_that_depend_on_their_neighbours_join_to_the_text_of_all(parts: list[str | int]) -> None:
+def test_deltas_of_tokens_that_depend_on_neighbours_join_to_the_text(parts: list[str | int]) -> None:
     tokens = [t for part in parts for t in (part.encode() if isinstance(part, str) else (part,))]
     deltas, _ = stream(SPACED, tokens, skip_special_tokens=False)
     assert "".join(deltas) == SPACED.decode(tokens)

@@ -125,7 +125,7 @@ def test_a_slot_is_empty_until_its_copy_is_done(bench: Bench) -> None:
     engine.close()
 
 
-def test_digests_are_those_of_the_bytes_in_the_order_asked(bench: Bench) -> None:
+def test_digests_are_those_of_the_bytes_in_the_requested_order(bench: Bench) -> None:
     blocks = (9, 2, 5, 0, 7, 3, 1)
     bench.engine.submit(5, BlockCopy(OUT, blocks, (7, 3, 4, 1, 0, 6, 5)))
     (result,) = bench.engine.wait()
@@ -186,13 +186,13 @@ def test_a_bug_in_the_copy_thread_reaches_the_caller(broken: HostTransferEngine)
     with pytest.raises(InvariantError, match="IndexError") as caught:
         broken.wait()
     assert isinstance(caught.value.__cause__, IndexError)
-    with pytest.raises(InvariantError):  # and whoever asks again does not wait for ever
+    with pytest.raises(InvariantError):  # and the next call does not wait for ever
         broken.wait()
     with pytest.raises(InvariantError):
         broken.submit(1, BlockCopy(IN, (1,), (1,)))
 
 
-def test_a_bug_in_the_copy_thread_that_nobody_asked_for_is_in_the_log(
+def test_an_unread_failure_of_the_copy_thread_is_in_the_log(
     broken: HostTransferEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken.close()
@@ -213,7 +213,7 @@ def test_injected_faults_are_results_and_move_nothing(bench: Bench) -> None:
     assert (bench.slots.digests[:3] != 0).tolist() == [True, False, True]
 
 
-def test_a_paced_copy_takes_its_modelled_time_and_one_direction_is_one_road(bench: Bench) -> None:
+def test_paced_copies_take_their_modelled_time_one_by_one_per_direction(bench: Bench) -> None:
     curve = LinkCurve(0.005, ((LAYOUT.block_bytes, LAYOUT.block_bytes / 0.010),))
     link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.5)
     assert link.time_s(OUT, LAYOUT.block_bytes) == pytest.approx(0.020)

@@ -25,10 +25,10 @@ TestBooksMachine = BooksMachine.TestCase
 
 
 def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
-    """Further than a machine gets by itself: rules at random, with everybody looking after each."""
+    """Further than a machine gets by itself: rules at random, with all invariants checked after each."""
     machine.begin(num_slots=rng.choice([5, 9, 16]), num_blocks=rng.choice([7, 12, 30]))
     for _ in range(num_steps):
-        index, where = rng.randrange(64), {guest.where for guest in machine.guests}
+        index, where = rng.randrange(64), {request.where for request in machine.requests}
         rules: list[Callable[[], None]] = [partial(machine.end, index, rng.random() < 0.1)]
         rules += [partial(machine.reset, rng.random() < 0.1)]
         if "off" in where:
@@ -53,7 +53,7 @@ def test_a_long_walk_by_the_same_rules(seed: int) -> None:
 
 def tour(machine: BooksMachine) -> None:
     """One is swapped out with a tail, and another takes its blocks at once; then they change places, and again."""
-    machine.begin(num_slots=6, num_blocks=3, num_guests=2)
+    machine.begin(num_slots=6, num_blocks=3, num_requests=2)
     machine.come(0, num_tokens=4)
     machine.back_up(0, 1)
     machine.compute(0, 6)
@@ -99,7 +99,7 @@ def test_a_tour_of_leaving_and_coming_back() -> None:
     tour(BooksMachine())
 
 
-class NobodyHolds:
+class InertPool:
     """In the place of the pool."""
 
     def touch(self, blocks: Sequence[Block]) -> None: ...
@@ -109,7 +109,7 @@ class NobodyHolds:
 
 def holds_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     bind = SwapBooks.bind
-    monkeypatch.setattr(SwapBooks, "bind", lambda books, pool: bind(books, NobodyHolds()))
+    monkeypatch.setattr(SwapBooks, "bind", lambda books, pool: bind(books, InertPool()))
 
 
 def keeps_a_tail_that_is_out_of_date(monkeypatch: pytest.MonkeyPatch) -> None:

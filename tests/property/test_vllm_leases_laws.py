@@ -28,7 +28,7 @@ TestLeasingMachine = LeasingMachine.TestCase
 
 
 def take_a_step(machine: LeasingMachine, rng: Random) -> None:
-    index, where = rng.randrange(64), {guest.where for guest in machine.guests}
+    index, where = rng.randrange(64), {request.where for request in machine.requests}
     rules: list[Callable[[], None]] = [partial(machine.end, index, rng.random() < 0.1)]
     rules += [partial(machine.add, rng.randrange(NUM_CHUNKS)), partial(machine.evacuate, 2)]
     rules += [partial(machine.bring_nearer, 2)]
@@ -69,35 +69,35 @@ def test_long_walks_by_the_same_rules_see_everything() -> None:
 
 def swap_out_to_a_neighbour(machine: LeasingMachine, num_slots: int = 6) -> None:
     """One of eight tokens, in two slots of the neighbour's."""
-    machine.begin(num_slots=num_slots, num_blocks=4, num_guests=1)
+    machine.begin(num_slots=num_slots, num_blocks=4, num_requests=1)
     machine.add(0)
     machine.come(0, num_tokens=8)
-    guest = machine.guests[0]
-    assert machine.books.swap_out(guest.tracked, guest.blocks, guest.num_computed, reason=None, tier=Tier.PEER)  # type: ignore[arg-type]
-    machine._launch(guest)
-    machine._put_off(guest)
+    request = machine.requests[0]
+    assert machine.books.swap_out(request.tracked, request.blocks, request.num_computed, reason=None, tier=Tier.PEER)  # type: ignore[arg-type]
+    machine._launch(request)
+    machine._put_off(request)
     machine.settle(0)
-    assert [backup.location.tier for backup in guest.tracked.backups] == [Tier.PEER] * 2
+    assert [backup.location.tier for backup in request.tracked.backups] == [Tier.PEER] * 2
 
 
 def tour(machine: LeasingMachine) -> None:
     """What a neighbour wants back goes to the host, and comes nearer again; then it is torn away."""
     swap_out_to_a_neighbour(machine)
-    (guest,) = machine.guests
+    (request,) = machine.requests
     machine.retire(0)
     machine.evacuate(4)
     machine.settle_move(0)
     machine.evacuate(4)
-    assert not machine.chunks and machine.books.count_restorable(guest.tracked) == 8, "nothing is computed again"
+    assert not machine.chunks and machine.books.count_restorable(request.tracked) == 8, "nothing is computed again"
     machine.add(1)
     machine.bring_nearer(1)
     machine.settle_move(0)
-    assert guest.tracked.backups[0].location.tier is Tier.PEER
+    assert request.tracked.backups[0].location.tier is Tier.PEER
     machine.what_can_be_restored_is_there()
     machine.tear_away(0)
     machine.what_can_be_restored_is_there()
     machine.books_agree_with_what_is_under_way()
-    assert machine.books.count_restorable(guest.tracked) == 0
+    assert machine.books.count_restorable(request.tracked) == 0
     machine.come(0, num_tokens=8)
     machine.teardown()
 
@@ -106,12 +106,12 @@ def test_a_tour_of_borrowed_memory() -> None:
     tour(LeasingMachine())
 
 
-def test_without_room_elsewhere_what_a_neighbour_wants_back_is_computed_again() -> None:
+def test_without_room_elsewhere_recalled_kv_is_recomputed() -> None:
     machine = LeasingMachine()
     swap_out_to_a_neighbour(machine, num_slots=0)
     machine.retire(0)
     machine.evacuate(4)
-    assert not machine.chunks and machine.books.count_restorable(machine.guests[0].tracked) == 0
+    assert not machine.chunks and machine.books.count_restorable(machine.requests[0].tracked) == 0
     machine.teardown()
 
 
@@ -138,7 +138,7 @@ def believes_all_of_it_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SwapBooks, "is_on_device", lambda books, backup: True)
 
 
-def takes_nobody_for_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def takes_no_request_for_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapBooks, "swapped_backups", lambda books: ())
 
 
@@ -148,7 +148,7 @@ def takes_nobody_for_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
         keeps_what_is_torn_away,
         keeps_what_is_lost,
         believes_all_of_it_is_on_the_device,
-        takes_nobody_for_swapped_out,
+        takes_no_request_for_swapped_out,
     ],
 )
 def test_the_tour_notices_books_that(

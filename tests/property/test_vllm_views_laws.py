@@ -49,7 +49,7 @@ def play(engine: FakeEngine, story: list[tuple[str, int]]) -> None:
 
 @given(story=STORY)
 @settings(max_examples=examples(150), deadline=None)
-def test_a_view_that_was_kept_says_what_one_made_anew_would(story: list[tuple[str, int]]) -> None:
+def test_a_view_that_was_kept_equals_one_made_anew(story: list[tuple[str, int]]) -> None:
     play(FakeEngine(), story)
 
 
@@ -63,7 +63,7 @@ def test_a_long_walk_with_views_in_between(seed: int) -> None:
     walk(seed)
 
 
-def test_a_request_that_was_seen_before_its_first_step_back_is_seen_to_have_entered_then() -> None:
+def test_a_resumed_request_that_is_seen_before_its_first_step_has_entered() -> None:
     """Walks come by this too seldom."""
     engine = FakeEngine()
     play(engine, [("arrive", 0), ("look", 0), ("admit", 0), *[("run", 20)] * 3, ("leave", 1), ("settle", 1)])
@@ -86,7 +86,7 @@ def does_nothing(*_: Any, **__: Any) -> None: ...
         (PrefixWatch, "note_cached"),
     ],
 )
-def test_the_law_notices_if_changes_are_not_told(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_notices_if_changes_are_not_reported(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, does_nothing)
     with pytest.raises((AssertionError, KeyError, AttributeError)):
         for seed in range(20):
@@ -121,7 +121,7 @@ def test_the_law_notices_rows_of_absent_requests_that_are_kept_too_long(monkeypa
         walk(0)
 
 
-def test_the_law_notices_a_queue_that_forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_notices_a_queue_that_forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:
     take = TurnQueue.take_changed
     monkeypatch.setattr(
         TurnQueue, "take_changed", lambda queue: {key: one for key, one in take(queue).items() if one is not None}
@@ -134,7 +134,7 @@ def test_the_law_notices_a_queue_that_forgets_who_left(monkeypatch: pytest.Monke
 
 
 class NotingPool(Pool):
-    """Tells who counts."""
+    """Reports its changes to the counts."""
 
     def __init__(self, counts: ExclusiveCounts) -> None:
         super().__init__(NUM_BLOCKS)

@@ -27,7 +27,7 @@ SEEDS = st.integers(0, 2**32)
 
 @given(SEEDS, st.floats(0.05, 20), st.floats(0.01, 1000))
 @settings(max_examples=examples(30))
-def test_gamma_gaps_have_the_asked_mean_and_variation(seed: int, burstiness: float, rate: float) -> None:
+def test_gamma_gaps_have_the_requested_mean_and_variation(seed: int, burstiness: float, rate: float) -> None:
     count = 20_000
     gaps = np.diff(arrival_times(count, rate, burstiness, np.random.default_rng(seed)), prepend=0.0)
     assert gaps.min() >= 0
@@ -136,7 +136,7 @@ MAKER = PromptMaker(Words(), ["what now", "say it in one word please"])
 
 @given(st.integers(1, 5000), SEEDS, st.lists(st.integers(0, 10**12), max_size=6))
 @settings(max_examples=examples(60))
-def test_prompts_have_exactly_the_asked_length_and_depend_on_the_seed_only(
+def test_prompts_have_the_requested_length_and_depend_on_the_seed_only(
     num_tokens: int, seed: int, prefix_ids: list[int]
 ) -> None:
     first, again = (
@@ -165,7 +165,7 @@ def test_a_count_is_shared_over_chunks_with_exact_ends(texts: list[str], num_tok
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=10))
-def test_token_ids_say_exactly_when_each_token_came(counts: list[int]) -> None:
+def test_token_ids_give_the_exact_time_of_each_token(counts: list[int]) -> None:
     chunks = [TokenChunk(float(i), "x", tuple(range(n))) for i, n in enumerate(counts)]
     assert token_times(chunks, None) == [float(i) for i, n in enumerate(counts) for _ in range(n)]
 

@@ -57,9 +57,7 @@ def run_burst(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "block_s", "num_blocks"), CASES)
-def test_nobodys_slice_ends_before_the_copies_of_the_next_have_had_their_time(
-    name: str, block_s: float, num_blocks: int
-) -> None:
+def test_a_slice_lasts_as_long_as_the_copies_of_the_next_one(name: str, block_s: float, num_blocks: int) -> None:
     """It is two to three times as long as asked, as a rule."""
     run, seen = run_burst(name, block_s)
     assert len(seen) > 200
@@ -71,7 +69,7 @@ def test_nobodys_slice_ends_before_the_copies_of_the_next_have_had_their_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "block_s", "num_blocks"), CASES)
-def test_slices_as_asked_end_before(
+def test_slices_of_the_set_length_end_before_the_copies(
     name: str, block_s: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
@@ -83,7 +81,7 @@ def test_slices_as_asked_end_before(
 
 
 @pytest.mark.slow
-def test_over_a_quick_link_slices_are_as_long_as_asked() -> None:
+def test_over_a_quick_link_slices_have_the_set_length() -> None:
     """The control: the reason is the link."""
     run, seen = run_burst("paced", QUICK.block_s)
     assert run.counters.limited_steps[Reason.LINK_BUSY.value] == 0

@@ -40,7 +40,7 @@ def test_auto_is_near_the_best_fixed_number_and_settles_without_stalls(base_bloc
     assert abs(number - formula.num_streamed) <= 4, "its pools are never read whole: prompts wait, sequences grow"
 
 
-def test_where_a_layer_is_a_tenth_of_the_pool_auto_is_a_layer_or_two_below_the_best() -> None:
+def test_where_a_layer_is_a_tenth_of_the_pool_auto_is_near_the_best() -> None:
     """With eleven layers' memory left, one more is 9 % more blocks, and 3 % stalls: the promise is less than 1 %."""
     device = Device(base_blocks=150)
     run = auto(device, Load(1))

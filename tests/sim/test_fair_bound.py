@@ -1,9 +1,9 @@
 """``fair`` in bursts of every size and shape: what others may take between two turns of a request.
 
-Whoever leaves with D more work than another one goes behind it until that one has caught up, in turns worth a slice of
+A victim with D more work than another request ranks behind it until that one has caught up, in turns worth a slice of
 s tokens: D // s + 1 of them, beside those that its prompt takes (one, unless a slice is too short for the prompts that
-are computed in it). That is two only where nobody leaves with two slices or more above another one, as it is in
-``test_fair_turns.py``: some do where several must leave for one, or who lags was kept waiting before the gate opened.
+are computed in it). That is two only where no victim is two slices or more above another request, as it is in
+``test_fair_turns.py``: some are where one admission needs several victims, or a request waited before the gate opened.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def losses(run: Run, recorder: Recorder) -> Iterator[Loss]:
 
 
 @pytest.mark.slow
-def test_between_two_turns_others_catch_up_and_no_more() -> None:
+def test_between_two_turns_other_requests_catch_up_and_no_more() -> None:
     seen: Counter[tuple[bool, bool]] = Counter()
 
     @settings(max_examples=examples(10))
@@ -74,8 +74,8 @@ def test_between_two_turns_others_catch_up_and_no_more() -> None:
 
 
 @pytest.mark.slow
-def test_under_cfs_they_do_more() -> None:
-    """The control: it forgets at every slice who has gone before."""
+def test_under_cfs_others_exceed_the_bound_between_two_turns() -> None:
+    """The control: every slice ranks without regard to earlier turns."""
     assert sum(loss.exceeds(LONG.slice_steps) for loss in losses(*LONG.run("cfs"))) > 100
     assert not any(loss.exceeds(LONG.slice_steps) for loss in losses(*LONG.run("fair")))
 
@@ -85,7 +85,7 @@ EARLY = Shape(num_requests=48, interval_ms=10, num_prompt=19, max_tokens=20, blo
 
 @pytest.mark.slow
 def test_two_turns_are_what_most_take_but_no_bound() -> None:
-    """Somebody leaves with several slices more than another one, who then catches up."""
+    """Some victims have several slices more than another request, which then catches up."""
     there = [loss for loss in losses(*EARLY.run("fair")) if loss.was_there]
     more = [loss for loss in there if loss.num_turns > 2]
     assert 0 < len(more) < 0.02 * len(there)

@@ -1,6 +1,6 @@
 """``fair`` before the first turn, in bursts of every size and shape.
 
-Nobody who comes later goes before. Whoever goes before has one turn, and so a first turn comes within a bound of steps.
+No later arrival goes first. Each request that goes first has one turn, so a first turn comes within a bound of steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.shapes import LONG, SHAPES, SHARING_SHAPES, Shape, count_betw
 
 
 def newcomers_that_passed(run: Run) -> Iterator[int]:
-    """For every request, how many of those who arrived after it began before it."""
+    """For every request, how many later arrivals began before it."""
     lives = list(run.lifecycles.values())
     for number, one in enumerate(lives):
         first_s = entries(one)[0]
@@ -29,8 +29,8 @@ def newcomers_that_passed(run: Run) -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_nobody_who_comes_later_begins_before() -> None:
-    """Whoever waits holds the least down to its own, so that newcomers are lifted to it and stand behind it.
+def test_no_later_arrival_begins_first() -> None:
+    """The least work is at most a waiting request's, so newcomers are lifted to that and rank behind it.
 
     Whatever their priorities: those are weights.
     """
@@ -50,7 +50,7 @@ def test_nobody_who_comes_later_begins_before() -> None:
 
 @pytest.mark.slow
 def test_nor_where_prompts_begin_alike() -> None:
-    """But for those that need what is in swap space: it may be on its way for somebody else, and they wait for it."""
+    """Except requests that need blocks from swap space: if another request loads these, they wait for them."""
     num_seen = 0
 
     @settings(max_examples=examples(6))
@@ -107,7 +107,7 @@ def first_turn_bound(shape: Shape, view: View, row: SequenceView) -> int:
     """A slice that has just begun; then those ahead, all of no more work, in turns side by side; and their prompts.
 
     A turn lasts a slice, and one more while several must leave for one, and a step for each of two copies. The pool
-    holds as many side by side as fit, less the largest request's blocks: whoever is next waits for all of its own at
+    holds as many side by side as fit, less the largest request's blocks: the next one waits for all of its own at
     once. Prompts get as many tokens of a step as take half of its time, at the least of the shortest step.
     """
     machine, turn = shape.machine, shape.slice_steps + 2
@@ -123,7 +123,7 @@ def first_turn_bound(shape: Shape, view: View, row: SequenceView) -> int:
 
 
 @pytest.mark.slow
-def test_the_first_turn_comes_after_one_turn_of_those_ahead() -> None:
+def test_the_first_turn_comes_after_one_turn_of_requests_ahead() -> None:
     num_seen = 0
 
     @settings(max_examples=examples(10))
@@ -139,6 +139,6 @@ def test_the_first_turn_comes_after_one_turn_of_those_ahead() -> None:
 
 
 @pytest.mark.slow
-def test_under_fcfs_it_comes_after_those_ahead_have_finished() -> None:
-    """The control; ``cfs`` is none, because who has been served nothing is first there, too."""
+def test_under_fcfs_the_first_turn_waits_until_requests_ahead_finish() -> None:
+    """The control; ``cfs`` is none, because there, too, requests without served work rank first."""
     assert any(wait.num_steps > 2 * wait.bound for wait in waits(LONG, *LONG.run("fcfs")))

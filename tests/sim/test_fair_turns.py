@@ -1,8 +1,8 @@
 """``fair`` in turns and in work, under a sustained stream of newcomers, with ``cfs`` as the control.
 
-Turns: whoever leaves with D more work than another one goes behind it until that one has caught up. A turn of s steps
-is worth at least s tokens, so the other one takes at most D // s + 1 turns. Where one leaves for one, nobody leaves
-more than a slice above the least, and that is two.
+Turns: a victim with D more work than another request ranks behind it until that one has caught up. A turn of s steps
+is worth at least s tokens, so the other one takes at most D // s + 1 turns. Where one victim is enough for one
+admission, no victim is more than a slice above the least, and that is two.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_under_cfs_it_takes_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block_tokens", [4, 16])
-def test_nobody_takes_more_turns_than_its_lag_is_worth(block_tokens: int) -> None:
+def test_a_request_takes_no_more_turns_than_its_lag_is_worth(block_tokens: int) -> None:
     """With small blocks requests grow apart: several must leave for one, and stays get longer than a slice."""
     machine = replace(MACHINE, num_blocks=480 // block_tokens // 2, block_tokens=block_tokens)
     for num_turns, lag in turns_between(*run_burst("fair", machine)):
@@ -94,7 +94,7 @@ def test_nobody_takes_more_turns_than_its_lag_is_worth(block_tokens: int) -> Non
 
 
 @pytest.mark.slow
-def test_under_cfs_they_do() -> None:
+def test_under_cfs_requests_take_more_turns_than_their_lag_is_worth() -> None:
     assert any(num_turns > max(0, lag) // SLICE + 1 for num_turns, lag in turns_between(*run_burst("cfs")))
 
 
@@ -150,7 +150,7 @@ def test_two_keys_get_the_same_however_many_requests_they_have(num_a: int, num_b
 
 
 @pytest.mark.slow
-def test_counted_by_requests_they_do_not() -> None:
+def test_counted_by_requests_two_keys_do_not_get_the_same() -> None:
     gaps = gaps_between_keys(SharingSettings(slice_steps=SLICE), two_keys(42, 20))
     assert any(abs(a - b) > 3 * BOUND for a, b in gaps)
 
@@ -185,7 +185,7 @@ def first_token_s(fair_by: str, num_a: int) -> float:
 
 @pytest.mark.slow
 def test_a_long_line_of_one_key_does_not_hide_the_others() -> None:
-    """The view shows 64 of those who wait."""
+    """The view shows 64 of the waiting requests."""
     assert first_token_s("key", 110) < 2 * first_token_s("key", 30)
     assert first_token_s("request", 110) > 3 * first_token_s("request", 30)  # the control
 
@@ -207,14 +207,14 @@ def shares_after(arrivals_s: tuple[float, ...], window_s: float) -> list[tuple[i
 
 
 @pytest.mark.slow
-def test_a_key_that_comes_late_or_back_gets_its_half_from_then_on() -> None:
+def test_a_key_that_arrives_late_or_again_gets_its_half_from_then_on() -> None:
     """Less what its prompts count, and a slice at each end."""
     for a, b in shares_after((2.0, 8.0), window_s=1.0):
         assert 0.6 < a / b < 1.7
 
 
 @pytest.mark.slow
-def test_without_the_lift_it_silences_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_lift_a_late_key_silences_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     arrive = KeyAccounts.arrive
     monkeypatch.setattr(KeyAccounts, "arrive", lambda self, client, live_work: arrive(self, client, []))

@@ -53,7 +53,7 @@ def test_around_capacity_the_gate_opens_for_every_arrival_at_most(name: str, num
 
 
 def comes_without_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hysteresis: who is there, and whoever comes, may need more within the slice than there is."""
+    """No hysteresis: residents and new ones may need more blocks within the slice than there are."""
 
     def blocks_to_enter(self: _Turn, row: SequenceView) -> int:
         return blocks_for(self._view, row.num_tokens + 1) - row.num_shared_blocks

@@ -1,7 +1,7 @@
 """The gate over whole runs: FCFS's own with a full prefix cache, but for the copies of it.
 
-Saving prefixes pins their blocks while they are copied. Nobody notices while what is spare is more than one order can
-pin (``CAREFUL``) and nobody comes back for a prefix that was evicted: which of those are still there may change.
+Saving prefixes pins their blocks while they are copied. That has no effect while more blocks are spare than one order
+can pin (``CAREFUL``) and no request needs an evicted prefix again: which prefixes are still cached may change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.examples import examples
 SHARING = ["cfs", "fair", "paced", "timely"]
 SETTINGS = SharingSettings(slice_steps=3)
 
-# -- while everybody fits --------------------------------------------------------------------------------------------
+# -- while all requests fit ------------------------------------------------------------------------------------------
 
 CAREFUL = -(-Machine().max_batched_tokens // Machine().block_tokens)
 """Blocks that one order to save prefixes can pin: as many as a step can evict."""
@@ -69,7 +69,7 @@ def token_times(run: Run) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() -> None:
+def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_saves() -> None:
     num_runs = num_saved = 0
 
     @settings(max_examples=examples(40))
@@ -104,7 +104,7 @@ def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() 
     assert num_saved > 200
 
 
-def test_saving_more_than_nobody_needs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_more_blocks_than_are_spare_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: all that two steps do not need is pinned at once, for a step for each block."""
 
     def save_all(view: View, step: Decision, num_spare_blocks: int) -> PrefixBackupOrder | None:
@@ -153,7 +153,7 @@ def test_over_a_quick_link_all_that_was_evicted_comes_back(name: str, max_tokens
     ("num_blocks", "block_s", "num_prompts", "interval_s"),
     [(34, 0.003, 4, 0.108), (34, 0.008, 4, 0.108), (59, 0.005, 6, 0.18), (80, 0.004, 8, 0.15)],
 )
-def test_over_a_link_too_slow_to_fetch_from_saving_changes_no_hit_and_no_time(
+def test_over_a_link_too_slow_for_fetches_saving_changes_no_hit_or_time(
     num_blocks: int, block_s: float, num_prompts: int, interval_s: float
 ) -> None:
     """What was copied goes back to its place in the order of use, so the same blocks are evicted next."""
@@ -165,7 +165,7 @@ def test_over_a_link_too_slow_to_fetch_from_saving_changes_no_hit_and_no_time(
     assert token_times(ours) == token_times(theirs)
 
 
-def test_blocks_that_are_the_next_to_go_once_they_are_copied_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicting_copied_blocks_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what was copied is evicted before what was used earlier."""
 
     def put_first(self: BlockLedger, blocks: list[BlockId]) -> None:
@@ -181,7 +181,7 @@ def test_blocks_that_are_the_next_to_go_once_they_are_copied_are_noticed(monkeyp
 @pytest.mark.parametrize(
     ("num_blocks", "block_s", "num_prompts", "interval_s"), [(34, 0.2, 4, 0.108), (59, 0.05, 6, 0.137)]
 )
-def test_over_a_link_that_takes_longer_than_a_step_for_a_block_nothing_is_saved_and_all_is_as_under_fcfs(
+def test_over_a_link_slower_than_a_step_per_block_no_prefix_is_saved(
     num_blocks: int, block_s: float, num_prompts: int, interval_s: float
 ) -> None:
     machine, requests = Machine(num_blocks=num_blocks, block_s=block_s), returning(num_prompts, interval_s)
@@ -202,7 +202,7 @@ def to_the_last_block() -> list[Request]:
 @pytest.mark.parametrize(
     ("name", "block_s"), [("paced", 0.2), ("paced", 0.005), ("fcfs", 0.05), ("fcfs", 0.005), ("fcfs", 0.0001)]
 )
-def test_nobody_computes_again_because_a_prefix_is_being_saved(name: str, block_s: float) -> None:
+def test_saving_a_prefix_causes_no_recomputation(name: str, block_s: float) -> None:
     run, _ = recorded(Machine(num_blocks=20, block_s=block_s), name, to_the_last_block())
     assert run.counters.preemptions["recompute"] == 0
 

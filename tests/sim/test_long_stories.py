@@ -38,7 +38,7 @@ def counts_on_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Turn, "_has_shared", property(lambda self: False, lambda self, value: None), raising=False)
 
 
-def turns_everybody_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def preempts_all_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(self: SharingPolicy, view: View, now: float) -> Ranking:
         rows = sorted(live_rows(view), key=lambda row: -row.entered_step)
         return Ranking(rows[::-1] if view.step % 2 else rows, frozenset(), 1)
@@ -51,7 +51,7 @@ def turns_everybody_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mutate", "policy", "seed"),
     [
         (counts_on_what_leaves, "cfs", 1290),
-        (turns_everybody_out_at_once, "fair", 86),
+        (preempts_all_requests_at_once, "fair", 86),
     ],
 )
 def test_stories_notice_a_policy_that(

@@ -156,7 +156,7 @@ LOADS = st.builds(
 
 
 @pytest.mark.slow
-def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
+def test_silence_is_at_most_a_cycle_of_turns() -> None:
     num_seen = 0
 
     @settings(max_examples=examples(3))
@@ -168,7 +168,7 @@ def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
             num_seen += silence.num_steps > load.sharing.slice_steps
 
     law()
-    assert num_seen > NUM_JUDGED, "nobody was silent"
+    assert num_seen > NUM_JUDGED, "no stream was silent"
 
 
 LONG = Load(
@@ -183,7 +183,7 @@ LONG = Load(
 
 
 @pytest.mark.slow
-def test_if_the_shortest_silence_goes_first_some_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_shortest_silence_ranks_first_some_exceed_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     by_silence = paced._by_silence
     assert 0.3 < max(one.num_steps / one.bound for one in LONG.run().judged()) <= 1

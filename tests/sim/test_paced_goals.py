@@ -91,7 +91,7 @@ def test_a_core_far_ahead_of_its_goals_costs_the_others_theirs(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_beyond_that_short_answers_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_that_load_short_answers_keep_their_goals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: visitors by arrival."""
     kept = attainment(3.0)
     assert kept > 2 * attainment(3.0, "fcfs")

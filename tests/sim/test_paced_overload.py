@@ -1,4 +1,4 @@
-"""The default policy under overload, in virtual time: who waits for a first token, and in which order work finishes."""
+"""The default policy under overload, in virtual time: waits for a first token, and the order in which work finishes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def waits_without_a_crowd(run: Run, recorder: Recorder) -> Iterator[tuple[float,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3])
-def test_while_nobody_is_crowded_first_tokens_are_a_matter_of_steps(factor: float) -> None:
+def test_unless_crowded_first_tokens_take_a_few_steps(factor: float) -> None:
     """A slice that has just begun, a copy out, its own step; and the prompts before it, at half of each step's time."""
     run, recorder = overload(factor, 200, MAX_GAP_S)
     prompt_tokens_per_step = MACHINE.line.base_s / MACHINE.line.prefill_token_s  # of the shortest step that there is
@@ -72,7 +72,7 @@ def test_prompts_take_no_more_than_their_share_of_a_step(prefill_share: float) -
 
 
 def largest_lead(run: Run) -> int:
-    """How many requests later somebody came who finished earlier, at most."""
+    """The most arrivals by which a request that finished earlier came later."""
     ends = [one.token_times_s[-1] for one in run.lifecycles.values()]
     return max(
         later - earlier

@@ -1,7 +1,7 @@
 """The default policy where prompts are most of the work: as in line, for first tokens first would cost too much.
 
-A request is then nearly done when it has its first token. Who computes all prompts first has many such requests that
-wait for the little that they lack; and a part of a step is not enough for prompts that are most of the work.
+A request is then nearly done when it has its first token. A policy that computes all prompts first has many such
+requests waiting for their last few tokens; and a part of a step is not enough for prompts that are most of the work.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ PROMPT_BOUND = st.builds(
 
 
 @pytest.mark.slow
-def test_where_prompts_are_most_of_the_work_it_is_about_as_good_as_the_line() -> None:
+def test_where_prompts_are_most_of_the_work_it_is_about_as_good_as_fcfs() -> None:
     seen: set[Reason | None] = set()
 
     @settings(max_examples=examples(8))
@@ -119,7 +119,7 @@ SHORT = Load(num_prompt=48, max_tokens=96, factor=1.5, num_requests=150)
 
 
 @pytest.mark.slow
-def test_where_they_are_not_nothing_changes() -> None:
+def test_where_prompts_are_little_of_the_work_nothing_changes() -> None:
     (run, reasons), (first, _) = SHORT.run("paced", SharingSettings()), SHORT.run("paced", FIRST)
     assert SHORT.prompt_share < 0.3
     assert Reason.PROMPT_BOUND not in reasons
@@ -131,7 +131,7 @@ def test_where_they_are_not_nothing_changes() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_that_want_little_do_not_pass_for_all() -> None:
+def test_a_few_short_requests_do_not_stand_for_the_load() -> None:
     """As a server is warmed up, and as those that end first when a load begins are short ones."""
     run, reasons = replace(SHORT, tokens_ahead=2).run("paced", SharingSettings())
     assert Reason.PROMPT_BOUND not in reasons

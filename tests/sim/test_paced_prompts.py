@@ -58,7 +58,7 @@ def overload(
 def step_bound_s() -> float:
     """Streams take the rest of a step's time, which is longest with as many as can be there: prompts of one kind.
 
-    Whoever comes back computes its token as a chunk, which may cost more than a decode.
+    A resumed request computes its token as a chunk, which may cost more than a decode.
     """
     line, num_streams = MACHINE.line, MACHINE.num_blocks // blocks_of(min(LENGTHS))
     streams_s = line.base_s + num_streams * max(line.decode_s, line.prefill_token_s)
@@ -66,7 +66,7 @@ def step_bound_s() -> float:
 
 
 def silence_bound_s() -> float:
-    """``max_gap_s``, the turns of those whose prompts are computed in that time, and one turn with its copies.
+    """``max_gap_s``, the turns of requests whose prompts are computed in that time, and one turn with its copies.
 
     Prompts get their share of that time. Each adds its blocks to the visitors, one of them filled in part and one for
     its first tokens of output; their part of the pool is short of the largest where turns do not fill it.
@@ -79,7 +79,7 @@ def silence_bound_s() -> float:
 
 
 def steps_in_turns_s(run: Run) -> list[float]:
-    """Device time of each step between the first and the last time that somebody left: FCFS knows no share."""
+    """Device time of each step from the first preemption to the last: FCFS knows no share."""
     left = [number for number, (_, plan) in enumerate(run.steps) if plan.preemptions]
     return [MACHINE.line.time_s(plan) for _, plan in run.steps[left[0] : left[-1] + 1] if plan.decodes]
 
@@ -97,7 +97,7 @@ def test_no_step_with_streams_is_longer_than_the_prompts_share_makes_it(factor: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "num_requests"), CASES)
-def test_long_prompts_make_nobodys_silence_longer_than_their_share_and_a_turn(factor: float, num_requests: int) -> None:
+def test_long_prompts_lengthen_silence_by_their_share_and_a_turn_at_most(factor: float, num_requests: int) -> None:
     run = overload(factor, num_requests)
     assert MAX_GAP_S < run.max_gap_s <= silence_bound_s()
     assert run.counters.limited_steps["crowded"] > 0
@@ -119,7 +119,7 @@ SHORT = 64
 
 
 @pytest.mark.slow
-def test_prompts_that_are_most_of_the_work_are_done_about_as_early_as_in_line() -> None:
+def test_prompts_that_are_most_of_the_work_end_about_as_early_as_in_line() -> None:
     """Else prompts got 16 tokens of a step and 500 of 600 blocks lay idle: a short lone prompt had looked too dear."""
     run, in_line = (overload(2, 100, SHORT, name) for name in ("paced", "fcfs"))
     assert run.elapsed_s <= 1.1 * in_line.elapsed_s

@@ -26,9 +26,9 @@ LARGEST = -(-(NUM_PROMPT + MAX_TOKENS) // MACHINE.block_tokens)
 
 
 def silence_bound_s(factor: float, step_s: float) -> float:
-    """``max_gap_s``, and one more cycle of turns for those who came before the first silence of that length showed.
+    """``max_gap_s``, and one more cycle of turns for arrivals before the first silence of that length.
 
-    Somebody is silent for ``max_gap_s`` before newcomers are stopped, and in that time some arrive. Each adds one turn
+    A stream is silent for ``max_gap_s`` before newcomers are stopped, and in that time some arrive. Each adds one turn
     of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the visitors' part less what
     is left over when turns do not fill it. At last the turn itself must begin: copies out and in, a step each, and a
     slice that has just begun.
@@ -42,7 +42,7 @@ def silence_bound_s(factor: float, step_s: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 400)])
-def test_nobody_is_silent_for_longer_than_the_gap_and_one_more_cycle(factor: float, num_requests: int) -> None:
+def test_silence_is_at_most_the_gap_and_one_more_cycle(factor: float, num_requests: int) -> None:
     run, _ = overload(factor, num_requests, MAX_GAP_S)
     assert run.max_gap_s > MAX_GAP_S  # it is an overload
     assert run.max_gap_s <= silence_bound_s(factor, longest_step_s(run))
@@ -50,7 +50,7 @@ def test_nobody_is_silent_for_longer_than_the_gap_and_one_more_cycle(factor: flo
 
 
 @pytest.mark.slow
-def test_without_the_crowding_rule_silence_grows_as_long_as_the_overload_lasts() -> None:
+def test_without_the_crowding_rule_silence_grows_while_the_overload_lasts() -> None:
     """The control: three times as long at half of the requests, and longer still at all of them."""
     bound_s = silence_bound_s(3, longest_step_s(overload(3, 400, UNCROWDED)[0]))
     half_s, whole_s = (overload(3, number, UNCROWDED)[0].max_gap_s for number in (200, 400))

@@ -1,4 +1,4 @@
-"""The default policy under sustained overload, in virtual time: nobody waits longer than in line, and all alike."""
+"""The default policy under sustained overload, in virtual time: no request waits longer than in line, and all alike."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ def extra_waits_s(run: Run, in_line: Run) -> list[float]:
 
 
 def extra_bound_s(run: Run) -> float:
-    """Who would begin at once under FCFS finds a slice that has just begun: its rest, the copies out, its own prompt.
+    """A slice that has just begun, for a request that FCFS would start at once: its rest, swap-outs, its own prompt.
 
-    Whoever comes behind it meanwhile has less of that slice before it, and prompts are computed no slower than they
-    come: three are a step's share, and in its time two or three come. Later on both ways wait until others have
-    finished, but here all that came before have begun sooner.
+    Later arrivals wait for less of that slice, and prompts are computed no slower than they
+    arrive: three are a step's share, and in its time two or three arrive. Later on both ways wait until others have
+    finished, but here all earlier arrivals have begun sooner.
     """
     return ((SLICE - 1) + 1 + 1) * longest_step_s(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 400)])
-def test_no_first_token_comes_later_than_in_line_by_more_than_a_slice_and_a_step(
-    factor: float, num_requests: int
-) -> None:
+def test_no_first_token_is_later_than_in_line_by_over_a_slice_and_a_step(factor: float, num_requests: int) -> None:
     run, _ = overload(factor, num_requests, MAX_GAP_S)
     in_line, _ = overload(factor, num_requests, MAX_GAP_S, "fcfs")
     extra_s = extra_waits_s(run, in_line)
@@ -53,7 +51,7 @@ def test_no_first_token_comes_later_than_in_line_by_more_than_a_slice_and_a_step
 
 
 @pytest.mark.slow
-def test_newcomers_that_rank_last_while_anybody_is_out_wait_longer_than_in_line(
+def test_newcomers_ranked_last_while_any_is_out_wait_longer_than_in_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
@@ -71,7 +69,7 @@ def test_newcomers_that_rank_last_while_anybody_is_out_wait_longer_than_in_line(
 
 
 def num_overtaken(lengths: Sequence[int], name: str = "paced", num_requests: int = 120) -> int:
-    """How often somebody's first token comes before that of the one who arrived just before; at three times capacity.
+    """How often a first token comes before that of the request that arrived just before; at three times capacity.
 
     A prompt token costs as much of the device's time as a token of a stream does, roughly.
     """
@@ -112,7 +110,7 @@ def test_an_overload_is_called_a_crowd_and_newcomers_wait_while_it_lasts() -> No
 
 
 @pytest.mark.slow
-def test_where_no_gap_is_too_long_nobody_is_a_crowd() -> None:
+def test_without_a_limit_on_gaps_the_device_is_never_crowded() -> None:
     """The control."""
     run, _ = overload(3, 150, UNCROWDED)
     assert run.max_gap_s > 2 * MAX_GAP_S

@@ -136,7 +136,7 @@ def test_bytes_are_counted_by_kind() -> None:
     assert links.moved_bytes == {OUT: 3000, BACK: 1000, BEHIND: 0}
 
 
-def test_who_comes_back_costs_a_decode_and_no_prompt() -> None:
+def test_a_resumed_request_costs_a_decode_and_no_prompt() -> None:
     """A chunk of one token is a decode in all but name: the engine runs it so, and prices it so."""
     back = PrefillChunk(SeqId(0), 9, (1,), samples=True)
     assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, prefills=(back,))) == pytest.approx(1.1)

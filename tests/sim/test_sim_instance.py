@@ -46,7 +46,7 @@ def test_a_prompt_of_two_steps_waits_for_both() -> None:
 
 
 def test_requests_that_do_not_overlap_do_not_wait_for_each_other() -> None:
-    """As in a queue with one server: nobody waits while the one before it has left."""
+    """As in a queue with one server: no request waits if the one before it has ended."""
     run = burst(MACHINE, FcfsPolicy(), make_burst(10, interval_s=1.0, num_prompt=30))
     assert {round(one.ttft_s or 0.0, 9) for one in run.lifecycles.values()} == {
         round(LINE.base_s + 30 * LINE.prefill_token_s, 9)
@@ -54,7 +54,7 @@ def test_requests_that_do_not_overlap_do_not_wait_for_each_other() -> None:
     assert run.instance.busy_s == pytest.approx(sum(one.e2e_s or 0.0 for one in run.lifecycles.values()))
 
 
-def test_one_at_a_time_they_wait_as_a_queue_of_one_server_says() -> None:
+def test_one_at_a_time_requests_wait_as_in_a_queue_of_one_server() -> None:
     """D/D/1 with a load of 2: request k waits for k services less k intervals."""
     service_s = LINE.base_s + 20 * LINE.prefill_token_s + 9 * (LINE.base_s + LINE.decode_s)
     machine = replace(MACHINE, max_num_seqs=1)
@@ -128,7 +128,7 @@ def swap_once(at_step: int) -> ScriptedPolicy:
     return policy
 
 
-def test_while_copies_are_under_way_and_nothing_can_run_the_device_is_stalled() -> None:
+def test_the_device_is_stalled_while_only_copies_are_in_flight() -> None:
     """Out, and back: a latency and two blocks each time."""
     machine = Machine(block_s=0.5, latency_s=1.0, caches_prefixes=False)
     policy = swap_once(at_step=3)
@@ -150,7 +150,7 @@ def test_bytes_on_the_link_are_those_of_the_copies() -> None:
     assert moved[TransferKind.SWAP_IN] > 0
 
 
-def test_copies_that_outlive_their_request_are_no_stall_however_long_nobody_comes() -> None:
+def test_copies_that_outlive_their_request_are_no_stall() -> None:
     machine = Machine(block_s=0.5, latency_s=1.0, caches_prefixes=False)
 
     def back_up(view: View) -> Decision:

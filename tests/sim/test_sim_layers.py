@@ -311,7 +311,7 @@ def test_loads_ahead_bring_at_most_0_55_of_the_bytes_of_pie(num_arenas: int, lin
 
 
 @pytest.mark.parametrize("num_arenas", ARENAS)
-def test_over_a_slow_link_that_shares_its_duplex_pie_takes_1_8_times_as_long(num_arenas: int) -> None:
+def test_over_a_slow_half_duplex_link_pie_takes_1_8_times_as_long(num_arenas: int) -> None:
     bandwidth = (33 - num_arenas) * 1000 / (30 * 3.0)
     ahead, on_demand, fifo = three(num_arenas, LayerLink(bandwidth, bandwidth, shares_duplex=True))
     assert fifo.duration_s >= 1.8 * ahead.duration_s
@@ -319,7 +319,7 @@ def test_over_a_slow_link_that_shares_its_duplex_pie_takes_1_8_times_as_long(num
 
 
 @pytest.mark.parametrize("num_arenas", ARENAS)
-def test_where_half_the_link_suffices_loads_ahead_never_wait_and_loads_on_demand_always(num_arenas: int) -> None:
+def test_where_half_the_link_suffices_only_loads_on_demand_wait(num_arenas: int) -> None:
     bandwidth = (33 - num_arenas) * 1000 / (30 * 0.5)
     ahead, on_demand, _ = three(num_arenas, LayerLink(bandwidth, bandwidth))
     assert ahead.stall_s == pytest.approx(0.0, abs=1e-6)
@@ -328,7 +328,9 @@ def test_where_half_the_link_suffices_loads_ahead_never_wait_and_loads_on_demand
 
 @settings(max_examples=examples(60))
 @given(st.integers(3, 40), st.integers(2, 4), st.floats(0.01, 3.0), st.data())
-def test_even_layers_stall_as_the_closed_form_says(n: int, num_slots: int, copy_s: float, data: st.DataObject) -> None:
+def test_stalls_of_even_layers_are_those_of_the_closed_form(
+    n: int, num_slots: int, copy_s: float, data: st.DataObject
+) -> None:
     """``cost.expansion`` and the controller leave out what is written through, and what latency costs."""
     places = LayerPlaces(n, data.draw(st.sampled_from([0, *range(num_slots + 1, n + 1)])), num_slots)
     schedule = AheadLayers(places, LayerLink(1000 / copy_s, 1000 / copy_s))

@@ -29,7 +29,7 @@ def token_times(run: Run) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", ["cfs", "fair", "paced"])
-def test_over_a_slow_link_nobody_takes_turns_and_all_is_as_under_fcfs(name: str) -> None:
+def test_over_a_slow_link_there_are_no_turns_and_runs_equal_fcfs(name: str) -> None:
     policy = make_policy(name, SharingSettings(slice_steps=4))
     run, fcfs = burst(SLOW, policy, REQUESTS), burst(replace(SLOW, num_slots=0), make_policy("fcfs"), REQUESTS)
     assert token_times(run) == token_times(fcfs)
@@ -37,7 +37,7 @@ def test_over_a_slow_link_nobody_takes_turns_and_all_is_as_under_fcfs(name: str)
     assert run.counters.limited_steps[Reason.SWAP_SLOW.value] > 100
 
 
-def test_over_a_slow_link_timely_chooses_who_begins_and_nobody_takes_turns() -> None:
+def test_over_a_slow_link_timely_chooses_admissions_without_turns() -> None:
     recorder = Recorder(make_policy("timely", SharingSettings(slice_steps=4)))
     run = burst(SLOW, recorder, REQUESTS)
     assert turns([(view, decision) for view, _, decision in recorder.seen]) == 0
@@ -46,7 +46,7 @@ def test_over_a_slow_link_timely_chooses_who_begins_and_nobody_takes_turns() -> 
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_over_a_quick_link_they_do(name: str) -> None:
+def test_over_a_quick_link_there_are_turns(name: str) -> None:
     """The control."""
     run = burst(replace(SLOW, block_s=QUICK_S), make_policy(name, SharingSettings(slice_steps=4)), REQUESTS)
     assert run.counters.preemptions["swap"] > 20
@@ -58,14 +58,14 @@ def become(run: Run, block_s: float) -> None:
 
 
 def turns(seen: list[tuple[View, Decision]]) -> int:
-    """How often somebody was sent away for another one."""
+    """How often a request was preempted for another one's turn."""
     orders = [order for _, decision in seen for order in decision.preemptions]
     return [order.reason for order in orders].count(Reason.SLICE_ENDED)
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_a_link_that_becomes_slow_ends_the_turns_and_everybody_comes_back(name: str) -> None:
-    """Copies tell. Those that are under way when it happens are slow, too, and nobody leaves in the meantime."""
+def test_a_link_that_becomes_slow_ends_turns_and_all_requests_resume(name: str) -> None:
+    """Copies tell. Those that are under way when it happens are slow, too, and no request is preempted meanwhile."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
     run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, REQUESTS)
     slow_from_s = 0.6
@@ -83,7 +83,7 @@ def test_a_link_that_becomes_slow_ends_the_turns_and_everybody_comes_back(name: 
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_link_that_is_quick_again_is_tried_again(name: str) -> None:
-    """While nobody takes turns nothing is copied, and nothing is learned; so what was learned is forgotten."""
+    """While there are no turns nothing is copied, and nothing is learned; so what was learned is forgotten."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
     requests = make_burst(400, interval_s=0.045, num_prompt=8, max_tokens=24)
     run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, requests)

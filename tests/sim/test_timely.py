@@ -45,7 +45,7 @@ def wait_bound_s(factor: float, num_requests: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "num_requests"), LOADS)
-def test_nobody_waits_longer_than_the_law_of_the_line_allows(factor: float, num_requests: int) -> None:
+def test_no_request_waits_longer_than_the_law_of_the_line_allows(factor: float, num_requests: int) -> None:
     run, recorder = play(factor, num_requests)
     assert run.max_ttft_s <= wait_bound_s(factor, num_requests)
     reasons = {decision.reason for _, _, decision in recorder.seen}
@@ -53,7 +53,7 @@ def test_nobody_waits_longer_than_the_law_of_the_line_allows(factor: float, num_
 
 
 @pytest.mark.slow
-def test_without_the_law_the_head_of_the_line_waits_as_long_as_newcomers_come() -> None:
+def test_without_the_law_the_head_of_the_line_waits_behind_all_newcomers() -> None:
     """The control."""
     assert play(1.2, 400, patience=1000.0)[0].max_ttft_s > 1.3 * wait_bound_s(1.2, 400)
 
@@ -81,7 +81,7 @@ def test_more_requests_attain_both_goals_than_under_fcfs(factor: float, times: f
 
 
 @pytest.mark.slow
-def test_beyond_what_sharing_can_keep_more_attain_them_than_under_paced() -> None:
+def test_under_overload_more_requests_attain_goals_than_under_paced() -> None:
     assert attainment(5.0, "timely") > 1.3 * attainment(5.0, "paced")
 
 

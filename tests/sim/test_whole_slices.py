@@ -1,4 +1,4 @@
-"""Whoever is let in stays for a slice, whatever others need meanwhile; in virtual time, without shared prefixes."""
+"""An admitted request stays for a slice, whatever others need meanwhile; in virtual time, without shared prefixes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BURSTS = {
 
 @cache
 def turned_out(name: str, load: str) -> list[tuple[Preemption, int, int]]:
-    """(who leaves and why, steps since it was on the device, steps since the decision that let it come).
+    """(preemption, steps since its request entered the device, steps since the decision that admitted it).
 
     The first are fewer where its KV was copied in before.
     """
@@ -58,7 +58,7 @@ def names_let_in(decision: Decision) -> list[SeqId]:
 @pytest.mark.slow
 @pytest.mark.parametrize("load", BURSTS)
 @pytest.mark.parametrize("name", ["fair", "paced"])
-def test_nobody_leaves_for_anothers_turn_before_its_own_is_over(name: str, load: str) -> None:
+def test_no_turn_ends_for_another_before_its_slice_is_over(name: str, load: str) -> None:
     seen = [num_steps for order, num_steps, _ in turned_out(name, load) if order.reason is Reason.SLICE_ENDED]
     assert len(seen) > 100
     assert min(seen) >= SLICE
@@ -67,8 +67,8 @@ def test_nobody_leaves_for_anothers_turn_before_its_own_is_over(name: str, load:
 @pytest.mark.slow
 @pytest.mark.parametrize("load", BURSTS)
 @pytest.mark.parametrize("name", ["fair", "paced"])
-def test_whoever_is_let_in_finds_room_for_a_slice(name: str, load: str) -> None:
-    """Nobody leaves for any reason within a slice of the decision that let it come."""
+def test_an_admitted_request_has_room_for_a_slice(name: str, load: str) -> None:
+    """No request is preempted, for any reason, within a slice of the decision that admitted it."""
     seen = [num_steps for _, _, num_steps in turned_out(name, load)]
     assert len(seen) > 100
     assert min(seen) >= SLICE
@@ -76,7 +76,7 @@ def test_whoever_is_let_in_finds_room_for_a_slice(name: str, load: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fair", "paced"])
-def test_where_nobody_is_kept_they_leave_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_rule_requests_are_preempted_within_a_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     for module in (fair, paced):
         monkeypatch.setattr(module, "rows_in_slice", lambda view, slice_steps: [])
@@ -86,7 +86,9 @@ def test_where_nobody_is_kept_they_leave_before(name: str, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fair", "paced"])
-def test_where_no_room_is_reserved_they_are_pushed_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_reserved_room_requests_are_preempted_within_a_slice(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control."""
 
     def nothing_due(view: View, row: SequenceView, num_steps: int) -> int:

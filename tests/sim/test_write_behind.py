@@ -45,8 +45,8 @@ def sizes(run: Run, kind: TransferKind) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
-def test_whoever_leaves_has_one_block_to_copy(name: str) -> None:
-    """All but a few: somebody may leave in the step in which its block became full."""
+def test_a_preempted_request_has_one_block_to_copy(name: str) -> None:
+    """All but a few: a request may be preempted in the step in which its block became full."""
     run, _ = run_burst(name)
     swap_outs = sizes(run, TransferKind.SWAP_OUT)
     assert len(swap_outs) > 80
@@ -81,7 +81,7 @@ def likeliest(view: View, rows: Iterable[SequenceView], decision: Decision) -> l
 
 
 def is_in_order(orders: tuple[BackupOrder, ...], victims: list[tuple[int, int]]) -> bool:
-    """Each order in its place, nobody passed over; and whole but for the last one, where the link is full."""
+    """Each order in its place, no victim passed over; and whole but for the last one, where the link is full."""
     wanted = victims[: len(orders)]
     given = [(order.seq_id, order.num_blocks) for order in orders]
     return given[:-1] == wanted[:-1] and given[-1][0] == wanted[-1][0] and given[-1][1] <= wanted[-1][1]
@@ -110,7 +110,7 @@ def test_the_likeliest_victims_are_written_first(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
-def test_the_other_way_round_they_are_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reversed_victims_are_noticed_as_out_of_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     write = SwapBudget.write_behind
 

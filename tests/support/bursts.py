@@ -1,6 +1,6 @@
 """Bursts: loops whose policies see what links cost, and virtual instances that run them.
 
-Token ids of different requests are distinct, so that nobody shares a prefix by accident; sharing is asked for.
+Token ids of different requests are distinct, so that no prefix is shared by accident; sharing is a parameter.
 """
 
 from __future__ import annotations

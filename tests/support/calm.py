@@ -1,4 +1,4 @@
-"""What an engine says that has room for everybody: the reference of every storm."""
+"""The answers of an engine with room for all requests: the reference of every storm."""
 
 from __future__ import annotations
 

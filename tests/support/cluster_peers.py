@@ -131,7 +131,7 @@ class Stage:
         return self.front.requests.submit(request, caller), caller
 
     def age(self, epoch: int, seconds: float) -> None:
-        """Have an instance heard last so much longer ago."""
+        """Move the last message of an instance so much further into the past."""
         self.front.book.roster.expect(epoch).heard_s -= seconds
 
     async def close(self) -> None:

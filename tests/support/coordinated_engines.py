@@ -1,7 +1,7 @@
 """Engines that lend and borrow as they should, and the devices on which they really take the bytes.
 
-The rules are those of ``core/leases``; who carries messages is up to the test. What is taken is kept beside what was
-said: an allocation, or the growth of an owner's pool, for which there is no room fails the test. Safe for threads.
+The rules are those of ``core/leases``; the test carries messages. What is taken is kept beside what was
+sent: an allocation, or the growth of an owner's pool, for which there is no room fails the test. Safe for threads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Engine:
         """Say what there is to say, learn from the answers and act on them; whether there were any.
 
         Args:
-            send: Carries messages; None if nobody answered.
+            send: Carries messages; None if no coordinator answered.
             wants: How much it wants to lend from now on; None leaves that to chance.
         """
         if wants is not None:
@@ -119,7 +119,7 @@ class Engine:
         return [*messages, *self.borrower.say()]
 
     def _lend(self) -> Message | None:
-        """Its pool gives way to what it wants to lend, and takes what is not promised."""
+        """Its pool shrinks by what it wants to lend, and grows by what is not promised."""
         self.lender.target_bytes = self.goal_bytes
         own = min(self._own_bytes, CAPACITY - self.goal_bytes)
         self._own_bytes = max(own, min(CAPACITY - self.lender.promised_bytes, CAPACITY - self.goal_bytes))

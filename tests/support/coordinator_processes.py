@@ -88,11 +88,11 @@ class Fleet:
 
     @property
     def urls(self) -> str:
-        """All addresses, as a client takes them; if none serves, one at which nobody does."""
+        """All addresses, as a client takes them; if none serves, one without a server."""
         return ",".join(process.url for process in list(self.processes) if process.url) or "http://127.0.0.1:1"
 
     def leader(self, *among: CoordinatorProcess) -> CoordinatorProcess:
-        """Who leads of these, or of all, once somebody does."""
+        """The leader of these, or of all, once there is one."""
         found = wait_until(lambda: [each for each in among or self.processes if each.leads()])
         return found[0]
 
@@ -122,7 +122,7 @@ class Crowd:
     """Engines on threads of their own, and one more that looks at the listing all the time.
 
     Args:
-        fleet: Whom they talk to.
+        fleet: The coordinators that they talk to.
         seed: Of what they want.
     """
 
@@ -162,7 +162,7 @@ class Crowd:
     def go_home(self) -> None:
         """Give everything back; then nothing is leased, and what was lent has come back."""
         with closing(CoordinatorClient(self._fleet.urls, timeout_s=DEFAULT_TIMEOUT_S)) as client:
-            for engine in self.engines[::-1]:  # those who borrow come last in the list
+            for engine in self.engines[::-1]:  # borrowers come last in the list
                 engine.goal_bytes = 0
                 if engine.name.startswith("c"):
                     message = engine.leave()
@@ -212,7 +212,7 @@ class Crowd:
 
 
 def send(client: CoordinatorClient, messages: Sequence[Message]) -> Sequence[Reply] | None:
-    """The answers; None if nobody leads."""
+    """The answers; None if no coordinator leads."""
     try:
         return client.send(messages).replies
     except CoordinatorUnreachable:

@@ -1,4 +1,4 @@
-"""How many examples a law is tried on: few in every run, many when somebody looks for new ones."""
+"""How many examples a law is tried on: few in every run, many in a search for new ones."""
 
 from __future__ import annotations
 

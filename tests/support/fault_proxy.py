@@ -127,7 +127,7 @@ class FaultProxy:
                 except (OSError, http.client.HTTPException):
                     self.close_connection = True  # the client sees a connection that ends without an answer
                     return
-                with suppress(OSError):  # whoever asked has hung up
+                with suppress(OSError):  # the client has disconnected
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
                     self.send_header("Content-Length", str(len(answer)))

@@ -76,19 +76,19 @@ class GroupLaws:
         if group.state is GroupState.SOLO:
             for one in self.members_of(group):
                 is_left = group.number in (one.number, one.next_number)
-                assert not is_left or one.is_told(OrderKind.CANCEL), "a member is left in a group"
+                assert not is_left or one.has_order(OrderKind.CANCEL), "a member is left in a group"
 
     def check(self) -> None:
         self.book.check_integrity()
         for group in self.book:
             secure = [
-                self.kept_of(group.number, one.epoch) if one.is_told(OrderKind.DROP) else one.layers
+                self.kept_of(group.number, one.epoch) if one.has_order(OrderKind.DROP) else one.layers
                 for one in self.members_of(group)
             ]
             assert len(secure) == len(group.epochs) and frozenset[int]().union(*secure) == LAYERS, "a layer is lost"
         for one in self.members.values():
             assert self.book.find(one.epoch) or one.layers == LAYERS, "a member outside of groups lacks layers"
-            assert self.book.find(one.epoch) or not one.is_told(OrderKind.DROP), "a solo member is to drop layers"
+            assert self.book.find(one.epoch) or not one.has_order(OrderKind.DROP), "a solo member is to drop layers"
         for request, (kind, where) in self.places.items():
             running = {one.epoch for one in self.members.values() if request in one.serving and not one.is_paused}
             assert len(running) <= 1 and (not running or (kind, where) == ("at", *running)), (

@@ -41,7 +41,7 @@ class Process:
         orders = [one for one in self.inbox if isinstance(one, Order) and one.kind in kinds]
         return {request for order in orders for request in order.requests}
 
-    def is_told(self, kind: OrderKind) -> bool:
+    def has_order(self, kind: OrderKind) -> bool:
         return any(isinstance(one, Order) and one.kind is kind for one in self.inbox)
 
     def copies(self, request: int) -> bool:

@@ -39,7 +39,7 @@ class World(GroupLaws):
         self.place()
 
     def end(self, epoch: int) -> None:
-        """A life is over, as the front sees it; the process may not know, and speak later."""
+        """A life is over, as the front sees it; the process may not know, and send messages later."""
         process = self.members.pop(epoch, None)
         if process is None:
             return
@@ -119,7 +119,7 @@ class World(GroupLaws):
         self.place()
 
     def place(self) -> None:
-        """Requests that wait are given to whoever takes some, the least busy one first."""
+        """Waiting requests are given to members that take some, the least busy one first."""
         for request in [request for request, place in self.places.items() if place[0] == "queue"]:
             takers = [epoch for epoch in self.members if self.takes_requests(epoch)]
             if takers:
@@ -253,9 +253,9 @@ class World(GroupLaws):
 
     def step(self, dice: Random, *, is_faulty: bool) -> bool:
         """One thing that can happen; False if none can."""
-        everybody = [*self.members.values(), *(self.former if is_faulty else [])]
+        candidates = [*self.members.values(), *(self.former if is_faulty else [])]
         steps: list[Callable[[], None]] = []
-        for one in everybody:
+        for one in candidates:
             if one.inbox and not one.is_stopped:
                 steps.append(lambda one=one: self.obey(one, dice, is_faulty=is_faulty))  # type: ignore[misc]
             if one.copying and not one.is_stopped:

@@ -51,7 +51,7 @@ class HookedStore(Store):
         self._hooked("resign", lambda: super(HookedStore, self).resign(epoch))
 
     def rows(self) -> tuple[dict[str, Member], dict[LeaseId, Lease]]:
-        """What is committed, whoever leads."""
+        """The committed rows, under any leader."""
         with self._engine.connect() as connection:
             members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
             leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
@@ -61,7 +61,7 @@ class HookedStore(Store):
         return {member.name: member for member in members}, {lease.lease_id: lease for lease in kept}
 
     def clear(self) -> None:
-        """Forget all rows, and who led, unhooked."""
+        """Forget all rows, and the leader, unhooked."""
         with self._engine.begin() as connection:
             connection.execute(BOOK.update().values(ttl_s=0.0, leader=""))
             connection.execute(MEMBERS.delete())
@@ -80,7 +80,7 @@ class HookedStore(Store):
 
 
 def failing(random: Random, part: float) -> Callable[[str], None]:
-    """A hook that fails in a part of all calls: before the database hears of them, or after it has done them."""
+    """A hook that fails in a part of all calls: before the database gets them, or after it has done them."""
 
     def hook(moment: str) -> None:
         if random.random() < part / 2:

@@ -11,11 +11,11 @@ from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name`` as a visitor, or create it; it is there while anybody has it open.
+    """Attach to the machine's device ``name`` as a visitor, or create it; it exists while a process has it open.
 
     Args:
         name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
-        capacity_bytes: Its size, rounded down to whole pages; the same for all who attach.
+        capacity_bytes: Its size, rounded down to whole pages; the same for all that attach.
         directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
 
     Raises:

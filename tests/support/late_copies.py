@@ -19,18 +19,18 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, check_copy
 
 
 class LateTransferEngine:
-    """See ``TransferEngine``. What a copy will overwrite is scribbled over at once: nobody may count on it any more.
+    """See ``TransferEngine``. What a copy will overwrite is scribbled over at once: it must not be read any more.
 
     Args:
         pool: Its blocks move.
         slots: Where to.
         dice: Decide when a copy ends, and how.
-        haste: How likely the next copy ends whenever somebody asks.
+        haste: How likely the next copy ends at each poll.
         failing: How likely a copy fails, after half of its blocks or none.
 
     Attributes:
         pool: See above.
-        longest_wait: The most often that anybody asked for results before a copy ended.
+        longest_wait: The most polls before a copy ended.
         num_interrupted: Copies that failed after some of their blocks had moved.
     """
 
@@ -74,13 +74,13 @@ class LateTransferEngine:
         return ended
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """See ``TransferEngine``. Time passes by asking, so nobody waits."""
+        """See ``TransferEngine``. Time passes by polls, so this does not wait."""
         if not self._ended and (directions := self._busy()):
             self._end_by_dice(self._dice.choice(directions))
         return self.poll()
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See ``TransferEngine``. Where time passes by asking, nobody knows what a copy takes."""
+        """See ``TransferEngine``. Where time passes by polls, copies have no times."""
         return []
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class LateTransferEngine:
     def land(self, direction: Direction, num_blocks: int | None = None) -> BlockCopy:
         """The oldest copy of a direction ends; it fails if it moves only ``num_blocks``, fewer than it has."""
         since, job = self._queues[direction].popleft()
-        self.pool.expect_backed(job.copy.blocks)  # somebody unmapped them under the copy: a crash, otherwise
+        self.pool.expect_backed(job.copy.blocks)  # they were unmapped under the copy: a crash, otherwise
         self.longest_wait = max(self.longest_wait, self._num_polls - since)
         if num_blocks is None:
             ((_, result),) = self._lanes[direction].finish([job]).results

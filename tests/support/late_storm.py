@@ -34,7 +34,7 @@ Disturb = Callable[["LateStorm"], None]
 
 
 class Ticks:
-    """A clock that goes on by a tenth of a millisecond whenever somebody reads it."""
+    """A clock that goes on by a tenth of a millisecond whenever it is read."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -57,7 +57,7 @@ class LateStorm:
     aborted: set[SeqId] = field(default_factory=set)
 
     def rage(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
-        """Until nothing is alive; laws are checked after every step, and nothing is kept at the end."""
+        """Until no request is live; laws are checked after every step, and nothing is kept at the end."""
         arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
         while arriving or engine.has_unfinished:
             if arriving and self.dice.random() < 0.5:

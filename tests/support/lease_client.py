@@ -1,7 +1,7 @@
 """A lease client and a producer in one process with their coordinator, and no network: beats are the test's.
 
 The client is a ``Borrower`` that talks to a ``LeaseBook`` when ``beat`` is called. The producer owns pages of a real
-host device, gives way to what it lends and grows by what it gets back.
+host device, shrinks by what it lends and grows by what it gets back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Coordinator:
         side.learn(message, reply, self.clock.now, self.clock.now)
 
     def pass_time(self, seconds: float) -> list[str]:
-        """Whoever was silent for a TTL is taken for dead: their names."""
+        """Names of members that are taken for dead now, after a TTL of silence."""
         self.clock.now += seconds
         return self.book.tick(self.clock.now)
 

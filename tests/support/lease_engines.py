@@ -159,7 +159,7 @@ class Engines:
         yield Leave(process.side.name, process.side.stamp.generation)
 
     def _lend(self, process: Process) -> Iterator[Message]:
-        """Its pool gives way to what it wants to lend, and takes what is not promised: there must be room."""
+        """Its pool shrinks by what it wants to lend, and grows by what is not promised: there must be room."""
         lender, foreign = process.lender, self.foreign_bytes()[process.side.name]
         lender.target_bytes = process.goal_bytes
         process.own_bytes = min(process.own_bytes, CAPACITY - process.goal_bytes)
@@ -207,7 +207,7 @@ class Engines:
                 process.borrower.allocated(lease.lease_id, self.time.now)
 
     def _check_is_heard_of(self, process: Process) -> None:
-        """Who is cut off allocates nothing new after a TTL, even if nobody else wants the bytes."""
+        """A process that is cut off allocates nothing new after a TTL, even if no other one wants the bytes."""
         now = self.time.now
         assert not process.is_cut_off(now) or now <= process.cut_since_s + TTL_S, "it is cut off, and allocates"
 

@@ -1,8 +1,8 @@
-"""A world for the lease protocol, by seed: devices whose bytes are really taken, processes that die, a network.
+"""A world for the lease protocol, by seed: devices whose bytes are really taken, processes that exit, a network.
 
 Messages are late, lost and doubled; processes are stopped, killed, replaced, and cut off from the coordinator; devices
-break, and others come in their place; the coordinator dies, also between a change and its commit, and starts again from
-its store. Everybody acts on what it was told. What is physically allocated is kept beside it: the laws are about that.
+break and are replaced by others; the coordinator exits, also between a change and its commit, and starts again from
+its store. Each process acts on the answers it got. Physical allocations are kept beside them: the laws are about those.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LeaseWorld:
             self.check()
 
     def settle(self) -> None:
-        """Nothing goes wrong any more, and nobody wants anything: nothing stays lent."""
+        """Nothing goes wrong any more, and no process wants anything: nothing stays lent."""
         self.faults = Faults()
         self.run(4 * TTL_S)  # the stopped go on, the dead are replaced
         self.engines.wants_change = False
@@ -179,7 +179,7 @@ class LeaseWorld:
             self._take_name(process)
 
     def _take_name(self, process: Process) -> None:
-        """Of some consumers that nobody hears of another process takes the name."""
+        """The names of some consumers that are cut off are taken by another process."""
         name = process.side.name
         if not process.is_producer and self.engines.processes[name] is process and self.random.random() < 0.3:
             self.seen["replaced"] += 1

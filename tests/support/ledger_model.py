@@ -50,7 +50,7 @@ class LedgerModel:
         return next((b for b, k in self.keys.items() if k == key), None)
 
     def settle(self, block: int) -> None:
-        """Nobody refers to the block or pins it any more."""
+        """Cache or free the block if it has no reference and no pin any more."""
         if self.references(block) or self.pins(block):
             return
         if self.caches and block in self.keys:

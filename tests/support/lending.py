@@ -207,7 +207,7 @@ class Producer:
         time.sleep(_PAUSE_S)
 
     def check(self) -> None:
-        """Nothing is lost, nothing is there twice, and nobody has more of the device than its owner lent."""
+        """Nothing is lost, nothing is there twice, and neighbours have no more of the device than its owner lent."""
         self.engine.loop.check_integrity()
         pool = self.pool
         owned, foreign = pool.own_bytes, pool.foreign_bytes

@@ -1,7 +1,7 @@
 """Loops with a fake executor that has no model: its next token is a function of all tokens before it.
 
 The fake keeps its own replica of every block's content, so it notices when the loop hands out a block that still holds
-somebody's KV, forgets to fill one, or feeds a token at the wrong position.
+a request's KV, forgets to fill one, or feeds a token at the wrong position.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class FakeExecutor:
                 self.slots[slot] = dict(self.blocks[block])
 
     def poll_transfers(self) -> list[tuple[int, Collection[int]]]:
-        """Copies end only when somebody waits for them."""
+        """Copies end only when the loop waits for them."""
         return []
 
     def take_copy_times(self) -> list[CopyTime]:
@@ -182,7 +182,7 @@ class RandomPolicy:
     """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly.
 
     Attributes:
-        num_refusals: How often somebody was to be copied for whom swap space had no room.
+        num_refusals: How often swap space had no room for a request that was to be copied.
     """
 
     name = "random"

@@ -25,7 +25,7 @@ LOGPROB_NOISE = 1e-4
 class Reference:
     """Greedy tokens of one request, and at each position the gap between the two best logits.
 
-    ``logprobs`` are those of the tokens, where somebody compares them.
+    ``logprobs`` are those of the tokens, where a test compares them.
     """
 
     token_ids: Sequence[int]

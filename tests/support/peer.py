@@ -83,7 +83,7 @@ class Peer:
         return head + b"\r\n\r\n" + body
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         self._closed.set()
         for connection in [self._listener, *self._sockets]:
             with suppress(OSError):

@@ -39,7 +39,7 @@ class PostgresServer:
     Args:
         programs: The folder of ``initdb`` and ``postgres``.
         folder: Where its data and its socket are; of the user that it runs as.
-        user: Who runs it; None is whoever runs the tests.
+        user: The user that runs it; None is the user that runs the tests.
     """
 
     def __init__(self, programs: Path, folder: Path, user: str | None) -> None:
@@ -107,7 +107,7 @@ def find_programs() -> Path | None:
 
 
 def _unprivileged_user() -> str | None:
-    """Who runs it in the place of root, as whom it does not run."""
+    """The user that runs it in the place of root, which it refuses; None if the tests do not run as root."""
     known = {entry.pw_name for entry in pwd.getpwall()}
     return next(name for name in ("postgres", "nobody") if name in known) if os.geteuid() == 0 else None
 

@@ -31,7 +31,7 @@ def make_story_loop(seed: int, depth: int, num_slots: int, caches: bool) -> Loop
 
 
 def tell(loop: Loop, seed: int, num_events: int = 200) -> Driver:
-    """Requests that share prefixes, copies that fail, clients that hang up, in any order; then all come home."""
+    """Requests that share prefixes, copies that fail, clients that hang up, in any order; then all end."""
     driver, story = Driver(loop), Random(seed)
     for _ in range(num_events):
         try:

@@ -45,7 +45,7 @@ def resume(seq_id: SeqId) -> Choice:
 
 
 def back_up(seq_id: SeqId, num_blocks: int = 99) -> Choice:
-    """Beside the decoding of everybody, as a policy does it."""
+    """Beside the decodes of all streams, as a policy does it."""
     order = BackupOrder(seq_id, num_blocks, Tier.HOST)
     return lambda view: Decision(decodes=decoding(view), backups=(order,))
 

@@ -73,7 +73,7 @@ def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are taken, and nobody looks at them."""
+    """Digests are computed and not compared."""
 
     def trust(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
         return CopyResult(transfer_id, (), num_bytes, tuple(found.tolist()))

@@ -42,7 +42,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: len(self.tenants()) < 4)
     @rule(keys=PREFIX)
     def compute(self, keys: list[BlockKey]) -> None:
-        """Somebody comes: what is on the device is shared, the rest is computed."""
+        """A request is admitted: what is on the device is shared, the rest is computed."""
         shared = [block for block in map(self.ledger.share, keys) if block is not None]
         fresh = self.ledger.allocate(len(keys) - len(shared))
         if fresh is None:
@@ -89,7 +89,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.present)
     @rule(index=INDEX, leaves=st.sampled_from([True, True, False]))
     def back_up(self, index: int, leaves: bool) -> None:
-        """Write behind what has no backup yet; who leaves gives up its blocks at once."""
+        """Write behind what has no backup yet; if preempted, a request frees its blocks at once."""
         tenant = self.present[index % len(self.present)]
         kept = {backup.key for backup in tenant.backups}
         known = [backup for key in tenant.keys if key not in kept and (backup := self.backups.find(key)) is not None]
@@ -130,7 +130,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.absent)
     @rule(index=INDEX)
     def come_back(self, index: int) -> None:
-        """With the longest prefix that is on the device or in swap space; nobody comes if there is none."""
+        """With the longest prefix that is on the device or in swap space; if there is none, the request ends."""
         tenant = self.absent.pop(index % len(self.absent))
         found: list[BlockId | Backup] = []
         for key in tenant.keys:
@@ -162,7 +162,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: len(self.tenants()) > 2 and (self.absent or self.arriving))
     @rule(index=INDEX)
     def hang_up(self, index: int) -> None:
-        """Somebody goes who is not on the device; a copy that is under way for it goes on."""
+        """Abort a request that is not on the device; a copy that is under way for it goes on."""
         away = [*self.absent, *self.arriving]
         tenant = away[index % len(away)]
         tenant.is_gone = True

@@ -98,7 +98,7 @@ class Teller:
         self.num_told = self.num_tokens = 0
 
     def tell(self) -> Driver:
-        """To its end: everybody who did not hang up has been served, and nothing is left anywhere."""
+        """Run to the end: every request that was not aborted has been served, and nothing is left anywhere."""
         rounds = 0
         while self.num_told < self.story.num_requests or self.driver.loop.has_unfinished:
             rounds += 1

@@ -61,7 +61,7 @@ class Pool:
 
 
 @dataclass(eq=False)
-class Guest:
+class LiveRequest:
     """A request of vLLM. It is ``on`` the device, or off it, or its copies back are under way."""
 
     tracked: TrackedRequest
@@ -78,7 +78,7 @@ class Flight:
     """A copy under way, and what its blocks held when it began. Void, it is worth nothing any more."""
 
     transfer: Transfer
-    guest: Guest
+    request: LiveRequest
     blocks: list[Block]
     seen: list[list[Token | None]]
     is_void: bool = False

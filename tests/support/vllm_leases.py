@@ -1,4 +1,4 @@
-"""The machine of ``vllm_machine.py``, with slots on neighbours that come and go while requests do.
+"""The machine of ``vllm_machine.py``, with slots on neighbours that are added and removed beside requests.
 
 A chunk of slots is added, retired and emptied, or torn away with all that lies in it. Copies that touch what is gone
 fail, as they do where memory is real.
@@ -17,7 +17,7 @@ from floodplain.core.plan import Relocation
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.runtime.relocations import Relocations
 from tests.support.vllm_books import LOST, Flight, Token
-from tests.support.vllm_machine import INDEX, NUM_GUESTS, BooksMachine
+from tests.support.vllm_machine import INDEX, NUM_REQUESTS, BooksMachine
 
 CHUNK_SLOTS, NUM_CHUNKS = 3, 3
 
@@ -35,8 +35,8 @@ class LeasingMachine(BooksMachine):
     """See the module."""
 
     @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
-    def begin(self, num_slots: int, num_blocks: int, num_guests: int = NUM_GUESTS) -> None:
-        super().begin(num_slots, num_blocks, num_guests)
+    def begin(self, num_slots: int, num_blocks: int, num_requests: int = NUM_REQUESTS) -> None:
+        super().begin(num_slots, num_blocks, num_requests)
         self.relocations = Relocations(self.books)
         self.chunks: dict[int, bool] = {}  # those with memory, and whether they are leaving
         self.moves: list[Move] = []
@@ -66,7 +66,7 @@ class LeasingMachine(BooksMachine):
     @precondition(lambda self: self.chunks)
     @rule(index=INDEX, is_sure=st.sampled_from([True, False, False]))
     def tear_away(self, index: int, is_sure: bool = True) -> None:
-        """The deadline comes: the memory goes first, and the books hear of it afterwards."""
+        """The deadline comes: the memory is removed first, and the books learn of it afterwards."""
         if not is_sure:
             return
         chunk = sorted(self.chunks)[index % len(self.chunks)]

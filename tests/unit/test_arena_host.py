@@ -57,7 +57,7 @@ def test_mistakes_are_refused_and_change_nothing(device: HostDevice) -> None:
         arena.tensor(torch.uint8, (1,))
 
 
-def test_a_view_that_outlives_its_arena_is_a_fault_and_never_shows_other_bytes(device: HostDevice) -> None:
+def test_a_view_that_outlives_its_arena_faults_and_shows_no_other_bytes(device: HostDevice) -> None:
     arena = device.reserve(4)
     pages = device.allocate(4)
     assert pages is not None

@@ -109,7 +109,7 @@ def test_flashinfer_takes_half_precision_and_its_head_sizes(dtype: torch.dtype, 
         ({"is_disabled": True}, DISABLE_VARIABLE),
     ],
 )
-def test_each_refusal_says_why(change: dict[str, Any], reason: str) -> None:
+def test_each_refusal_gives_the_reason(change: dict[str, Any], reason: str) -> None:
     good = {"device_type": "cuda", "dtype": torch.float16, "head_dim": 64, "is_installed": True, "is_disabled": False}
     refusal = refuse_flashinfer(**(good | change))
     assert refusal is not None
@@ -154,7 +154,7 @@ def test_wrong_blocks_are_noticed() -> None:
     assert error[: second.first_row].max() < 4e-3
 
 
-def test_rows_after_the_decodes_are_prefills_and_one_plan_serves_all_layers() -> None:
+def test_rows_after_the_decodes_are_prefills_and_all_layers_use_one_plan() -> None:
     problem = make_problem(SHAPE, [3, 8], PREFILLS, dtype=torch.float16)
     prefill = open_fake()
     plan = CudaAttentionPlan(problem.batch, SHAPE, 1, prefill)

@@ -113,7 +113,7 @@ def test_a_drop_is_due_when_lines_have_not_moved_for_half_a_second() -> None:
     assert move is DropMove.DROP and TIMING.overload_s <= when <= TIMING.overload_s + 0.4
 
 
-def test_nothing_is_due_when_requests_wait_beside_free_memory_or_none_waits() -> None:
+def test_no_move_is_due_with_free_memory_or_without_waiting_requests() -> None:
     assert not decide(samples_of(waiting=1, used=40, state=None))
     assert not decide(samples_of(waiting=0, used=96, state=None))
 

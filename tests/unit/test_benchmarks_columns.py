@@ -36,7 +36,7 @@ def test_pairs_from_before_the_columns_show_them_as_missing(name: str) -> None:
     assert {cell for cells in found.values() for cell in cells.values()} == {"-"}
 
 
-def test_the_tables_of_pairs_pool_each_side_and_a_failed_request_misses_its_goals() -> None:
+def test_tables_of_pairs_pool_each_side_and_failed_requests_miss_goals() -> None:
     goals_s = (0.5, 0.1)
     good, late, cut = record(0.1, 0.05), record(0.6, 0.05), record(0.1, 0.05, error="cut")
     host = {role: pairs.run_of([good, good], 15.0, goals_s) for role in pairs.ROLES}

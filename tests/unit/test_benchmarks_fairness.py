@@ -17,7 +17,7 @@ NAMES = ("capacity", "table", "ways", "workloads")
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts of the folder, as they see each other; nobody else sees them afterwards."""
+    """The scripts of the folder, importable from each other; not importable afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     for name in NAMES:
@@ -97,7 +97,7 @@ def test_a_void_seed_does_not_hide_behind_the_others() -> None:
     assert rows([*runs, *void]) == rows(runs)
 
 
-def test_a_quiet_load_is_compared_though_nobody_waits() -> None:
+def test_a_quiet_load_without_waits_is_compared() -> None:
     cells = rows([run("fcfs", 0.1, load="quiet"), run("paced/pcie", 0.1, load="quiet")])["paced/pcie"]
     assert cells[:3] == ["100%", "1.00x (1.00/s)", "1.00x (0.10 s)"]
 
@@ -122,7 +122,7 @@ def test_most_seeds_decide(p99s: list[float], holds: bool, monkeypatch: pytest.M
     assert [probe["ttft_p99_s"] for probe in probes] == p99s
 
 
-def test_a_machine_that_serves_twice_as_many_meets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
+def test_a_machine_of_twice_the_capacity_gets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
     from workloads import LOADS, make_requests
 
     from floodplain.model.tokenizer import ByteTokenizer

@@ -34,6 +34,6 @@ def test_half_of_the_parameters_go_to_kv_and_back(driver: FakeDriver) -> None:
     assert driver.is_idle
 
 
-def test_a_device_without_room_is_said(driver: FakeDriver) -> None:
+def test_a_device_without_room_is_an_error(driver: FakeDriver) -> None:
     with CudaDevice(CudaDriver(0), None) as device, pytest.raises(InvariantError, match="no memory is free"):
         list(measure_remap(device, LAYOUT, 5 * PAGE_BYTES))

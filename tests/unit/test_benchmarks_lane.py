@@ -20,7 +20,7 @@ STEP_S = 0.05
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As the scripts of the folder see each other; nobody else sees them afterwards."""
+    """The scripts of the folder, importable from each other; not importable afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     sys.modules.pop("lane", None)

@@ -10,7 +10,7 @@ from floodplain.workload.spec import WorkloadSpec
 HEADER = "t_s,prompt_tokens,output_tokens\n"
 
 
-def test_skipped_rows_are_told_in_one_line_with_count_reason_and_remedy(
+def test_skipped_rows_are_one_line_with_count_reason_and_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.csv"

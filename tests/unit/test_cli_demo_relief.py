@@ -96,7 +96,7 @@ def test_a_sample_counts_the_requests_of_all_places() -> None:
     assert (seen.phase, seen.blocks, seen.num_running, seen.num_waiting) == ("exchanging", 480, 6, 5)
 
 
-def test_what_an_instance_said_before_a_change_shows_no_step() -> None:
+def test_what_an_instance_sent_before_a_change_shows_no_step() -> None:
     """A leader that has not told its new pool; both sides of a restore in one look; requests that ran before."""
     stale = instance("leading", 2, 8, 60, 64), instance("grouped", 0, 8, 60, 64)
     for state in ("dropping", "exchanging"):
@@ -110,7 +110,7 @@ def test_what_an_instance_said_before_a_change_shows_no_step() -> None:
     assert relief_sample_of(1.0, groups(), listing(*both)).blocks == 160, "without a bound the step would show"
 
 
-def test_every_state_of_a_living_group_is_shown() -> None:
+def test_every_state_of_a_live_group_is_shown() -> None:
     pair = instance("leading", 0, 0, 0, 480), instance("grouped", 0, 0, 0, 64)
     phases = {state: relief_sample_of(0.0, groups(state), listing(*pair)).phase for state in GroupState}
     assert {state for state, phase in phases.items() if phase == "solo"} == {GroupState.SOLO, GroupState.OVER}
@@ -164,7 +164,7 @@ def test_the_page_shows_the_drop_and_its_price(tmp_path: Path, capsys: pytest.Ca
     assert saved["cluster"]["totals"]["num_carried"] == 7 and (tmp_path / "cluster.png").exists()
 
 
-def test_a_scene_without_a_drop_says_so() -> None:
+def test_a_scene_without_a_drop_is_described_as_such() -> None:
     none = replace(TOTALS, num_drops=0, num_restores=0)
     assert "No layer was dropped" in describe_drop(summarise([], SEEN[:2], none))
     assert "not back" in describe_drop(summarise([], SEEN[:5], replace(TOTALS, num_restores=0)))
@@ -204,7 +204,7 @@ def test_a_user_whose_request_failed_leaves_and_others_go_on() -> None:
     assert all(a.sent_s <= b.finished_s for a, b in pairwise(records.records))
 
 
-def test_calm_users_take_less_than_half_of_the_pools_and_all_more_than_both() -> None:
+def test_calm_users_take_under_half_of_the_pools_and_all_users_over_both() -> None:
     """Else layers would never come back, or would not be dropped."""
     for scale in (QUICK_RELIEF, FULL_RELIEF):
         sizes = [len(one.prompt_token_ids) + one.max_tokens for one in relief_requests(ByteTokenizer(256), 0, scale)]

@@ -25,7 +25,7 @@ def sample(time_s: float, num_tokens: float, lent_bytes: float, **other: float) 
     return LendingSample(**(rest | {"time_s": time_s, "num_tokens": num_tokens, "lent_bytes": lent_bytes}))
 
 
-def test_a_sample_is_what_the_engines_said() -> None:
+def test_a_sample_has_the_numbers_of_the_engines() -> None:
     lender = EngineStats(
         num_waiting=3,
         kv_blocks={"free": 6, "cached": 2, "owned": 10, "loading": 1, "draining": 1},

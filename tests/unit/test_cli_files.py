@@ -101,7 +101,7 @@ def test_closed_streams_are_not_given_to_other_files() -> None:
     assert done.returncode > 2
 
 
-def test_a_service_whose_output_is_full_says_so_and_serves(
+def test_a_service_whose_output_is_full_logs_its_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
@@ -115,6 +115,6 @@ def test_only_our_own_codes_reach_the_screen(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "\x1b[Hgpu\\u001b[31m\nbob\\u202e\n"
 
 
-def test_without_a_standard_output_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_standard_output_nothing_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     say("x")

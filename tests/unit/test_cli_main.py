@@ -103,7 +103,7 @@ def test_a_bug_of_ours_is_not_caught(toy_verb: list[object], monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("told", "policy"), [(None, "passive"), ("active", "active")])
-def test_threads_wait_without_spinning_unless_told_otherwise(
+def test_threads_wait_without_spinning_unless_configured_otherwise(
     told: str | None, policy: str, toy_verb: list[types.SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", told or "")

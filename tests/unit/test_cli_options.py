@@ -117,7 +117,7 @@ def config_file(folder: Path, text: str) -> tuple[str, ...]:
     return (*MINIMUM, "--config", str(folder / "c.yaml"))
 
 
-def test_config_itself_may_come_from_the_environment_and_keys_may_have_dashes(tmp_path: Path) -> None:
+def test_config_may_come_from_the_environment_and_keys_may_have_dashes(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("base-url: u\nmodel: m\nlimit: null\nquiet: true\n")
     args = resolve(sample_parser(), [], {"FLOODPLAIN_CONFIG": str(tmp_path / "c.yaml")})
     assert (args.model, args.base_url, args.limit, args.quiet) == ("m", "u", None, True)
@@ -172,7 +172,7 @@ def test_a_bad_file_is_named_with_its_key(text: str, message: str, tmp_path: Pat
         ((*MINIMUM, "--config", "/nonexistent.yaml"), {}, "cannot read --config /nonexistent.yaml"),
     ],
 )
-def test_bad_usage_is_one_line_that_says_what_to_change(
+def test_bad_usage_is_one_line_that_names_the_problem(
     argv: tuple[str, ...], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:

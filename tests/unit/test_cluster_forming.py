@@ -36,7 +36,7 @@ class World:
         return [self.join(0, 12, 90), self.join(1, 10, 80), self.join(2, 11, 100)]
 
 
-def test_stages_are_told_their_neighbours_when_the_last_one_is_there() -> None:
+def test_stages_get_their_neighbours_when_the_last_one_has_joined() -> None:
     world = World()
     second, first = world.join(1, 10, 80), world.join(0, 12, 90)
     assert not world.sent
@@ -50,7 +50,7 @@ def test_stages_are_told_their_neighbours_when_the_last_one_is_there() -> None:
     assert {(form.number, form.num_blocks, form.max_model_len) for form in told} == {(1, 10, 80)}
 
 
-def test_the_first_stage_alone_takes_requests_and_not_before_all_are_linked() -> None:
+def test_only_the_first_stage_takes_requests_and_only_once_all_are_linked() -> None:
     world = World()
     members = world.form()
     for member in members[:-1]:

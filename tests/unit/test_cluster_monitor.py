@@ -128,7 +128,7 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("is_priced", [False, True])
-def test_groups_merge_if_memory_stays_short_and_no_price_is_asked_for(is_priced: bool) -> None:
+def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> None:
     cluster = Cluster(4, is_priced=is_priced)
     cluster.give(24)
     for number, epochs in enumerate(([1, 2], [3, 4]), start=1):
@@ -146,7 +146,7 @@ def test_groups_merge_if_memory_stays_short_and_no_price_is_asked_for(is_priced:
     assert bool(cluster.notices) == is_priced
 
 
-def test_one_instance_alone_has_an_autoscaler_told_every_ten_seconds() -> None:
+def test_one_instance_alone_notifies_an_autoscaler_every_ten_seconds() -> None:
     cluster = Cluster(1)
     cluster.give(12)
     cluster.pass_time(25, used=100, waiting=8)

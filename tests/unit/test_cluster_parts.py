@@ -1,4 +1,4 @@
-"""Small parts of the front: who is silent, what adds up, when a child starts again, which flags do not go together."""
+"""Small parts of the front: silent instances, sums of counters, restarts of children, flags that contradict."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FACTS = InstanceFacts("1", "f", "float32", 64, 4, 12, "host", 1)
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_silent_for_too_long_is_found_and_who_speaks_is_not() -> None:
+def test_only_instances_that_are_silent_for_too_long_are_found() -> None:
     roster = Roster(silence_s=1.0)
     silent, speaks = roster.join(FACTS, None, 0.0), roster.join(FACTS, None, 0.0)
     for tick in range(1, 12):
@@ -48,7 +48,7 @@ def test_who_is_silent_for_too_long_is_found_and_who_speaks_is_not() -> None:
 
 
 @given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=30), st.floats(2.0, 100.0))
-def test_a_front_that_was_held_up_takes_nobody_for_dead(gaps_s: list[float], held_up_s: float) -> None:
+def test_a_delayed_front_takes_no_instance_for_dead(gaps_s: list[float], held_up_s: float) -> None:
     roster = Roster(silence_s=1.0)
     one = roster.join(FACTS, None, 0.0)
     now = 0.0
@@ -78,7 +78,7 @@ def test_prefixes_are_leading_keys_and_the_oldest_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50), st.booleans()), max_size=30))
-def test_counters_never_fall_whoever_dies(story: list[tuple[int, int, bool]]) -> None:
+def test_counters_never_fall_when_instances_end(story: list[tuple[int, int, bool]]) -> None:
     book, counted, epoch_of = StatsBook(), 0, {slot: slot for slot in range(1, 5)}
     latest: dict[int, int] = {}
     for slot, number, dies in story:
@@ -97,7 +97,7 @@ def test_counters_never_fall_whoever_dies(story: list[tuple[int, int, bool]]) ->
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
-def test_a_process_that_lives_again_counts_nothing_twice(steps: list[int]) -> None:
+def test_a_process_that_joins_again_counts_nothing_twice(steps: list[int]) -> None:
     """One engine in one life after the other: its own counters go on."""
     book, before, counted = StatsBook(), EngineStats(), 0
     for epoch, number in enumerate(steps, start=1):
@@ -149,7 +149,7 @@ def test_restarts_are_bounded_and_begin_anew_after_calm(lives_s: list[float | No
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
-def test_flags_that_contradict_are_one_line_that_says_why() -> None:
+def test_flags_that_contradict_are_one_line_with_the_reason() -> None:
     engine = EngineConfig(model="m")
     for wrong, words in (
         ({"instances": 0}, "--instances must be between 1 and 256, not 0"),
@@ -178,7 +178,7 @@ def test_addresses_are_split_at_their_port() -> None:
     assert split_address("h:1", "--f") == ("h", 1) and split_address("[::1]:65535", "--f") == ("::1", 65535)
 
 
-def test_the_command_of_an_instance_says_all_flags_and_no_secret() -> None:
+def test_the_command_of_an_instance_has_all_flags_and_no_secret() -> None:
     """Read again by the verb's own parser, it is the configuration that it was made from."""
     config = EngineConfig(
         model="m", policy="fcfs", kv_memory=2**20, pack_weights=False, swap="none", seed=3, kv_expansion="1.5"

@@ -90,7 +90,7 @@ def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> Non
 
 
 @given(requests)
-def test_a_request_arrives_with_all_that_was_said_of_it(request: Request) -> None:
+def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
     """But for its stop strings, which the front looks for; and its age stands for its arrival."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
     body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
@@ -159,7 +159,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject)
         assert type(read) in (Hello, Beat, Tokens, Refused)
 
 
-def test_what_only_the_front_says_is_nothing_from_an_instance() -> None:
+def test_messages_of_the_front_are_refused_from_an_instance() -> None:
     for message in (Welcome(1, 0.2, 1.0), Abort(1, 2)):
         body = body_of(pack(message))[0]
         with pytest.raises(WireError, match="no message of this version"):
@@ -177,7 +177,7 @@ def read_bytes(data: bytes, max_bytes: int) -> Any:
     return asyncio.run(read())
 
 
-def test_frames_end_where_they_say_and_are_bounded() -> None:
+def test_frames_have_their_stated_length_and_are_bounded() -> None:
     frame = pack_frame({"a": 1}, (5, -6))
     assert read_bytes(frame, 100) == ({"a": 1}, (5, -6))
     for cut in range(len(frame)):
@@ -203,7 +203,7 @@ def test_frames_end_where_they_say_and_are_bounded() -> None:
         ("max_model_len", 255, "it serves 255 tokens a request, and the others 256: give it more --kv-memory"),
     ],
 )
-def test_an_unlike_instance_is_told_what_to_change(name: str, value: object, words: str) -> None:
+def test_an_unlike_instance_gets_the_difference_in_one_line(name: str, value: object, words: str) -> None:
     fields = {item: getattr(FACTS, item) for item in InstanceFacts.__dataclass_fields__}
     problem = find_difference(FACTS, InstanceFacts(**fields | {name: value}))
     assert problem is not None and words in problem and "\n" not in problem

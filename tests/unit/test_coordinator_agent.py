@@ -1,4 +1,4 @@
-"""The agent against peers that answer as no coordinator should, or not at all: it lives on, and ends when told to."""
+"""The agent against peers that answer as no coordinator should, or not at all: it goes on, and ends on request."""
 
 from __future__ import annotations
 

@@ -33,16 +33,16 @@ def refusal(status: int, message: str = "no") -> bytes:
     return answer(json.dumps({"error": {"message": message}}).encode(), status)
 
 
-def nobody() -> str:
-    """An address at which nobody listens."""
+def closed_address() -> str:
+    """An address at which no server listens."""
     with closing(bind("127.0.0.1", 0)) as sock:
         return url_of(sock)
 
 
-# -- whom it asks ------------------------------------------------------------------------------------------------------
+# -- which coordinator it asks ----------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_is_told_with_its_token_over_one_connection() -> None:
+def test_it_sends_messages_with_its_token_over_one_connection() -> None:
     with answering(*[replies(REPLY)] * 3) as peer, closing(CoordinatorClient(peer.url, "s\u00e9cret")) as client:
         assert [client.send([BEAT]).replies for _ in range(3)] == [(REPLY,)] * 3
     assert peer.num_connections == 1
@@ -52,9 +52,9 @@ def test_it_says_what_it_is_told_with_its_token_over_one_connection() -> None:
     assert json.loads(body) == {"messages": [{"kind": "heartbeat", "name": "ann", "generation": 1}]}
 
 
-def test_one_that_is_down_and_one_that_stands_by_are_passed_over_and_then_left_alone() -> None:
+def test_coordinators_that_are_down_or_stand_by_are_tried_once() -> None:
     with answering(refusal(503)) as standby, answering(*[replies(REPLY)] * 3) as leader:
-        client = CoordinatorClient(f"{nobody()}, {standby.url} ,{leader.url}")
+        client = CoordinatorClient(f"{closed_address()}, {standby.url} ,{leader.url}")
         for _ in range(3):
             assert client.send([BEAT]).ttl_s == 7.5
         client.close()
@@ -78,7 +78,7 @@ def test_a_kept_connection_that_was_closed_is_made_anew() -> None:
     assert peer.num_connections == 2
 
 
-def test_a_new_connection_that_is_closed_is_nobodys_answer() -> None:
+def test_a_new_connection_that_is_closed_is_no_answer() -> None:
     with (
         answering(HANG_UP) as peer,
         closing(CoordinatorClient(peer.url)) as client,
@@ -88,7 +88,7 @@ def test_a_new_connection_that_is_closed_is_nobodys_answer() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_who_cannot_answer_now_is_to_be_asked_again(status: int) -> None:
+def test_a_temporarily_unavailable_coordinator_can_be_retried(status: int) -> None:
     with (
         answering(refusal(status, "wait\na bit"), replies(REPLY)) as peer,
         closing(CoordinatorClient(peer.url)) as client,
@@ -99,7 +99,7 @@ def test_who_cannot_answer_now_is_to_be_asked_again(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
-def test_who_refuses_is_not_asked_again(status: int) -> None:
+def test_a_refusal_is_not_retried_elsewhere(status: int) -> None:
     with (
         answering(refusal(status), replies(REPLY)) as peer,
         answering(replies(REPLY)) as other,
@@ -113,7 +113,7 @@ def test_who_refuses_is_not_asked_again(status: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_who_never_answers_costs_the_timeout_once(is_kept: bool) -> None:
+def test_a_coordinator_that_never_answers_costs_the_timeout_once(is_kept: bool) -> None:
     answers = [replies(REPLY), None] if is_kept else [None]
     with answering(*answers) as peer, closing(CoordinatorClient(peer.url, timeout_s=0.3)) as client:
         if is_kept:
@@ -175,7 +175,7 @@ def test_only_200_is_an_answer(status: int) -> None:
         client.send([BEAT])
 
 
-def test_a_strangers_words_are_shown_in_one_printable_line() -> None:
+def test_an_unknown_peers_text_is_shown_in_one_printable_line() -> None:
     for wild in (refusal(400, "\033[2J\nno\0" + "x" * 9000), b"\033]0;HTTP\r\n" + HANG_UP_AFTER):
         with answering(wild) as peer, closing(CoordinatorClient(peer.url)) as client:
             with pytest.raises((UserError, CoordinatorUnreachable)) as caught:
@@ -183,7 +183,7 @@ def test_a_strangers_words_are_shown_in_one_printable_line() -> None:
             assert str(caught.value).isprintable() and len(str(caught.value)) <= 500
 
 
-def test_who_does_not_even_accept_costs_the_timeout_too() -> None:
+def test_an_unaccepted_connection_costs_the_timeout_too() -> None:
     with closing(bind("127.0.0.1", 0)) as sock:
         sock.listen(0)
         with (
@@ -239,7 +239,7 @@ def test_a_refusal_without_a_reason_is_one_all_the_same(body: bytes) -> None:
 @pytest.mark.parametrize(
     "text", [b"garbage\r\n\r\n", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", b"\0" * 70_000]
 )
-def test_what_is_no_http_is_nobodys_answer(text: bytes) -> None:
+def test_text_that_is_not_http_is_no_answer(text: bytes) -> None:
     with (
         answering(text + HANG_UP_AFTER) as peer,
         closing(CoordinatorClient(peer.url, timeout_s=1.0)) as client,

@@ -70,7 +70,7 @@ def test_nothing_is_granted_of_what_was_withdrawn_meanwhile(pair: Pair) -> None:
     assert answers == [[DEFERRED], [APPLIED, DEFERRED, APPLIED, DEFERRED], [DEFERRED], [APPLIED], [DEFERRED]]
 
 
-def test_a_lender_whose_withdrawal_is_stale_says_it_again_first(pair: Pair) -> None:
+def test_a_lender_whose_withdrawal_is_stale_sends_it_again_first(pair: Pair) -> None:
     pair.take_over()
     late, now = (Recall("p", Stamp(1, revision), 8, deadline_s=1.0) for revision in (1, 2))
     answers = pair.say_at_once((Heartbeat("p", 1), late), (ASK,), (Heartbeat("p", 1), now), (ASK,))
@@ -87,7 +87,7 @@ def test_a_process_that_follows_a_lender_confirms_no_offer_of_it(pair: Pair) -> 
     assert pair.say(Join("p", "p-2"), ASK) == [APPLIED, DEFERRED]
 
 
-def test_a_lender_that_ended_and_joined_again_is_heard_by_that(pair: Pair) -> None:
+def test_a_join_of_a_lender_makes_its_offers_grantable(pair: Pair) -> None:
     assert pair.say(Join("q", "q-1"), Offer("q", Stamp(1, 1), 9), ASK) == [APPLIED] * 3
     (rows,) = pair.leader.serve([lambda book, now: list(book.rows.leases.values())])
     assert [(lease.producer, lease.state) for lease in rows] == [("q", LeaseState.GRANTED)]

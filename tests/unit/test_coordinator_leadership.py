@@ -1,8 +1,8 @@
-"""Who may answer: services on one store that are stopped anywhere, for any time, with clocks of their own.
+"""Which service may answer: services on one store, stopped anywhere, for any time, with clocks of their own.
 
 A service is stopped at its looks at the clock, and before and after each call of its store; meanwhile time passes, and
-others act. The law: whoever answers still leads when it answers. So a heartbeat that an old leader answered was said
-before the new one took over, and nobody counts on its leases for longer than the new one does.
+others act. The law: a service that answers still leads when it answers. So a heartbeat that an old leader answered was
+sent before the new one took over, and no member counts on its leases for longer than the new one does.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Rivals:
             store.hook = let_pass
 
     def calm(self, seconds: float) -> None:
-        """Nobody is stopped any more."""
+        """Let time pass in which no service is stopped."""
         for _ in range(round(seconds / 0.2)):
             self.now += 0.2
             for index in range(len(self.services)):
                 self.services[index].tick()
 
     def _pause(self) -> None:
-        """Whoever acts is stopped here, perhaps."""
+        """The acting service may be stopped here."""
         if self._is_calm or self.random.random() > self._stopping:
             return
         for _ in range(self.random.randint(1, 2)):
@@ -129,7 +129,7 @@ def rivals(folder: Path, seed: int, number: int) -> Iterator[Rivals]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3])
-def test_whoever_answers_leads_and_after_all_stops_somebody_answers(tmp_path: Path, number: int) -> None:
+def test_only_a_leader_answers_and_after_the_storm_one_service_does(tmp_path: Path, number: int) -> None:
     seen = Counter[str]()
     for seed in range(examples(30)):
         with rivals(tmp_path, seed, number) as some:
@@ -143,7 +143,7 @@ def test_whoever_answers_leads_and_after_all_stops_somebody_answers(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value_s"), [("TAKEOVER_S", LEASE_S * 0.75), ("LEASE_S", TAKEOVER_S * 1.5)])
-def test_who_took_over_before_the_leaders_lease_is_over_would_be_noticed(
+def test_a_takeover_before_the_leaders_lease_expires_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value_s: float
 ) -> None:
     monkeypatch.setattr(leadership, name, value_s)
@@ -153,9 +153,7 @@ def test_who_took_over_before_the_leaders_lease_is_over_would_be_noticed(
                 some.storm(100)
 
 
-def test_a_leader_that_does_not_look_whether_its_lease_is_over_would_be_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_that_does_not_check_its_lease_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tenure, "is_valid", lambda self, now: True)
     with pytest.raises(AssertionError, match=TOO_LATE):
         for seed in range(200):
@@ -178,7 +176,7 @@ def test_a_lease_is_counted_from_the_beginning_of_the_last_write() -> None:
     assert tenure.is_valid(11.0 + LEASE_S - 0.01) and not tenure.is_valid(11.0 + LEASE_S)
 
 
-def test_who_waits_counts_from_its_own_first_look_at_a_beat() -> None:
+def test_a_standby_counts_from_its_own_first_look_at_a_beat() -> None:
     watch, seen = Watch("me"), Leadership(3, 7, "other", "http://other", 10.0)
     assert not watch.may_take_over(seen, 50.0)
     assert not watch.may_take_over(seen, 50.0 + TAKEOVER_S - 0.01)

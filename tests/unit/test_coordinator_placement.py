@@ -100,7 +100,7 @@ def states(service: LeaseService) -> dict[str, LeaseState]:
 
 
 def lend(service: LeaseService) -> None:
-    """Producers p and q have put up ten bytes; c borrows all of them."""
+    """Producers p and q have offered ten bytes; c borrows all of them."""
     for name in ("p", "q", "c"):
         (reply,) = say(service, Join(name, f"{name}-1"))
         assert reply.member is not None
@@ -132,7 +132,7 @@ def test_a_tick_is_enough_to_follow(store: Store) -> None:
     assert set(states(leading(store, None)).values()) == {LeaseState.RECALLED}
 
 
-def test_a_coordinator_that_begins_with_a_placement_recalls_what_it_does_not_allow(store: Store) -> None:
+def test_a_coordinator_with_a_placement_recalls_what_it_does_not_allow(store: Store) -> None:
     service = leading(store, None)
     lend(service)
     service.resign()
@@ -151,7 +151,7 @@ def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
-def test_reloads_that_are_asked_for_while_one_runs_are_one_after_it(
+def test_reloads_requested_while_one_runs_are_one_after_it(
     is_bad: bool, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None overlaps, and the last one begins after the last wish; a bad file in between stops nothing."""
@@ -191,7 +191,7 @@ def test_reloads_that_are_asked_for_while_one_runs_are_one_after_it(
 
 
 @pytest.mark.parametrize(("placement", "kept"), [(Path("p.json"), True), (None, False)])
-def test_a_hangup_before_a_coordinator_serves_ends_it_only_without_a_placement(
+def test_sighup_before_a_coordinator_serves_is_ignored_with_a_placement(
     placement: Path | None, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []

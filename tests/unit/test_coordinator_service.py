@@ -1,4 +1,4 @@
-"""One coordinator and its store, with clocks and failures by seed: nobody is told of what is not committed."""
+"""One coordinator and its store, with clocks and failures by seed: no answer reports an uncommitted change."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Street:
             self.seen["answered" if engine.exchange(self._send) else "unanswered"] += 1
 
     def _send(self, messages: Sequence[Message]) -> list[Reply] | None:
-        """Nobody is told of what is not committed, and nothing that somebody was told of is ever undone."""
+        """No answer reports an uncommitted change, and no reported change is ever undone."""
         replies, snap = self.service.serve([jobs.handle(messages, Counter()), snapshot])
         if isinstance(replies, Unavailable):
             assert isinstance(snap, Unavailable)
@@ -157,7 +157,7 @@ class Street:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(examples(6)))
-def test_nobody_is_told_of_what_is_not_committed_and_nothing_committed_is_lost(store: HookedStore, seed: int) -> None:
+def test_answers_report_only_committed_changes_and_none_are_lost(store: HookedStore, seed: int) -> None:
     street = Street(store, seed)
     store.hook = failing(Random(seed), part=0.1)
     street.run(250)
@@ -179,7 +179,7 @@ def test_a_store_that_loses_what_it_has_committed_would_be_noticed(
 
 
 @pytest.mark.parametrize("moment", ["before write", "after write"])
-def test_after_a_failed_write_the_store_says_what_was_done(store: HookedStore, clock: Clock, moment: str) -> None:
+def test_after_a_failed_write_the_rows_in_the_store_count(store: HookedStore, clock: Clock, moment: str) -> None:
     service = leading(store, clock)
     store.hook = fail_once(store, moment)
     answer = say(service, Join("ann", "i1"))
@@ -224,7 +224,7 @@ def test_a_write_that_took_too_long_is_not_answered_though_it_was_made(store: Ho
     assert set(service.serve([snapshot])[0][0]) == {"ann"}
 
 
-def test_a_coordinator_that_resigns_is_followed_at_once_and_says_who_leads(store: HookedStore, clock: Clock) -> None:
+def test_a_standby_names_the_leader_and_follows_at_once_when_it_resigns(store: HookedStore, clock: Clock) -> None:
     first, second = leading(store, clock), LeaseService(store, "http://other", 10.0, clock)
     told(first, Join("ann", "i1"))
     second.tick()
@@ -237,9 +237,7 @@ def test_a_coordinator_that_resigns_is_followed_at_once_and_says_who_leads(store
     assert told(second, Heartbeat("ann", 1))[0].outcome is Outcome.APPLIED
 
 
-def test_a_store_that_fails_when_a_coordinator_resigns_delays_the_next_one_and_nothing_else(
-    store: HookedStore, clock: Clock
-) -> None:
+def test_a_store_failure_while_a_leader_resigns_only_delays_the_next(store: HookedStore, clock: Clock) -> None:
     first, second = leading(store, clock), LeaseService(store, "http://other", 10.0, clock)
     store.hook = fail_once(store, "before resign")
     first.resign()
@@ -273,7 +271,7 @@ def test_an_overdue_recall_is_counted_once(store: HookedStore, clock: Clock) -> 
     assert service.totals.num_overdue == 2
 
 
-def test_who_is_silent_for_a_ttl_is_counted_once_it_is_committed(store: HookedStore, clock: Clock) -> None:
+def test_a_member_silent_for_a_ttl_is_counted_once_that_is_committed(store: HookedStore, clock: Clock) -> None:
     service = leading(store, clock)
     told(service, Join("ann", "i1"))
     for _ in range(49):
@@ -290,8 +288,8 @@ def test_who_is_silent_for_a_ttl_is_counted_once_it_is_committed(store: HookedSt
     assert store.rows()[0]["ann"].instance == ""
 
 
-def test_who_was_not_heard_while_the_coordinator_stood_still_is_not_dead(store: HookedStore, clock: Clock) -> None:
-    """Stopped for longer than a TTL, and nobody took over: it cannot know who lives."""
+def test_a_paused_coordinator_takes_no_member_for_dead(store: HookedStore, clock: Clock) -> None:
+    """Stopped for longer than a TTL, without a takeover: it cannot know which members are alive."""
     service = leading(store, clock)
     told(service, Join("ann", "i1"))
     clock.now += 60.0
@@ -309,10 +307,10 @@ RESTART = st.tuples(st.sampled_from(["restart", "fail"]), TTLS_S)
 @pytest.mark.slow
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(first_ttl_s=TTLS_S, story=st.lists(st.one_of(WAIT, BEAT, RESTART), min_size=2, max_size=10))
-def test_no_restart_with_another_ttl_breaks_what_a_member_was_told(
+def test_no_restart_with_another_ttl_shortens_a_members_ttl(
     store: HookedStore, first_ttl_s: float, story: list[tuple[str, float]]
 ) -> None:
-    """Who was answered is taken for alive for the TTL that it was told, whoever leads by then, and with what TTL."""
+    """A member counts as alive for the TTL of its last answer, under any later leader, with any TTL."""
     clock = Clock()
     store.clear()
     service = leading(store, clock, first_ttl_s)

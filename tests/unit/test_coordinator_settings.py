@@ -36,15 +36,13 @@ from floodplain.core.errors import UserError
         {"url": "http://host\0"},
     ],
 )
-def test_a_value_out_of_its_range_is_refused_in_one_line_that_names_the_flag(flags: dict[str, Any]) -> None:
+def test_a_value_out_of_range_is_refused_in_one_line_that_names_the_flag(flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"--{next(iter(flags)).replace('_', '-')} must be") as caught:
         CoordinatorConfig(**flags)
     assert "\n" not in str(caught.value)
 
 
-def test_the_store_that_nobody_named_lies_in_the_users_state_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_store_lies_in_the_users_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert default_store() == default_store() == f"sqlite:///{tmp_path}/state/floodplain/leases.db"
     assert (tmp_path / "state" / "floodplain").stat().st_mode & 0o777 == 0o700

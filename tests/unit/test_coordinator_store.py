@@ -98,9 +98,7 @@ def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
         max_size=3,
     )
 )
-def test_the_next_leader_finds_what_was_written_last_and_nothing_that_has_ended(
-    store: Store, writes: list[Changes]
-) -> None:
+def test_the_next_leader_finds_the_last_rows_and_none_that_has_ended(store: Store, writes: list[Changes]) -> None:
     empty(store)
     epoch, _ = lead(store)
     members: dict[str, Member] = {}
@@ -169,7 +167,7 @@ def test_a_forgotten_members_row_goes_and_the_floor_stays(url: str) -> None:
     assert ({row.name: row.generation for row in rows.members}, rows.floor) == ({"bob": 1, "ann": 8}, 9)
 
 
-def test_a_new_store_is_nobodys(store: Store) -> None:
+def test_a_new_store_has_no_leader(store: Store) -> None:
     assert store.look() == Leadership(epoch=0, beat=0, leader="", leader_url="", ttl_s=0.0)
     assert lead(store) == (1, StoredRows([], [], {}))
 
@@ -201,7 +199,7 @@ def test_a_write_that_fails_in_its_middle_leaves_nothing(store: Store) -> None:
     assert store.write(epoch, Changes((Member("eve", "i3"),)), 1.0, TTL_S)
 
 
-def test_nobody_takes_over_when_something_happened_since_the_look(store: Store) -> None:
+def test_a_takeover_fails_if_the_store_changed_since_the_look(store: Store) -> None:
     epoch, _ = lead(store)
     seen = store.look()
     assert store.write(epoch, Changes(), 1.0, TTL_S)
@@ -232,7 +230,7 @@ def test_those_that_open_a_new_store_at_once_all_find_it_made(url: str) -> None:
             assert store.look().epoch == 0
 
 
-def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
+def test_resigning_keeps_the_rows_and_leaves_no_leader(store: Store) -> None:
     epoch, _ = lead(store)
     assert store.write(epoch, SOME, 1.0, TTL_S)
     store.resign(epoch)
@@ -317,9 +315,7 @@ def test_a_database_that_goes_away_is_an_error_until_it_is_back(postgres: Postgr
 
 
 @pytest.mark.slow
-def test_a_database_that_went_away_and_came_back_between_two_calls_is_an_error_once(
-    postgres: PostgresServer, postgres_url: str
-) -> None:
+def test_a_database_restart_between_two_calls_is_an_error_once(postgres: PostgresServer, postgres_url: str) -> None:
     with closing(Store.open(postgres_url)) as store:
         epoch, _ = lead(store)
         postgres.stop()
@@ -329,9 +325,7 @@ def test_a_database_that_went_away_and_came_back_between_two_calls_is_an_error_o
         assert store.write(epoch, SOME, 1.0, TTL_S)
 
 
-def test_a_file_that_somebody_else_has_locked_is_an_error_until_it_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_locked_file_is_an_error_until_it_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 0.05)
     path = tmp_path / "leases.db"
     with closing(Store.open(f"sqlite:///{path}")) as store, closing(sqlite3.connect(path)) as other:

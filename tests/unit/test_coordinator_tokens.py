@@ -1,4 +1,4 @@
-"""Who may say what: token files, and what each role may say for whom."""
+"""Permissions: token files, and which messages each role may send for which names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BORROWS = {"Request", "Report"}
     ("role", "may"),
     [(Role.PRODUCER, LIVES | LENDS), (Role.CONSUMER, LIVES | BORROWS), (Role.ADMIN, LIVES | LENDS | BORROWS)],
 )
-def test_each_role_says_what_it_is_for_and_nothing_else(role: Role, may: set[str]) -> None:
+def test_each_role_may_send_its_own_messages_and_no_others(role: Role, may: set[str]) -> None:
     caller = Caller(((role, "gpu-0"),))
     assert {kind for kind, message in messages("gpu-0").items() if caller.may_say(message)} == may
     assert {kind.__name__ for kind in MAY_SAY[role]} == may
@@ -57,7 +57,7 @@ def test_each_role_says_what_it_is_for_and_nothing_else(role: Role, may: set[str
     assert others == (may if role is Role.ADMIN else set())
 
 
-def test_a_token_of_two_lines_may_say_what_either_may_for_the_names_of_that_line() -> None:
+def test_each_line_of_a_token_allows_its_messages_for_its_names() -> None:
     caller = Caller(((Role.PRODUCER, "gpu-0"), (Role.CONSUMER, "engine-*")))
     allowed = {name: {k for k, m in messages(name).items() if caller.may_say(m)} for name in ("gpu-0", "engine-7")}
     assert allowed == {"gpu-0": LIVES | LENDS, "engine-7": LIVES | BORROWS}
@@ -81,7 +81,7 @@ def test_a_pattern_covers_whole_names(pattern: str, covered: list[str], others: 
     assert [caller.may_say(Heartbeat(name, 1)) for name in others] == [False] * len(others)
 
 
-def test_a_batch_is_refused_for_its_first_message_that_may_not_be_said() -> None:
+def test_a_batch_is_refused_for_its_first_message_without_permission() -> None:
     caller = Caller(((Role.CONSUMER, "bob"),))
     beat, offer, other = Heartbeat("bob", 1), Offer("bob", STAMP, 1), Heartbeat("ann", 1)
     assert first_refused(caller, [beat, beat]) is None
@@ -91,7 +91,7 @@ def test_a_batch_is_refused_for_its_first_message_that_may_not_be_said() -> None
 
 
 @given(message=lease_values.MESSAGES)
-def test_where_no_tokens_are_asked_for_anybody_may_say_everything(message: Message) -> None:
+def test_where_no_tokens_are_required_all_messages_are_allowed(message: Message) -> None:
     assert UNRESTRICTED.may_say(message) and UNRESTRICTED.is_admin
 
 
@@ -124,7 +124,7 @@ def test_a_consumers_pattern_does_not_cover_a_name_of_anothers_lender(tmp_path: 
     assert [said["t3", name] for name in ("gpu-0", "gpu-1")] == [borrows, set()]
 
 
-def test_who_has_a_producers_line_or_an_admins_may_lend() -> None:
+def test_a_producers_or_an_admins_line_allows_lending() -> None:
     producer, consumer = Caller(((Role.PRODUCER, "gpu-*"),)), Caller(((Role.CONSUMER, "*"),))
     assert (producer.may_lend("gpu-1"), producer.may_lend("app"), consumer.may_lend("gpu-1")) == (True, False, False)
     assert (producer.is_producer("gpu-1"), consumer.is_producer("gpu-1")) == (True, False)

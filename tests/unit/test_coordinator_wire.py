@@ -52,7 +52,7 @@ def batch(*encoded: dict[str, Any]) -> MessageBatch:
 
 @settings(max_examples=examples(200))
 @given(message=lease_values.MESSAGES)
-def test_the_api_takes_every_message_as_it_was_said(message: Message) -> None:
+def test_the_api_takes_every_message_as_it_was_sent(message: Message) -> None:
     assert [taken.to_core() for taken in batch(through_json(encode_message(message))).messages] == [message]
 
 
@@ -154,12 +154,12 @@ def test_the_messages_that_are_spoilt_below_are_taken(message: dict[str, Any]) -
         (REPORT, {"reason": None}),
     ],
 )
-def test_a_message_that_no_member_says_is_refused(message: dict[str, Any], change: dict[str, Any]) -> None:
+def test_a_message_that_no_member_sends_is_refused(message: dict[str, Any], change: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         batch({**message, **change})
 
 
-# -- what a stranger answers -------------------------------------------------------------------------------------------
+# -- answers of an unknown server --------------------------------------------------------------------------------------
 
 LEAVES = st.one_of(
     st.none(),
@@ -194,7 +194,7 @@ def spoilt_answers(draw: st.DrawFn) -> Any:
 
 
 def for_bob(reply: Reply) -> Reply:
-    """The same about one member, who lends the first of the leases and borrows the others."""
+    """The same about one member, which lends the first of the leases and borrows the others."""
     member = reply.member and replace(reply.member, name="bob")
     ends = ({"producer": "bob"} if not index else {"consumer": "bob"} for index in range(len(reply.leases)))
     leases = tuple(replace(lease, **end) for lease, end in zip(reply.leases, ends, strict=True))

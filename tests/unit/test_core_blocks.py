@@ -123,7 +123,7 @@ def test_freeing_twice_is_a_broken_invariant() -> None:
         ledger.free(blocks)
 
 
-def test_references_that_nobody_holds_are_noticed() -> None:
+def test_references_without_a_holder_are_noticed() -> None:
     ledger = BlockLedger(3, 4)
     blocks = owned(ledger, 2)
     ledger.check_integrity([blocks])

@@ -12,7 +12,7 @@ from tests.support.lease_desk import TTL_S, Desk
 
 
 class LongDesk(Desk):
-    """A desk at which time passes, in which who says nothing is taken for dead."""
+    """A desk at which time passes; members without messages are taken for dead."""
 
     def __init__(self) -> None:
         super().__init__(LeaseLimits(forget_after_s=100.0))
@@ -36,7 +36,7 @@ class LongDesk(Desk):
         return [lease.state for lease in self.book.rows.leases.values()]
 
 
-def test_rows_of_a_killed_lender_go_by_themselves_once_its_consumers_have_freed_them() -> None:
+def test_leases_of_a_killed_lender_are_settled_after_its_consumers_release() -> None:
     desk = LongDesk()
     held, [granted] = desk.hold(1, 2), desk.grant(2, 3)
     desk.wait(TTL_S + 1.1, "c")
@@ -51,7 +51,7 @@ def test_rows_of_a_killed_lender_go_by_themselves_once_its_consumers_have_freed_
     assert set(desk.book.rows.members) == {"c"}
 
 
-def test_what_was_freed_before_the_lender_was_taken_for_dead_goes_too() -> None:
+def test_leases_released_before_the_lender_expired_are_settled_too() -> None:
     desk = LongDesk()
     desk.report(desk.hold(1, 2), LeaseEvent.RELEASE)
     desk.wait(TTL_S, "c")
@@ -60,14 +60,14 @@ def test_what_was_freed_before_the_lender_was_taken_for_dead_goes_too() -> None:
     assert desk.states == []
 
 
-def test_a_lender_that_lives_sees_for_itself() -> None:
+def test_a_live_lender_settles_leases_itself() -> None:
     desk = LongDesk()
     desk.report(desk.hold(1, 2), LeaseEvent.RELEASE)
     desk.wait(5 * TTL_S, "c", "p")
     assert desk.states == [LeaseState.RELEASED]
 
 
-def test_the_next_lender_of_the_name_sees_for_itself_what_was_not_settled_yet() -> None:
+def test_the_next_lender_of_the_name_settles_what_was_not_settled_yet() -> None:
     desk = LongDesk()
     lease = desk.hold(1, 2)
     desk.wait(TTL_S + 1.1, "c")
@@ -108,7 +108,7 @@ def test_as_much_stays_owed_as_ended_leases_may_hold() -> None:
     desk.wait(TTL_S + 1.1, "c")
     desk.report(freed, LeaseEvent.RELEASE)
     desk.wait(2 * TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED, LeaseState.HELD], "the stopped consumer's bytes would be nobody's"
+    assert desk.states == [LeaseState.RELEASED, LeaseState.HELD], "the stopped consumer's bytes would have no lease"
     desk.report(other, LeaseEvent.RELEASE)
     desk.wait(2 * TTL_S, "c")
     assert desk.states == [LeaseState.RELEASED] and desk.book.rows.leased_bytes("p") >= 2

@@ -61,7 +61,7 @@ def test_a_device_with_all_its_leases_lends_no_more() -> None:
 # -- answers to a batch ------------------------------------------------------------------------------------------------
 
 
-def test_however_often_a_member_beats_in_a_batch_it_is_told_once() -> None:
+def test_a_member_with_many_heartbeats_in_a_batch_is_answered_once() -> None:
     desk = Desk()
     desk.grant(1, 1, 1)
     request = Request("c", 1, 2, (Shard(1), Shard(1)))
@@ -74,7 +74,7 @@ def test_however_often_a_member_beats_in_a_batch_it_is_told_once() -> None:
     assert desk.book.count_told(batch) == 4 + 4 + 2
 
 
-def test_a_batch_tells_leases_as_they_are_after_it() -> None:
+def test_a_batch_returns_leases_as_they_are_after_it() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 4)
     held = Report("c", lease.lease_id, Stamp(1, 1), LeaseEvent.HOLD)
@@ -127,7 +127,7 @@ def test_a_member_is_forgotten_when_it_ended_long_ago_and_owes_nothing() -> None
     assert (changes.members, changes.forgotten) == ((), ("c",)) and changes.floor >= 1
 
 
-def test_what_a_forgotten_life_still_says_is_stale() -> None:
+def test_messages_of_a_forgotten_life_are_stale() -> None:
     desk = Desk(LeaseLimits(forget_after_s=5.0))
     for life in range(1, 4):
         desk.say(Leave("c", desk.row("c").generation))
@@ -142,7 +142,7 @@ def test_what_a_forgotten_life_still_says_is_stale() -> None:
         assert desk.say(Request("c", old, 9, (Shard(1),))).outcome is Outcome.STALE
 
 
-def test_a_full_book_forgets_who_ended_first_but_never_the_living() -> None:
+def test_a_full_book_forgets_the_first_ended_member_but_no_live_one() -> None:
     desk = Desk(LeaseLimits(max_members=4, forget_after_s=1e9))
     desk.say(Join("d", "d-1"))
     assert desk.say(Join("e", "e-1")).outcome is Outcome.DEFERRED
@@ -184,7 +184,7 @@ class Producers(Borrowers):
 
 @pytest.mark.parametrize("is_alive", [True, False])
 @pytest.mark.parametrize("has_offered", [True, False])
-def test_who_may_only_borrow_says_nothing_for_a_lender(is_alive: bool, has_offered: bool) -> None:
+def test_messages_for_a_lender_with_a_borrowers_token_are_refused(is_alive: bool, has_offered: bool) -> None:
     desk = Desk()
     if not has_offered:
         desk.book.handle_all([Join("q", "q-1")], 0.0, Producers())

@@ -14,7 +14,7 @@ TTL_S = 10.0
 
 
 class Desk:
-    """A book with a producer that has put up ten bytes, and a consumer with a lease of six of them, at second 0."""
+    """A book with a producer that has offered ten bytes, and a consumer with a lease of six of them, at second 0."""
 
     def __init__(self) -> None:
         self.book = LeaseBook(TTL_S, now=0.0)
@@ -43,7 +43,7 @@ class Desk:
         return [lease.lease_id for lease in self.borrower.to_allocate(now)]
 
 
-def test_of_two_lists_that_were_under_way_together_the_second_to_come_is_no_news() -> None:
+def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
     """The heartbeat that was sent first was overtaken: its list is the newer one, and has no lease that has ended."""
     desk = Desk()
     [lease_id] = desk.granted(1.0)
@@ -62,7 +62,7 @@ def test_of_two_lists_that_were_under_way_together_the_second_to_come_is_no_news
     assert len(desk.granted(7.0)) == 1
 
 
-def test_who_was_stopped_before_it_allocated_frees_at_once_although_it_hears_from_nobody() -> None:
+def test_a_member_stopped_before_it_allocated_frees_at_once() -> None:
     desk = Desk()
     [lease_id] = desk.granted(TTL_S)  # it looks, and is stopped
     assert not desk.borrower.allocated(lease_id, TTL_S + 0.1)
@@ -71,7 +71,7 @@ def test_who_was_stopped_before_it_allocated_frees_at_once_although_it_hears_fro
     assert desk.borrower.to_free() == {}
 
 
-def test_who_was_stopped_right_after_it_allocated_frees_when_it_hears_that_the_lease_expired() -> None:
+def test_a_member_stopped_after_it_allocated_frees_an_expired_lease() -> None:
     desk = Desk()
     [lease_id] = desk.granted(TTL_S)
     assert desk.borrower.allocated(lease_id, TTL_S)
@@ -86,7 +86,7 @@ def test_who_was_stopped_right_after_it_allocated_frees_when_it_hears_that_the_l
     assert desk.side.known[lease_id].lease.state is LeaseState.RELEASED
 
 
-def test_who_allocated_what_was_settled_meanwhile_frees_when_it_hears_nothing_of_the_lease() -> None:
+def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
     """Its first look at the clock was right, the second one as well, and its clock was slow."""
     desk = Desk()
     [lease_id] = desk.granted(TTL_S)
@@ -155,7 +155,7 @@ def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
     assert desk.lender.has_said_all and desk.book.handle(desk.late, 0.0).outcome is Outcome.STALE
 
 
-def test_a_crowd_of_requests_is_said_in_parts_after_what_became_of_leases() -> None:
+def test_many_requests_are_sent_in_parts_after_reports_on_leases() -> None:
     """Nothing is left out for ever: what finds no room is in what is said next."""
     desk = Desk()
     [lease] = desk.borrower.to_allocate(0.0)

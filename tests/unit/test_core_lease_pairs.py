@@ -32,7 +32,7 @@ def test_what_is_counted_on_is_allowed_or_chosen(
         assert (each in chosen) == (is_counted_on and not is_allowed)
 
 
-def test_a_lease_that_is_no_longer_allowed_is_recalled_and_goes_home() -> None:
+def test_a_lease_that_is_no_longer_allowed_is_recalled_and_settled() -> None:
     desk = Desk()
     [held, kept] = [desk.grant(number, 4)[0] for number in (1, 2)]
     desk.report(held, LeaseEvent.HOLD)

@@ -1,4 +1,4 @@
-"""One lease, one member, one book: the table of changes, what is stale, who is granted what, what a look settles."""
+"""One lease, one member, one book: the table of changes, stale messages, grants, and what a look settles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_was_lent_returns_by_a_look_only() -> None:
 
 @pytest.mark.parametrize("state", LeaseState)
 @pytest.mark.parametrize("event", LeaseEvent)
-def test_a_lease_changes_as_the_table_says_or_loudly_not_at_all(state: LeaseState, event: LeaseEvent) -> None:
+def test_a_lease_changes_by_the_table_or_raises(state: LeaseState, event: LeaseEvent) -> None:
     lease = Lease(LeaseId("c.1.1.0"), 1, "p", "c", 8, generation=1, state=state, revision=3)
     if event not in TRANSITIONS[state]:
         assert not lease.allows(event)
@@ -98,7 +98,7 @@ def test_a_copy_replaces_an_older_one_and_two_authors_are_seen() -> None:
     assert judge_copy(held, recalled) is Outcome.CONFLICT
 
 
-# -- who gets what -----------------------------------------------------------------------------------------------------
+# -- grants ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_lease_from_offer_to_settlement() -> None:
     assert desk.report(lease, LeaseEvent.HOLD).outcome is Outcome.APPLIED
     reply = desk.say(Recall("p", desk.row("p").stamp, 10, deadline_s=3.0))
     assert reply.due_in_s == {lease.lease_id: 3.0}
-    assert desk.row("p").offered_bytes == 6  # what nobody had leased is back at once
+    assert desk.row("p").offered_bytes == 6  # bytes that were not leased are back at once
     assert desk.grant(2, 1) == []
     assert desk.report(lease, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
     assert desk.grant(2, 1) == []  # owed
@@ -172,7 +172,7 @@ def test_a_request_is_granted_once_and_not_again_after_its_leases_ended() -> Non
 
 
 def test_a_request_that_a_later_one_overtook_is_open_no_more() -> None:
-    """Numbers that are granted only rise, so it can never be granted: who still wants it asks again."""
+    """Numbers that are granted only rise, so it can never be granted: the consumer must send a new request."""
     desk, side = Desk(), MemberSide("b", "b-1", TTL_S)
     borrower = Borrower(side)
     side.learn(Join("b", "b-1"), desk.say(Join("b", "b-1")), 0.0, 0.0)
@@ -198,7 +198,7 @@ def test_a_look_from_before_an_allocation_settles_nothing() -> None:
     assert desk.say(look).outcome is Outcome.STALE
 
 
-def test_a_look_from_before_a_release_of_what_was_never_reported_settles_nothing() -> None:
+def test_a_look_from_before_a_release_of_an_unreported_lease_is_stale() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     look = Observe("p", desk.row("p").stamp, 0)
@@ -221,7 +221,7 @@ def test_a_look_from_before_an_expiry_settles_nothing() -> None:
     assert [lease.state for lease in desk.observe(6).leases] == []
 
 
-def test_whoever_is_silent_for_a_ttl_loses_what_it_borrowed_and_withdraws_what_it_offered() -> None:
+def test_silence_for_a_ttl_expires_leases_and_withdraws_offers() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     desk.now = TTL_S
@@ -235,10 +235,10 @@ def test_whoever_is_silent_for_a_ttl_loses_what_it_borrowed_and_withdraws_what_i
     assert desk.row("p").offered_bytes == 10
     desk.now += TTL_S + 0.1
     desk.book.tick(desk.now)
-    assert desk.row("p").offered_bytes == 6  # owed bytes stay put up until they are seen free
+    assert desk.row("p").offered_bytes == 6  # owed bytes stay offered until they are seen free
 
 
-def test_when_the_last_of_a_name_has_ended_what_it_lent_is_settled_by_its_consumers_word() -> None:
+def test_after_the_last_of_a_name_leases_are_settled_by_their_consumers() -> None:
     desk = Desk()
     [held], [granted] = desk.grant(1, 2), desk.grant(2, 2)
     desk.report(held, LeaseEvent.HOLD)
@@ -250,7 +250,7 @@ def test_when_the_last_of_a_name_has_ended_what_it_lent_is_settled_by_its_consum
     assert desk.row("p").offered_bytes == 0 and not desk.book.rows.leases
 
 
-def test_what_is_owed_when_the_last_of_a_name_ends_and_what_expires_then_is_settled_at_once() -> None:
+def test_after_the_last_of_a_name_owed_and_expired_leases_are_settled() -> None:
     desk = Desk()
     [released], _ = desk.grant(1, 2), desk.grant(2, 2)
     desk.report(released, LeaseEvent.RELEASE)
@@ -270,7 +270,7 @@ def test_a_process_takes_the_name_of_another_only_when_that_one_has_ended() -> N
     assert desk.say(Leave("c", 1)).outcome is Outcome.STALE
 
 
-def test_after_a_restart_everybody_has_a_ttl_and_a_recall_its_deadline_again() -> None:
+def test_a_restart_renews_the_ttls_of_members_and_recall_deadlines() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     desk.say(Recall("p", desk.row("p").stamp, 10, deadline_s=3.0))
@@ -295,7 +295,7 @@ def test_what_is_lost_with_a_device_is_lost_and_its_name_can_be_used_again() -> 
     assert desk.say(late).outcome is Outcome.STALE
 
 
-def test_what_may_still_be_allocated_is_kept_of_the_next_device_of_that_name() -> None:
+def test_the_next_device_of_a_name_keeps_leases_that_may_be_allocated() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     assert [kept.state for kept in desk.book.forget("p").leases] == [LeaseState.RECALLED]
@@ -308,7 +308,7 @@ def test_what_may_still_be_allocated_is_kept_of_the_next_device_of_that_name() -
     assert desk.row("p").offered_bytes == 0
 
 
-def test_a_device_that_is_not_followed_is_forgotten_for_good_when_its_consumers_have_heard() -> None:
+def test_a_second_forget_of_a_device_without_successor_drops_its_leases() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     desk.book.forget("p")
@@ -326,7 +326,7 @@ def test_offers_below_what_is_leased_are_refused_with_what_to_do() -> None:
     assert desk.say(Offer("p", desk.row("p").stamp, 6)).outcome is Outcome.APPLIED
 
 
-def test_consumers_borrow_from_whom_they_may() -> None:
+def test_consumers_borrow_from_allowed_producers_only() -> None:
     desk = Desk()
     desk.book.allow({"c": ["q"]}, 0.0, 5.0)
     assert desk.grant(1, 1) == []
@@ -338,7 +338,7 @@ def test_consumers_borrow_from_whom_they_may() -> None:
     assert [lease.producer for lease in desk.grant(2, 1)] == ["p"]
 
 
-def test_nobody_reports_of_what_another_borrowed_nor_what_only_others_can_say() -> None:
+def test_reports_on_anothers_lease_or_of_anothers_event_conflict() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
     stamp = Stamp(lease.generation, lease.revision)

@@ -47,7 +47,7 @@ def test_a_request_that_is_preempted_pays_in_one_gap() -> None:
     assert request.first(EventKind.SWAPPED_IN) is None
 
 
-def test_a_request_that_hangs_up_before_its_first_token() -> None:
+def test_a_request_that_is_aborted_before_its_first_token() -> None:
     request = story(10.0, [(11.0, EventKind.FINISHED)], [])
     assert request.queueing_delay_s is None
     assert request.ttft_s is None

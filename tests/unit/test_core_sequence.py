@@ -73,7 +73,7 @@ def test_keys_cover_full_blocks_of_known_tokens_and_are_made_once() -> None:
     assert seq.keys_for(0, 2) == []
 
 
-def test_leaving_the_device_forgets_what_was_there_and_no_token() -> None:
+def test_forget_blocks_drops_the_blocks_of_a_sequence_and_no_token() -> None:
     seq = make_sequence()
     seq.tokens.append(8)
     seq.num_computed = seq.num_scheduled = 5

@@ -73,7 +73,7 @@ def test_nor_does_it_wipe_out_what_one_was_given() -> None:
     assert accounts.credits["b"] == 500.0
 
 
-def test_when_nobody_is_left_everybody_begins_anew() -> None:
+def test_when_no_key_is_active_credits_start_anew() -> None:
     accounts = KeyAccounts()
     accounts.arrive("a", [])
     accounts.arrive("b", [])
@@ -98,7 +98,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0
 @settings(max_examples=examples(40))
 @given(EVENTS)
 def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: list[tuple[str, bool, int]]) -> None:
-    """Against plain sums; and whoever arrives is never below the least of those that are active."""
+    """Against plain sums; an arriving key is never below the least of the active ones."""
     accounts = KeyAccounts()
     live: dict[str, list[float]] = {key: [] for key in "abc"}
     totals: dict[str, float] = {}
@@ -126,7 +126,7 @@ def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: 
 
 
 def line(accounts: KeyAccounts, clients: str, priority: int = 0) -> list[str]:
-    """Who stands where, after all of them came: keys and their numbers, in order."""
+    """Keys in the order of their places, after all requests have arrived."""
     places = [(accounts.take_place(client, priority), number) for number, client in enumerate(clients)]
     return [clients[number] for _, number in sorted(places)]
 
@@ -135,7 +135,7 @@ def test_in_line_keys_alternate_however_many_each_has_there() -> None:
     assert line(KeyAccounts(), "aaaaabbc") == [*"abcabaaa"]
 
 
-def test_a_key_that_comes_later_stands_behind_those_who_have_begun_and_not_behind_those_who_wait() -> None:
+def test_a_new_key_stands_behind_begun_requests_not_waiting_ones() -> None:
     accounts = KeyAccounts()
     line(accounts, 500 * "a")
     accounts.leave_line(7.0)  # a's eighth has begun

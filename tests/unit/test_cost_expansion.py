@@ -42,7 +42,7 @@ def test_copies_that_take_no_time_hide_and_longer_ones_wait_longer(places: Layer
     assert step_stall_s(LayerPlaces(places.num_layers), step_s, 1.0) == 0
 
 
-def test_control_compute_or_the_link_alone_do_not_say_how_long_a_step_is() -> None:
+def test_control_compute_or_the_link_alone_do_not_give_the_step_time() -> None:
     places, step_s, copy_s = LayerPlaces(30, 27), 0.03, 0.0011
     assert len(critical_paths(places)) > 2
     bounds = [step_s, copy_s * places.num_streamed + step_s / places.num_layers]
@@ -57,7 +57,7 @@ def test_at_the_best_expansion_copies_take_as_long_as_the_step(link_ratio: float
     assert streamed_bytes / link_ratio == pytest.approx(weights_per_pool + best)
 
 
-def test_gain_is_what_the_step_times_say() -> None:
+def test_gain_follows_from_the_step_times() -> None:
     weights, pool = 26e9, 3e9
     for expansion in (1.0, 1.5, 2.4):
         step_bytes = [weights + e * pool for e in (1.0, expansion)]

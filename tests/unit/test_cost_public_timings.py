@@ -22,7 +22,7 @@ def attention(shared_dir: Path) -> list[StepRow]:
         ]
 
 
-def test_the_pairs_of_a_prompt_tell_its_attention_within_five_per_cent(attention: list[StepRow]) -> None:
+def test_pairs_of_a_prompt_predict_its_attention_within_five_per_cent(attention: list[StepRow]) -> None:
     assert fit_steps(attention, ("base_s", "prefill_token_s", "self_pair_s")).median_error < 0.05
 
 

@@ -51,9 +51,7 @@ lengths = st.integers(2, 500)
 
 @given(prefix=st.integers(0, 500), first=lengths, second=lengths)
 @settings(max_examples=examples(50))
-def test_two_chunks_of_a_prompt_cost_one_more_step_and_chunk_and_nothing_else(
-    prefix: int, first: int, second: int
-) -> None:
+def test_two_chunks_of_a_prompt_cost_one_more_step_and_chunk_only(prefix: int, first: int, second: int) -> None:
     """With the two kinds of pairs equally dear: every pair of tokens meets once, however the prompt is cut (Eq. 1)."""
     cost = StepCost(base_s=0.01, chunk_s=0.003, prefill_token_s=1e-4, self_pair_s=1e-7, prefix_pair_s=1e-7)
     whole = cost.time_s(StepWork.of([], [(prefix, first + second)]))
@@ -139,7 +137,7 @@ def test_with_the_parts_of_a_line_it_is_that_line() -> None:
 LINE_OF = {"base_s": 0.5, "decode_s": 0.25, "prefill_token_s": 0.125}
 
 
-def test_a_profile_says_its_parts_or_else_its_line() -> None:
+def test_a_profile_is_read_by_its_parts_or_else_by_its_line() -> None:
     assert read_cost(LINE_OF) == StepCost(**LINE_OF)
     assert read_cost({**LINE_OF, "parts": {"base_s": 1, "chunk_s": 2.0}}) == StepCost(base_s=1.0, chunk_s=2.0)
 

@@ -76,7 +76,7 @@ def test_a_second_start_uses_the_file_and_another_model_does_not(opened: Backsto
 
 
 def test_a_file_with_other_layers_is_written_anew(opened: Backstop) -> None:
-    """The same fingerprint, and other bytes in memory: memory is right. Who has the old file open keeps it."""
+    """The same fingerprint, and other bytes in memory: memory is right. A process with the old file open keeps it."""
     again = open_backstop(opened.path.parent, "a model", make_layers(1))
     assert torch.equal(refill(again, 3).tensor, make_layers(1)[3].tensor)
     assert torch.equal(refill(opened, 3).tensor, make_layers()[3].tensor)

@@ -1,4 +1,4 @@
-"""Whoever hands an engine to another thread keeps no compute threads of its own."""
+"""A thread that hands an engine to another one keeps no compute threads of its own."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ PEER = URL | {"swap": "peer"}
         ({"device_name": "x" * 65}, "^--device-name 'x+' must be 1 to 64 letters"),
     ],
 )  # fmt: skip
-def test_bad_flags_are_one_line_that_says_what_to_change(flags: dict[str, Any], message: str) -> None:
+def test_bad_flags_are_one_line_that_names_the_problem(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         EngineConfig(model="m", **flags)
     assert "\n" not in str(caught.value)
@@ -113,7 +113,7 @@ def test_flags_that_are_left_out_mean_the_policies_own_defaults(policy: str) -> 
     assert EngineConfig(model="m", policy=policy).sharing_settings() == settings_for(policy)
 
 
-def test_slices_are_the_policys_own_unless_asked_for() -> None:
+def test_slices_are_the_policys_own_unless_set() -> None:
     assert len(set(SLICE_STEPS.values())) == len(SLICE_STEPS)
     for policy, steps in SLICE_STEPS.items():
         assert EngineConfig(model="m", policy=policy).sharing_settings().slice_steps == steps

@@ -124,18 +124,18 @@ def open_on_gpu(pool: Any, patch: pytest.MonkeyPatch) -> tuple[LentPool, FakeCud
     return open_lent_pool(kv_pool, loop, LIMITS, CudaBackend(0)), device, kv_pool
 
 
-def test_on_a_gpu_guests_contexts_have_a_place_and_torch_keeps_out(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_memory_is_kept_for_guests_contexts_and_from_torch(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_lent_pool(*pool, LIMITS, HostBackend()).guest_bytes == 0
     lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
     assert lent_pool.guest_bytes == GUEST_PAGES * PAGE_BYTES
     assert device.kept_bytes == lent_pool.full_bytes == kv_pool.num_mapped_pages * PAGE_BYTES
 
 
-def test_what_others_hold_is_what_came_since_something_was_lent_less_a_guests_context(
+def test_foreign_bytes_count_from_the_first_loan_less_a_guests_context(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
-    device.foreign_pages = 7  # modules, and whoever else there is
+    device.foreign_pages = 7  # modules, and other processes
     assert lent_pool.foreign_bytes == 0
     pages = kv_pool.unmap_quanta([0])
     device.device.release(pages)

@@ -60,7 +60,7 @@ def test_a_device_that_has_no_room_is_named_where_its_folder_has(full: Path) -> 
     assert all("bytes are free on the device; " in message for message in shortage("lender", FREE))
 
 
-def test_a_device_without_a_name_asks_no_file_system_for_memory(full: Path) -> None:
+def test_a_device_without_a_name_needs_no_memory_of_a_file_system(full: Path) -> None:
     config = EngineConfig(model="dummy:tiny-llama", kv_memory=2 * FREE)
     memory = DeviceMemory(config, open_model(config.model).config, HostBackend(), torch.float32)
     pool, _ = memory.open_pool(memory.count_pool_blocks(), 1)

@@ -44,7 +44,7 @@ def test_without_a_limit_it_is_what_the_machine_has(host: Path) -> None:
         (host_memory._V1, "5:cpu:/docker/a\n4:hugetlb,memory:/docker/a\n", "memory"),
     ],
 )
-def test_a_container_gives_what_its_limit_leaves_and_its_cache_would_give_back(
+def test_a_container_has_what_its_limit_leaves_and_its_cache_can_free(
     names: tuple[str, str, str], own: str, base: str, host: Path
 ) -> None:
     (host / "own").write_text(own)

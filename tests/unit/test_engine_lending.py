@@ -81,7 +81,7 @@ class World:
             self.lender.at_boundary(self.now)
 
 
-def test_bytes_are_put_up_only_when_the_engine_has_given_way_for_them() -> None:
+def test_bytes_are_offered_only_when_the_pool_has_shrunk_by_them() -> None:
     world = World([300])
     world.tell(0, 1)
     for num_boundaries in range(1, 6):
@@ -93,7 +93,7 @@ def test_bytes_are_put_up_only_when_the_engine_has_given_way_for_them() -> None:
     assert not world.lender.is_moving
 
 
-def test_what_guests_take_beside_their_leases_is_given_way_for_and_not_put_up() -> None:
+def test_guests_bytes_beside_their_leases_shrink_the_pool_unoffered() -> None:
     world = World([300], guest_bytes=100)
     world.tell(0, 1)
     world.run()
@@ -103,7 +103,7 @@ def test_what_guests_take_beside_their_leases_is_given_way_for_and_not_put_up() 
     assert world.says() == [Offer("a", world.membership._side.stamp, 200)]
 
 
-def test_what_is_wanted_back_is_recalled_at_once_and_taken_as_it_is_let_go() -> None:
+def test_bytes_are_recalled_at_once_and_taken_back_as_they_are_freed() -> None:
     world = World([300])
     world.tell(0, 1)
     world.run(num_boundaries=8)
@@ -122,7 +122,7 @@ def test_what_is_wanted_back_is_recalled_at_once_and_taken_as_it_is_let_go() -> 
     assert world.engine.own_bytes == FULL
 
 
-def test_bytes_that_are_not_there_are_asked_for_again_but_not_at_every_boundary() -> None:
+def test_refused_bytes_are_requested_again_but_not_at_every_boundary() -> None:
     world = World([300])
     world.tell(0, 1)
     world.run(num_boundaries=8)
@@ -219,7 +219,7 @@ def test_what_does_not_fit_beside_what_is_lent_is_bad_input(
         limits(model, lend, max_model_len)
 
 
-def test_one_line_says_that_requests_must_be_shorter(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_is_logged_if_requests_must_be_shorter(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
     limits(model, "auto")
     assert caplog.messages == [
         "max_model_len is lowered from 2048 to 512 tokens: the KV pool holds no more while it lends"

@@ -1,4 +1,4 @@
-"""Rows of sequences: there are always enough, and nobody's state moves when more are made."""
+"""Rows of sequences: there are always enough, and no sequence's state moves when more are made."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_bytes_that_are_not_utf_8_are_named_by_their_place(tmp_path: Path) -> No
     assert "not UTF-8 text (byte 2)" in refusal(path)
 
 
-def test_reasons_are_in_our_words_where_python_speaks_of_itself() -> None:
+def test_reasons_replace_pythons_messages_about_its_own_limits() -> None:
     for text, reason in (("[" * 100_000, "it is nested too deeply"), ("9" * 5000, "a number has too many digits")):
         with pytest.raises(UserError, match=rf"\({reason}\)$"):
             parse_json(text, "f")

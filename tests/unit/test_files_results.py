@@ -83,7 +83,7 @@ def test_what_a_killed_writer_leaves_goes_with_the_next_result(call: str, tmp_pa
     assert (out.read_bytes(), names(tmp_path)) == (NEW, ["out.json"])
 
 
-def test_the_part_of_a_writer_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_partial_file_of_a_running_writer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second writer comes while the first one's bytes are on their way to the disk."""
     first, fsync = tmp_path / "first", os.fsync
 
@@ -138,7 +138,7 @@ def test_links_stay_and_what_they_lead_to_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_the_bytes_and_no_end_before_them(tmp_path: Path) -> None:
-    """Who reads already must not take the check before the work for the end of the file."""
+    """A reader must not take the check before the work for the end of the file."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

@@ -194,7 +194,7 @@ def kinds_told_apart(source: str) -> list[str]:
     return found
 
 
-def test_kinds_of_devices_are_told_apart_where_a_backend_is_chosen() -> None:
+def test_kinds_of_devices_are_distinguished_where_a_backend_is_chosen() -> None:
     telling = {str(file.relative_to(ROOT)) for file in ROOT.rglob("*.py") if kinds_told_apart(file.read_text())}
     assert telling == set(TELLS_KINDS_APART)
 
@@ -313,7 +313,7 @@ def test_the_data_plane_imports_on_a_bare_gpu_image() -> None:
     assert not [name for name in brought if name.startswith("floodplain.coordinator")]
 
 
-def test_what_speaks_for_an_engine_needs_nothing_but_the_standard_library() -> None:
+def test_modules_of_a_member_need_only_the_standard_library() -> None:
     brought = run(IMPORT_ON_A_BARE_IMAGE, "", *sorted(MEMBER))
     assert set(brought) >= MEMBER
     assert {"torch", "numpy", "pydantic", "sqlalchemy", "asyncio"}.isdisjoint(brought)

@@ -1,4 +1,4 @@
-"""Blocks that are reserved for a request that comes home are adopted or freed, even if its stream never ran."""
+"""Blocks that are reserved for a returning request are adopted or freed, even if its stream never ran."""
 
 from __future__ import annotations
 

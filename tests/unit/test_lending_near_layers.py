@@ -143,7 +143,7 @@ def test_a_recall_is_obeyed_at_once_without_a_boundary(street: Street) -> None:
     assert street.near.totals.num_returned == 5 and not street.near.totals.num_forced
 
 
-def test_a_lender_that_died_takes_nothing_along(street: Street) -> None:
+def test_a_killed_lender_costs_no_data(street: Street) -> None:
     """Its pages stay the borrower's until its device is said to be gone; then loads come from home."""
     street.lend(8)
     street.expand(MOST)
@@ -165,7 +165,7 @@ def test_a_lender_that_died_takes_nothing_along(street: Street) -> None:
     street.one.check()
 
 
-def test_a_lease_that_nobody_asked_for_is_refused(street: Street) -> None:
+def test_a_lease_without_a_request_is_refused(street: Street) -> None:
     street.lend(8)
     street.client.ask([Shard(PAGE_BYTES)])
     street.go_on()
@@ -181,7 +181,7 @@ def test_a_producer_that_cannot_be_reached_is_refused(street: Street, tmp_path: 
     assert street.near.totals.num_refused >= 1 == len(set(street.client.refusals)) and not street.layers
 
 
-def test_borrowers_that_share_a_client_take_the_grants_of_their_own_requests(street: Street) -> None:
+def test_borrowers_that_share_a_client_take_grants_of_their_own_requests(street: Street) -> None:
     shares: list[LeaseShare] = []
     some, other = LeaseShare(street.client, shares), LeaseShare(street.client, shares)
     numbers = {some.ask([Shard(PAGE_BYTES)]), some.ask([Shard(PAGE_BYTES)])}

@@ -47,7 +47,7 @@ def watching(peer: Peer) -> Iterator[tuple[NewsWatch, Heard]]:
         assert not watch._thread.is_alive()
 
 
-def test_it_brings_back_the_mark_that_it_was_given_and_tells_of_every_news() -> None:
+def test_it_returns_the_mark_that_it_got_and_reports_all_news() -> None:
     with answering(news("a.1"), news("a.2"), None) as peer, watching(peer) as (watch, heard):
         watch.want(True)
         wait_until(lambda: len(peer.requests) == 3)
@@ -64,7 +64,7 @@ def test_it_brings_back_the_mark_that_it_was_given_and_tells_of_every_news() -> 
     ],
 )  # fmt: skip
 def test_what_fails_is_tried_again_ever_later(bad: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one: who says at once that there is no news has not waited for any, and would be asked all the time."""
+    """The last one: a server that answers "no news" at once has not waited, and would be polled all the time."""
     pauses: list[float] = []
     with answering(bad, bad, bad, news("a.1"), None) as peer, watching(peer) as (watch, heard):
 
@@ -81,7 +81,7 @@ def test_what_fails_is_tried_again_ever_later(bad: bytes, monkeypatch: pytest.Mo
     assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, news_watch.GAP_S]
 
 
-def test_without_leases_nobody_is_asked() -> None:
+def test_without_leases_no_coordinator_is_contacted() -> None:
     with answering() as peer, watching(peer) as (watch, _):
         watch.want(False)
         assert watch._thread.ident is None

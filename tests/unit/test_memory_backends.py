@@ -139,7 +139,7 @@ def test_a_gpu_stages_no_more_than_a_links_best_copy_and_at_least_a_block(num_sl
         assert num_blocks == most or (num_blocks + 1) * layout.block_bytes > LINK_STAGING_BYTES
 
 
-def test_only_a_gpu_keeps_a_place_for_guests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_gpu_keeps_memory_for_guests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "measure_context_bytes", lambda index: 1000 + index)
     assert CudaBackend(3).measure_guest_bytes() == 1003
     assert HostBackend().measure_guest_bytes() == 0

@@ -73,7 +73,7 @@ def test_others_hold_what_came_since_they_were_forgotten(fake: Torch) -> None:
 
 
 def test_what_we_release_meanwhile_is_never_forgotten(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread gives pages back while it looks: somebody may hold them the next moment."""
+    """Another thread gives pages back while it looks: another process may hold them the next moment."""
     with CudaDevice(CudaDriver(0), None) as device:
         pages = device.allocate(5)
         assert pages is not None
@@ -136,7 +136,7 @@ def test_a_process_without_a_place_is_one_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-def test_the_real_program_says_what_is_missing_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_program_reports_what_is_missing_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))

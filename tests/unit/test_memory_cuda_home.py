@@ -1,4 +1,4 @@
-"""Which GPU a name stands for: one engine at a time, known to visitors while it lives, however it ends."""
+"""Which GPU a name stands for: one engine at a time, known to visitors while it runs, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory on a neighbour GPU, by a fake driver: what is taken and given back, who may touch it, and what is refused."""
+"""Memory on a neighbour GPU, by a fake driver: what is taken and given back, access rights, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOME, NEIGHBOUR, FAR = (bytes([number]) * 16 for number in range(3))
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
-    """Two GPUs that reach each other, one that nobody does; an engine is at home on each, and one on our own."""
+    """Two GPUs that reach each other, and one that no other reaches; each is an engine's home, and so is our own."""
     gpus = Gpu(HOME, peers={NEIGHBOUR}), Gpu(NEIGHBOUR, num_pages=8, peers={HOME}), Gpu(FAR)
     driver = FakeDriver(*gpus).install(monkeypatch)
     names = {"same": HOME, "near": NEIGHBOUR, "far": FAR, "hidden": b"?" * 16}
@@ -46,7 +46,7 @@ def allocate(memory: CudaPeerMemory, num_bytes: int, producer: str = "near") -> 
 
 @pytest.mark.parametrize("producer", ["near", "same"])
 @pytest.mark.parametrize(("num_bytes", "num_pages"), [(PAGE_BYTES, 1), (3 * PAGE_BYTES - 1, 2), (8 * PAGE_BYTES, 8)])
-def test_an_extent_has_the_whole_pages_of_its_lease_on_the_producers_device(
+def test_an_extent_has_the_whole_pages_of_its_lease_on_the_producer(
     driver: FakeDriver, memory: CudaPeerMemory, producer: str, num_bytes: int, num_pages: int
 ) -> None:
     extent = allocate(memory, num_bytes, producer)
@@ -64,12 +64,12 @@ def test_our_own_device_may_copy_there_and_back(driver: FakeDriver, memory: Cuda
     driver.cuMemcpyDtoDAsync(ctypes.addressof(other), extent.address + 70_000, 500, 0)
     assert other.raw == own.raw[:500]
     driver.home = 1
-    with pytest.raises(AssertionError, match="may not touch"):  # nobody else was given the right
+    with pytest.raises(AssertionError, match="may not touch"):  # no other device was given the right
         driver.cuMemcpyDtoDAsync(extent.address, ctypes.addressof(own), 500, 0)
     extent.close()
 
 
-def test_nobody_gets_a_tensor_of_what_he_may_not_touch(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+def test_tensors_of_inaccessible_memory_are_refused(driver: FakeDriver, memory: CudaPeerMemory) -> None:
     extent = allocate(memory, PAGE_BYTES)
     for shape, message in (((1,), "on another GPU has no tensor"), ((PAGE_BYTES + 1,), "larger than its extent")):
         with pytest.raises(InvariantError, match=message):
@@ -94,7 +94,7 @@ def test_less_than_a_page_and_more_than_is_free_is_none(driver: FakeDriver, memo
         ("cuMemSetAccess", CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "cuMemSetAccess: CUDA_ERROR_PEER_ACCESS"),
     ],
 )
-def test_what_the_driver_refuses_is_refused_with_its_word_and_nothing_stays(
+def test_what_the_driver_refuses_is_refused_with_its_message_and_undone(
     driver: FakeDriver, memory: CudaPeerMemory, call: str, status: CUresult, message: str
 ) -> None:
     driver.refusals[call] = status
@@ -121,7 +121,7 @@ def test_an_extent_that_cannot_be_given_back_is_loud(driver: FakeDriver, memory:
         ("far", "^memory of far cannot be used here: CUDA devices 0 and 2 have no peer access: nvidia-smi topo"),
     ],
 )
-def test_who_cannot_be_reached_is_one_line(memory: CudaPeerMemory, producer: str, message: str) -> None:
+def test_an_unreachable_producer_is_one_line(memory: CudaPeerMemory, producer: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         memory.allocate(producer, PAGE_BYTES)
     assert "\n" not in str(caught.value)
@@ -150,7 +150,7 @@ def test_what_stands_between_two_devices(
     assert found is None if message is None else found is not None and found.startswith(message)
 
 
-def test_where_nothing_can_be_borrowed_it_is_said_at_once(driver: FakeDriver, tmp_path: Path) -> None:
+def test_where_nothing_can_be_borrowed_the_error_comes_at_once(driver: FakeDriver, tmp_path: Path) -> None:
     for gpu in driver.gpus[:2]:
         gpu.compute_mode = 3
     with pytest.raises(UserError, match=r"^no GPU that this process sees can be borrowed from: CUDA device 0 is kept"):
@@ -167,7 +167,7 @@ def test_what_can_be_borrowed_from_is_logged(
     ]  # fmt: skip
 
 
-def test_a_mig_instance_is_told_what_it_can_borrow_from(driver: FakeDriver, tmp_path: Path) -> None:
+def test_a_mig_instance_gets_an_error_with_what_it_can_borrow_from(driver: FakeDriver, tmp_path: Path) -> None:
     driver.gpus[0].name = "NVIDIA H100 MIG 1g.10gb"
     memory = CudaPeerMemory(0, tmp_path)
     with pytest.raises(UserError, match="does not see: a MIG instance reaches no memory but its own"):

@@ -1,4 +1,4 @@
-"""Copies to neighbour GPUs and back, without a GPU: what is moved, what is a miss, and who waits for whom.
+"""Copies to neighbour GPUs and back, without a GPU: what is moved, what is a miss, and what waits for what.
 
 The driver and the streams are fakes over this machine's memory; engine, slots, extents and the mover are the real ones.
 """
@@ -183,8 +183,8 @@ def test_what_lay_in_a_chunk_that_is_gone_is_a_miss(there: There) -> None:
 
 
 @pytest.mark.parametrize("direction", [OUT, IN])
-def test_memory_that_goes_waits_for_the_copy_there_and_for_nobody_else(there: There, direction: Direction) -> None:
-    """The forced path: nobody polls, nobody steps."""
+def test_removed_memory_waits_only_for_copies_that_use_it(there: There, direction: Direction) -> None:
+    """The forced path: no thread polls or steps."""
     there.add(0, 1)
     assert there.copy(OUT, [0, 1], [0, 4]).is_whole
     there.streams[direction].gate.clear()
@@ -229,7 +229,7 @@ def test_a_copy_that_fails_is_loud_ever_after_and_holds_no_memory(there: There) 
     assert there.driver.gpus[1].num_used_pages == 0
 
 
-def test_a_copy_that_cannot_begin_lets_its_memory_go_when_nothing_of_it_is_under_way(there: There) -> None:
+def test_a_copy_that_fails_to_start_frees_its_memory_after_a_drain(there: There) -> None:
     there.add(0)
     there.streams[OUT].refusal = RuntimeError("half of it is there")
     with pytest.raises(RuntimeError, match="half of it"):

@@ -50,10 +50,10 @@ def test_pages_of_visitors_outlive_the_home_and_are_found_by_the_next_one(tmp_pa
         assert names_in(tmp_path) == ["floodplain-a"]
         with open_home_device("a", SIZE, tmp_path) as successor:
             assert (successor.num_foreign_pages(), successor.num_free_pages()) == (5, 11)
-    assert names_in(tmp_path) == [], "the last visitor left when nobody was at home"
+    assert names_in(tmp_path) == [], "the last visitor left when there was no home"
 
 
-def test_a_home_of_another_size_waits_for_those_who_have_the_file_open(tmp_path: Path) -> None:
+def test_a_home_of_another_size_waits_until_no_visitor_owns_memory(tmp_path: Path) -> None:
     with open_device("a", SIZE, tmp_path) as visitor:
         assert visitor.allocate(1) is not None
         with pytest.raises(UserError, match=r"has 1048576 bytes, not 2097152, and others still own memory of it: wait"):
@@ -70,7 +70,7 @@ def test_a_home_that_was_removed_by_hand_goes_on_and_removes_no_other(tmp_path: 
     (tmp_path / "floodplain-a").unlink()
     with open_home_device("a", SIZE, tmp_path) as second:
         assert first.allocate(3) is not None
-        assert visitor.allocate(1) is None, "nobody would see what it holds of the old file"
+        assert visitor.allocate(1) is None, "its pages of the old file would not be seen"
         assert visitor.num_owned_pages == 0
         for one in (visitor, first):
             one.close()
@@ -91,7 +91,7 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [SIZE, 2 * SIZE])
-def test_a_killed_home_leaves_a_file_that_the_next_one_takes_whatever_its_size(tmp_path: Path, size: int) -> None:
+def test_the_next_home_takes_the_file_of_a_killed_one_at_any_size(tmp_path: Path, size: int) -> None:
     command = [sys.executable, "-c", HOME, str(SIZE), str(tmp_path)]
     with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None

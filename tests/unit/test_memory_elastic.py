@@ -132,7 +132,7 @@ def test_what_cannot_be_elastic_is_refused(tensor: torch.Tensor) -> None:
         pool.to_elastic(tensor)
 
 
-def test_a_lease_is_asked_for_in_whole_pages() -> None:
+def test_a_lease_is_requested_in_whole_pages() -> None:
     class Client(NoLenders):
         asked: Sequence[Shard] = ()
 
@@ -166,7 +166,7 @@ def test_what_is_closed_is_not_used(street: Street) -> None:
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_goes_where_it_is_granted_and_comes_back_when_it_is_recalled(street: Street) -> None:
+def test_a_tensor_moves_to_its_grant_and_back_on_a_recall(street: Street) -> None:
     assert street.elastic.location is Tier.HOST
     street.move_to_peer()
     assert street.elastic.location is Tier.PEER
@@ -196,8 +196,8 @@ def test_a_response_that_comes_too_late_saves_the_bytes_and_was_counted(street: 
     assert street.elastic.torch().equal(street.values)
 
 
-def test_a_grant_that_is_recalled_while_it_is_allocated_is_given_back_by_the_next_response(street: Street) -> None:
-    """The client must not release it by itself, though it has not heard of the allocation."""
+def test_a_grant_recalled_during_its_allocation_is_returned_next(street: Street) -> None:
+    """The client must not release it by itself, though it does not know of the allocation."""
     street.grant()
     street.memory.meanwhile = street.recall
     assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES, recalled_bytes=NUM_BYTES)
@@ -208,7 +208,7 @@ def test_a_grant_that_is_recalled_while_it_is_allocated_is_given_back_by_the_nex
     assert street.state() is LeaseState.RELEASED
 
 
-def test_a_grant_that_is_recalled_before_it_is_allocated_is_asked_for_again(street: Street) -> None:
+def test_a_grant_recalled_before_its_allocation_is_requested_again(street: Street) -> None:
     street.grant()
     street.recall()
     assert street.pool.respond() == PageMoves()
@@ -226,7 +226,7 @@ def test_a_grant_that_comes_after_the_close_is_given_back(street: Street) -> Non
     assert street.state() is LeaseState.REFUSED
 
 
-def test_grants_of_others_who_use_the_client_are_left_alone(street: Street) -> None:
+def test_grants_to_other_users_of_the_client_are_left_alone(street: Street) -> None:
     number = street.client.ask([Shard(PAGE_BYTES)])
     street.grant()
     assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
@@ -238,7 +238,7 @@ def test_grants_of_others_who_use_the_client_are_left_alone(street: Street) -> N
 
 def test_a_device_without_room_is_refused_with_the_reason(street: Street) -> None:
     street.grant()
-    street.memory.memory.allocate("p", NUM_BYTES)  # somebody took it without a lease
+    street.memory.memory.allocate("p", NUM_BYTES)  # taken without a lease
     reason = f"p has no room for {NUM_BYTES} bytes"
     assert street.pool.respond() == PageMoves(refusals=(reason,))
     assert street.client.refusals == [reason]

@@ -54,11 +54,11 @@ def test_foreign_pages_are_those_of_others(pair: tuple[HostDevice, HostDevice]) 
     assert (one.num_foreign_pages(), one.num_free_pages()) == (2, 11)
     other.close()
     assert one.num_foreign_pages() == 0
-    assert other.num_foreign_pages() == 16, "who sees nothing must not say that it is free"
+    assert other.num_foreign_pages() == 16, "a process that sees nothing must not report it as free"
 
 
 def test_foreign_pages_are_counted_in_one_look(pair: tuple[HostDevice, HostDevice]) -> None:
-    """While its own pages come and go on another thread, none of them is ever taken for somebody else's."""
+    """While its own pages come and go on another thread, none of them is ever taken for a foreign one."""
     one, other = pair
     other.allocate(2)
     is_over = threading.Event()
@@ -78,7 +78,7 @@ def test_foreign_pages_are_counted_in_one_look(pair: tuple[HostDevice, HostDevic
         thread.join()
 
 
-def test_a_visitor_who_leaves_takes_no_locks_along(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+def test_closing_a_visitor_releases_no_other_locks(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
     """As it would with the older locks, which a process loses when it closes any descriptor of the file."""
     one, other = pair
     one.allocate(10)
@@ -103,7 +103,7 @@ def test_runs_are_contiguous_where_they_can_be(pair: tuple[HostDevice, HostDevic
     assert one.allocate(6) == [5, 6, 7, 8, 12, 13]  # no run is enough: the largest first
 
 
-def test_pages_are_zeroed_whoever_had_them(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+def test_allocated_pages_are_zeroed(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
     one, other = pair
     with (tmp_path / "floodplain-gpu0").open("r+b") as file:
         file.seek(PAGE_BYTES)
@@ -112,7 +112,7 @@ def test_pages_are_zeroed_whoever_had_them(pair: tuple[HostDevice, HostDevice], 
     other.allocate(4)
     content = (tmp_path / "floodplain-gpu0").read_bytes()[PAGE_BYTES:]
     assert content[: 7 * PAGE_BYTES] == bytes(7 * PAGE_BYTES)
-    assert content[7 * PAGE_BYTES :] == b"\xff" * 9 * PAGE_BYTES  # nobody's, so nobody erased them yet
+    assert content[7 * PAGE_BYTES :] == b"\xff" * 9 * PAGE_BYTES  # not allocated, so not erased yet
 
 
 def test_foreign_pages_are_not_released(pair: tuple[HostDevice, HostDevice]) -> None:
@@ -137,7 +137,7 @@ def test_owned_pages_have_memory_and_free_ones_have_none(tmp_path: Path) -> None
         assert file.stat().st_blocks <= empty
 
 
-def test_a_device_is_there_while_anybody_has_it_open_and_for_this_user_only(tmp_path: Path) -> None:
+def test_a_device_exists_while_it_is_open_and_for_this_user_only(tmp_path: Path) -> None:
     file = tmp_path / "floodplain-shared"
     first = open_device("shared", PAGE_BYTES, tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
@@ -183,7 +183,9 @@ def test_attaching_refuses_what_does_not_match(tmp_path: Path) -> None:
         open_device("c", PAGE_BYTES, tmp_path)
 
 
-def test_who_attaches_learns_the_size_and_shares_the_pages(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+def test_an_attached_device_reads_the_size_and_shares_the_pages(
+    pair: tuple[HostDevice, HostDevice], tmp_path: Path
+) -> None:
     one, _ = pair
     one.allocate(10)
     with attach_device("gpu0", tmp_path) as visitor:

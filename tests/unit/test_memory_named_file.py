@@ -1,4 +1,4 @@
-"""Files that are there while anybody has them open: who is there, who was the last, and what the killed left."""
+"""Files that exist while a process has them open: their users, the last user, and files of killed processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_last_one_to_leave_removes_the_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_of_two_who_leave_at_once_one_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_concurrent_leaves_one_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "floodplain-a"
     left = [enter(path), enter(path)]
 
@@ -55,7 +55,7 @@ def test_one_is_at_home_and_seen_by_the_others(tmp_path: Path) -> None:
     assert not named_file.has_home(visitor)
     named_file.claim(home, path)
     assert named_file.has_home(visitor)
-    assert not named_file.has_home(home), "somebody else, that is"
+    assert not named_file.has_home(home), "only homes in other processes count"
     for call in (named_file.claim, named_file.expect_no_home):
         with pytest.raises(UserError, match="is another engine's, which runs"):
             call(visitor, path)
@@ -65,10 +65,10 @@ def test_one_is_at_home_and_seen_by_the_others(tmp_path: Path) -> None:
     named_file.leave(visitor, path)
 
 
-def test_who_comes_while_the_file_is_being_removed_makes_a_new_one(tmp_path: Path) -> None:
+def test_entering_while_the_file_is_being_removed_makes_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "floodplain-a"
     old = enter(path)
-    assert file_locks.try_lock(old, 0, file_locks.TO_THE_END), "as whoever removes it has it locked"
+    assert file_locks.try_lock(old, 0, file_locks.TO_THE_END), "as the process that removes it has it locked"
     with pytest.raises(UserError, match="there is no device"):
         named_file.open_existing(path)
     came: list[int] = []
@@ -82,7 +82,7 @@ def test_who_comes_while_the_file_is_being_removed_makes_a_new_one(tmp_path: Pat
     assert not path.exists()
 
 
-def test_whoever_is_there_finds_the_file_under_its_name_however_many_come_go_and_sweep(tmp_path: Path) -> None:
+def test_an_open_file_keeps_its_name_under_concurrent_use_and_sweeps(tmp_path: Path) -> None:
     path = tmp_path / "floodplain-a"
     lost: list[str] = []
 
@@ -129,7 +129,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.slow
-def test_a_sweep_removes_what_the_killed_left_and_nothing_that_anybody_uses(tmp_path: Path) -> None:
+def test_a_sweep_removes_files_of_killed_processes_and_none_in_use(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     others = {"floodplain-notes": b"my notes", "floodplain-empty": b"", "other": b"flood"}
     for name, content in others.items():
@@ -145,7 +145,7 @@ def test_a_sweep_removes_what_the_killed_left_and_nothing_that_anybody_uses(tmp_
         assert guest.allocate(2) is not None
         assert named_file.sweep(tmp_path) == {}, "all are in use"
         child.kill()
-    assert named_file.sweep(tmp_path).keys() == {"gpu"}, "somebody has memory of the lender, and its neighbour runs"
+    assert named_file.sweep(tmp_path).keys() == {"gpu"}, "memory of the lender is in use, and its neighbour runs"
     os.close(guest._fd)  # what the kernel does when it is killed
     swept = named_file.sweep(tmp_path)
     assert swept.keys() == {"lender"}

@@ -34,7 +34,7 @@ def allocate(memory: HostPeerMemory, num_bytes: int) -> HostExtent:
 
 
 @pytest.mark.parametrize(("num_bytes", "num_pages"), [(PAGE_BYTES, 1), (2 * PAGE_BYTES - 1, 1), (4 * PAGE_BYTES, 4)])
-def test_an_extent_has_the_whole_pages_of_what_was_asked(
+def test_an_extent_has_the_whole_pages_of_the_requested_bytes(
     owner: HostDevice, memory: HostPeerMemory, num_bytes: int, num_pages: int
 ) -> None:
     extent = allocate(memory, num_bytes)

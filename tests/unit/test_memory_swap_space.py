@@ -124,7 +124,7 @@ def test_blocks_return_as_they_left_however_they_lie_over_tiers(
     space.close()
 
 
-def test_a_transfer_ends_once_with_its_last_part_and_loses_what_any_part_lost(bench: Bench) -> None:
+def test_a_transfer_ends_with_its_last_part_and_loses_what_any_part_lost(bench: Bench) -> None:
     for tier in (HOST, PEER):
         faulty = FaultyTransferEngine(bench.engine(tier), failing=[1])
         space = bench.space(**{tier.value: faulty})
@@ -137,7 +137,7 @@ def test_a_transfer_ends_once_with_its_last_part_and_loses_what_any_part_lost(be
         space.close()
 
 
-def test_damage_is_told_from_emptiness_and_from_a_copy_that_was_not_made(bench: Bench) -> None:
+def test_damage_is_distinguished_from_empty_slots_and_missing_copies(bench: Bench) -> None:
     space = bench.space()
     assert run(space, transfer(OUT, {0: (HOST, 0), 1: (HOST, 1)})) == []
     bench.slots[HOST].words[1, 0, 3] ^= 1

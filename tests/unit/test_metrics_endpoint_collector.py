@@ -99,7 +99,7 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
     assert value_of(metrics, "floodplain_preemptions_total", mode="recompute") == 0
 
 
-def test_what_a_stage_does_not_compute_while_steps_are_outstanding_is_its_bubble() -> None:
+def test_idle_time_of_a_stage_while_steps_are_outstanding_is_its_bubble() -> None:
     metrics = ServingMetrics("m", lambda: EngineStats(pipeline_s=5.0, stage_busy_s={"0": 4.0, "1": 1.5}))
     name = "floodplain_stage_seconds_total"
     assert [value_of(metrics, name, stage="1", state=state) for state in ("busy", "bubble")] == [1.5, 3.5]
@@ -158,7 +158,7 @@ def test_leases_are_seen_by_role_and_peer_and_each_recall_once() -> None:
     assert recalls() == (5, pytest.approx(5.7))
     assert value_of(metrics, "floodplain_lease_bytes", role="producer", peer="b") is None
     now = EngineStats(num_recalls=3000, recall_times_s=(1.0,) * 1000)
-    assert recalls() == (1005, pytest.approx(1005.7)), "only what nobody could have known is missing"
+    assert recalls() == (1005, pytest.approx(1005.7)), "only what could not be known is missing"
 
 
 def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
@@ -168,7 +168,7 @@ def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
 
 
 @given(st.lists(st.lists(st.floats(0, 50), min_size=0, max_size=6), max_size=6))
-def test_histograms_count_what_the_lifecycles_say(gaps_of: list[list[float]]) -> None:
+def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]]) -> None:
     metrics = ServingMetrics("m", EngineStats)
     lifecycles = []
     for gaps in gaps_of:

@@ -36,7 +36,7 @@ class _Allocator:
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-opt", "smollm2-135m", "opt-13b"])
-def test_the_parameters_of_a_layer_are_as_many_as_the_shape_says(name: str) -> None:
+def test_a_layer_has_as_many_parameters_as_its_shape_states(name: str) -> None:
     config = ModelConfig.of_shape(shape_named(name))
     family = opt if config.shape.family == "opt" else llama
     layer = sum(torch.Size(spec.shape).numel() for spec in family.layer_specs(config, 0))

@@ -115,7 +115,7 @@ def test_a_library_is_compiled_once_and_again_if_it_is_cut(folder: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_without_a_usable_folder_a_library_is_compiled_and_said_not_to_be_kept(
+def test_without_a_usable_folder_a_library_is_compiled_and_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cache, "_candidates", lambda: [Path("/proc/nothing"), Path("/dev/null")])

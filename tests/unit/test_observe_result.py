@@ -143,7 +143,7 @@ def test_the_engine_part_has_the_promised_keys() -> None:
     assert client_only["preemptions"] is None
 
 
-def test_tokens_are_kept_only_when_asked() -> None:
+def test_tokens_are_kept_only_on_request() -> None:
     assert "output_token_ids" not in benchmark_result(THREE, INFO)
     assert benchmark_result(THREE, INFO, save_tokens=True)["output_token_ids"][0] == (0, 1, 2)
 

@@ -39,7 +39,7 @@ def test_columns_count_time_from_the_start() -> None:
     assert Timeline().columns()["time_s"] == []
 
 
-def test_a_client_sees_who_waits_for_a_first_token() -> None:
+def test_a_client_timeline_counts_requests_that_wait_for_a_first_token() -> None:
     def seen(sent_s: float, finished_s: float, *token_times_s: float) -> RequestRecord:
         return RequestRecord(
             request_id="r", prompt_tokens=1, arrival_s=sent_s, sent_s=sent_s, finished_s=finished_s,
@@ -54,7 +54,7 @@ def test_a_client_sees_who_waits_for_a_first_token() -> None:
     }
 
 
-def test_numbers_are_short_and_missing_ones_say_so() -> None:
+def test_numbers_are_short_and_missing_ones_are_marked() -> None:
     shown = {None: "-", 0.0: "0", 12345.6: "12,346", 12.34: "12.3", 1.234: "1.23", 0.01234: "0.012", 7.0: "7"}
     assert {value: format_number(value) for value in shown} == shown
     assert format_number(float("nan")) == "-"
@@ -86,7 +86,7 @@ def result(**changes: Any) -> dict[str, Any]:
     return base | changes
 
 
-def test_the_explanation_says_only_what_was_measured() -> None:
+def test_the_explanation_states_only_what_was_measured() -> None:
     plain = explain("fcfs", result())
     assert "0.20 s" in plain
     assert "pause" not in plain

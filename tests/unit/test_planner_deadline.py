@@ -43,7 +43,7 @@ def alike(num_models: int, *, domain: str | None = None, kinds: int = 1) -> Clus
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 5, 50, 300, 1000])
-def test_whenever_the_time_ends_a_valid_placement_and_its_gap_are_told(seconds: int) -> None:
+def test_at_any_time_limit_a_valid_placement_and_its_gap_are_returned(seconds: int) -> None:
     """Unlike models: mixes are too many, rounded ones are listed, and then servers get integers of their own."""
     cluster, clock = alike(150, kinds=25), Ticks()
     found = place(cluster, seconds, max_mixes=500, clock=clock)
@@ -60,7 +60,7 @@ def test_each_phase_stops_at_the_end_of_the_time() -> None:
     assert len(shrink(crowded, Deadline(5.0, Ticks())).models) > len(shrink(crowded, Deadline(1e9, Ticks())).models)
 
 
-def test_without_a_placement_in_time_one_line_says_so() -> None:
+def test_without_a_placement_in_time_the_error_is_one_line() -> None:
     models = tuple(Model(name, 1, 1, 1, gb * GB) for name, gb in (("a", 9), ("b", 5), ("c", 4)))
     servers = tuple(Server(f"s{i}", 3, 80 * GB, f"s{i}") for i in range(2))
     cluster = Cluster(servers, models, (frozenset("ac"), frozenset("bc")))

@@ -64,7 +64,7 @@ def big_mix(seed: int, num_servers: int = 16) -> Cluster:
         ([model("a", 1, 3, stages=3)], [], "9 GPUs are needed, and the servers have 8: a (3 x 3 GPUs)"),
     ],
 )  # fmt: skip
-def test_where_there_is_no_placement_the_reason_is_told_and_nothing_else(
+def test_where_there_is_no_placement_only_the_reason_is_shown(
     models: list[Model], apart: list[set[str]], told: str
 ) -> None:
     cluster = Cluster(servers(), tuple(models), tuple(frozenset(names) for names in apart))
@@ -84,7 +84,7 @@ def test_when_the_time_is_over_the_best_so_far_is_returned_with_its_gap(max_mixe
     assert found.gap > 0 and found.bound_bytes <= place(cluster).objective_bytes <= found.objective_bytes
 
 
-def test_without_any_placement_in_time_more_time_is_asked_for() -> None:
+def test_without_any_placement_in_time_the_error_suggests_more_time() -> None:
     """Greedy puts a and b on two servers, and then there is none for c."""
     models = (model("a", 1, 1, 9), model("b", 1, 1, 5), model("c", 1, 1, 4))
     cluster = Cluster(servers(2, 3), models, (frozenset("ac"), frozenset("bc")))

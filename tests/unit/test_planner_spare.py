@@ -50,7 +50,7 @@ def read_memory(folder: Path, **model: Any) -> int:
         ([SWAP, PRODUCER], 40 * GB),
     ],
 )
-def test_profiles_say_what_a_model_lends_or_needs(named: Any, memory: int, tmp_path: Path) -> None:
+def test_profiles_give_what_a_model_lends_or_needs(named: Any, memory: int, tmp_path: Path) -> None:
     write_profiles(tmp_path)
     assert read_memory(tmp_path, profile=named) == memory
 

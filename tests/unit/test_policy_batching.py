@@ -63,7 +63,7 @@ def test_streams_keep_their_tokens_when_the_step_is_small() -> None:
     assert budget.num_left == 0
 
 
-def test_a_stream_whose_last_token_is_under_way_takes_no_ones_place() -> None:
+def test_a_stream_whose_last_token_is_outstanding_takes_no_place() -> None:
     view = make_view(stream(0, end_step=100), prompt(1), max_batched_tokens=1)
     assert TokenBudget(view, 0.5).prefill_for(30) == 1
 

@@ -1,4 +1,4 @@
-"""AQUA's rule by example: what counts as served, and when anybody may leave."""
+"""AQUA's rule by example: what counts as served, and when a request may be preempted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def came(decision: Decision) -> set[int]:
     return {order.seq_id for order in (*decision.resumptions, *decision.admissions)}
 
 
-def test_streams_are_served_what_they_generate_and_prompts_what_is_computed_of_them() -> None:
+def test_served_work_is_tokens_generated_or_computed_of_a_prompt() -> None:
     assert service(stream(0), 100) == (True, 4)
     assert service(stream(0), 103) == (True, 7)
     assert service(prompt(0, 30, 8), 100) == (False, 8)
@@ -50,7 +50,7 @@ def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
     assert prefilled_tokens(half, 100) == 20
 
 
-def test_a_prefix_that_others_left_is_not_held_against_a_newcomer() -> None:
+def test_a_cached_prefix_does_not_count_as_work_of_a_newcomer() -> None:
     assert service(waiting(0, 30, num_cached_tokens=20, num_restorable_tokens=24), 100) == (False, 0)
 
 
@@ -74,20 +74,20 @@ def resident(number: int, num_tokens: int, **fields: object) -> SequenceView:
 RESIDENTS = (resident(0, 15), resident(1, 13), resident(2, 14))
 
 
-def test_when_a_slice_ends_the_most_served_leaves_for_the_least_served() -> None:
+def test_when_a_slice_ends_the_least_served_replaces_the_most_served() -> None:
     decision = decide(*RESIDENTS, swapped(3), **FULL)
     assert left(decision) == {0, 2}  # twelve tokens and a slice are four blocks, and each leaves three
     assert {(one.mode, one.reason) for one in decision.preemptions} == {(PreemptionMode.SWAP, Reason.SLICE_ENDED)}
 
 
-def test_room_is_made_for_all_that_shall_come_at_once() -> None:
-    """Though nobody's room is there before the victims' last blocks are copied."""
+def test_room_is_made_at_once_for_all_that_are_to_be_admitted() -> None:
+    """Though no room is free before the victims' last blocks are copied."""
     decision = decide(*RESIDENTS, swapped(3), swapped(4, num_tokens=9), **FULL)
     assert left(decision) == {0, 1, 2}  # nine tokens and a slice are four blocks, twelve too; nine are there in all
     assert came(decision) == set()
 
 
-def test_what_is_kept_for_them_is_not_given_to_others() -> None:
+def test_room_that_is_kept_is_not_given_to_others() -> None:
     """3 takes three of five blocks. 4 needs three, too, one of which is on its way: 5 must not have the other two."""
     small = swapped(5, num_prompt=2, num_tokens=4)
     rows = [resident(0, 13), swapped(3, num_tokens=8), swapped(4, num_tokens=8), small]
@@ -108,7 +108,7 @@ def test_at_a_synchronous_switch_nothing_is_computed_beside_the_copies() -> None
     assert decide(*RESIDENTS, step=101, **room).decodes == (0, 1, 2)
 
 
-def test_over_a_wandering_link_ends_of_longer_slices_are_ends_of_shorter_ones() -> None:
+def test_over_a_varying_link_ends_of_long_slices_are_ends_of_short_ones() -> None:
     """Slices of 4; the copies of 9 blocks take 5.3 steps of 20 ms, then 10.6: slices of 8, then of 16."""
     for block_s, ends_at in ((0.01, [104, 112]), (0.02, [112])):
         slow = {"tiers": (host(block_s=block_s),), "prices": Prices(step_s=0.02, prefill_token_s=0.02)}
@@ -116,7 +116,7 @@ def test_over_a_wandering_link_ends_of_longer_slices_are_ends_of_shorter_ones() 
         assert turns == ends_at
 
 
-def test_between_the_ends_of_slices_nobody_leaves() -> None:
+def test_between_the_ends_of_slices_no_request_is_preempted() -> None:
     for step in (101, 102, 103):
         assert decide(*RESIDENTS, swapped(3), step=step, **FULL).preemptions == ()
 
@@ -129,15 +129,15 @@ def test_a_completion_ends_the_slice() -> None:
     assert not ends(100)
 
 
-def test_but_who_fits_comes() -> None:
+def test_between_the_ends_of_slices_requests_that_fit_are_admitted() -> None:
     assert came(decide(*RESIDENTS, swapped(3), waiting(4), step=101, num_blocks=20, num_available_blocks=11)) == {3, 4}
 
 
-def test_nobody_leaves_for_somebody_who_has_been_served_more() -> None:
+def test_no_request_is_preempted_for_one_that_was_served_more() -> None:
     assert decide(*RESIDENTS, swapped(3, num_tokens=40), **FULL).preemptions == ()
 
 
-def test_who_came_in_this_very_step_stays() -> None:
+def test_a_request_that_entered_in_this_step_stays() -> None:
     """Else it would come and go without an end, and nothing would ever run."""
     rows = [resident(row.seq_id, row.num_tokens, entered_step=100) for row in RESIDENTS]
     assert decide(*rows, waiting(3), **FULL).preemptions == ()
@@ -145,13 +145,13 @@ def test_who_came_in_this_very_step_stays() -> None:
     assert left(decide(*rows, waiting(3), **FULL)) == {0}  # three blocks for 8 tokens and a slice
 
 
-def test_nobody_leaves_for_somebody_who_cannot_begin() -> None:
+def test_no_request_is_preempted_for_one_that_cannot_begin() -> None:
     """All tokens of the step are the streams': a newcomer would get the blocks and nothing else."""
     assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=4, **FULL)) == {0}
     assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=3, **FULL)) == set()
 
 
-def test_who_must_compute_again_stays_until_it_has_a_token_for_it() -> None:
+def test_a_request_to_be_recomputed_stays_until_it_has_a_new_token() -> None:
     """Else a turn that ends in the middle of a prompt was for nothing, and two of them could go on for ever."""
     residents = [prompt(number, 8, 4, num_blocks=3, exclusive_blocks=3) for number in range(3)]
     slow = {"tiers": (host(block_s=9.0),), "prices": Prices(1e9, 0.1)}

@@ -57,7 +57,7 @@ def test_divided_by_requests_a_deficit_would_hide_in_a_crowd() -> None:
 
 
 @given(crowds, st.integers(1, 50))
-def test_a_prefix_wins_only_between_almost_equal_ones_and_where_the_request_fits(
+def test_a_prefix_decides_only_between_near_equals_that_fit_the_request(
     crowd: list[InstanceView], num_needed: int
 ) -> None:
     best = chosen(without_prefixes(crowd), num_needed)

@@ -71,7 +71,7 @@ def test_memory_that_suffices_lets_nothing_stream() -> None:
     assert after(ExpansionPolicy(EVERY, 100), calm, 400) == (0, ExpansionLimit.MEMORY_SUFFICES)
 
 
-def test_memory_that_is_not_needed_any_more_comes_back_after_the_calm_steps() -> None:
+def test_memory_that_is_not_needed_any_more_is_freed_after_calm_steps() -> None:
     policy = ExpansionPolicy(EVERY, 100)
     high, _ = after(policy, SHORT, 20 * HOLD)
     calm = replace(SHORT, is_binding=False, num_held_blocks=60, num_streamed=high, num_blocks=300)
@@ -80,7 +80,7 @@ def test_memory_that_is_not_needed_any_more_comes_back_after_the_calm_steps() ->
     assert after(policy, calm, 2 * HOLD) == (0, ExpansionLimit.MEMORY_SUFFICES)
 
 
-def test_what_comes_back_leaves_room_for_the_peak() -> None:
+def test_layers_that_stop_streaming_leave_room_for_the_peak() -> None:
     policy = ExpansionPolicy(EVERY, 100)
     high, _ = after(policy, SHORT, 20 * HOLD)
     calm = replace(SHORT, is_binding=False, num_held_blocks=120, num_streamed=high, num_blocks=300)
@@ -118,7 +118,7 @@ def test_a_floor_with_streams_is_kept() -> None:
         assert after(policy, calm, 300)[0] == EVERY[5].num_streamed
 
 
-def test_the_largest_places_say_that_they_are() -> None:
+def test_the_largest_places_give_that_as_the_limit() -> None:
     policy = ExpansionPolicy(EVERY[:3], 100)
     assert after(policy, SHORT, 10 * HOLD) == (EVERY[2].num_streamed, ExpansionLimit.LARGEST)
     assert after(ExpansionPolicy(EVERY[:1], 100), SHORT, 10 * HOLD) == (0, ExpansionLimit.LARGEST)

@@ -1,4 +1,4 @@
-"""Equal shares by example: whose work counts for whom."""
+"""Equal shares by example: which work counts for which request or key."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_priority_divides_work() -> None:
     assert work_by_request(view, 4) == {0: 4 / 1.25, 1: 4 * 1.25}
 
 
-def test_the_least_work_goes_first_and_of_those_who_came_first() -> None:
-    """Priority is a weight: who has more of it does not go before all others that have been given as much."""
+def test_the_least_work_goes_first_and_ties_go_by_arrival() -> None:
+    """Priority is a weight: a request with more of it does not rank before all others with as much served work."""
     view = make_view(stream(0, credit=2.0), swapped(1), stream(2), waiting(3, credit=4.0, order_key=(-1, 9.0, 3)))
     assert order(view) == [1, 2, 3, 0]
 
 
-def test_who_is_in_its_slice_stays() -> None:
+def test_a_request_within_its_slice_stays() -> None:
     ranking = FairPolicy(SharingSettings(slice_steps=4)).rank(
         make_view(stream(0, entered_step=96), stream(1, entered_step=97)), 0.0
     )
@@ -59,7 +59,7 @@ def test_requests_of_one_key_count_together_half_for_prompts() -> None:
     assert min(work[2], work[3]) == 7 + (4 + 4)
 
 
-def test_the_second_request_of_a_key_ranks_as_if_the_first_had_had_its_turn() -> None:
+def test_the_second_request_of_a_key_ranks_as_if_the_first_had_run() -> None:
     """So that keys alternate within one step, and a key does not gain by having many requests."""
     rows = [of("a", waiting(number)) for number in range(4)] + [of("b", waiting(9))]
     view = make_view(*rows, key_credits={"a": 0.0, "b": 3.0})

@@ -76,7 +76,7 @@ def test_an_empty_view_decides_nothing() -> None:
     assert decide() == Decision()
 
 
-def test_decodes_come_before_chunks_and_chunks_before_new_requests_under_one_budget() -> None:
+def test_one_budget_goes_to_decodes_then_chunks_then_new_requests() -> None:
     chunking = row(1, num_tokens=30, num_scheduled=10, is_decoding=False)
     decision = decide(running=(row(0), chunking), waits=(waiting(2, 40),), max_batched_tokens=32)
     assert decision.decodes == (0,)
@@ -105,14 +105,14 @@ def test_a_block_is_not_due_before_its_step() -> None:
     assert decision.decodes == (0, 1)
 
 
-def test_preempting_goes_on_until_there_is_room_even_to_oneself() -> None:
+def test_preemption_goes_on_until_there_is_room_even_to_the_last_request() -> None:
     shared = {"exclusive_blocks": 0}
     decision = decide(running=(row(0), row(1, block_due_step=5, **shared), row(2, **shared)), num_available_blocks=0)
     assert [order.seq_id for order in decision.preemptions] == [2, 1]
     assert decision.decodes == (0,)
 
 
-def test_nobody_starts_in_a_step_that_was_short_of_blocks() -> None:
+def test_a_step_that_was_short_of_blocks_admits_no_request() -> None:
     running = (row(0, block_due_step=5), row(1, exclusive_blocks=50))
     assert decide(running=running, waits=(waiting(2, 4),), num_available_blocks=0).admissions == ()
 
@@ -124,13 +124,13 @@ def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
     assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
 
 
-def test_who_waits_starts_in_order_until_the_first_that_does_not_fit() -> None:
+def test_waiting_requests_start_in_order_until_one_does_not_fit() -> None:
     waits = (waiting(0, 8), waiting(1, 40), waiting(2, 4))
     decision = decide(waits=waits, num_available_blocks=6)
     assert [c.seq_id for c in decision.admissions] == [0]
 
 
-def test_a_prefix_that_others_hold_costs_no_block_and_one_that_is_cached_does() -> None:
+def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> None:
     cached = waiting(0, 10, num_cached_tokens=8)
     shared = waiting(0, 10, num_cached_tokens=8, num_shared_blocks=2)
     assert decide(waits=(cached,), num_available_blocks=2).admissions == ()
@@ -224,14 +224,14 @@ def test_policies_have_names() -> None:
 # -- beside copies ---------------------------------------------------------------------------------------------------
 
 
-def test_nobody_loses_work_for_blocks_that_a_copy_is_about_to_give_back() -> None:
+def test_no_request_is_preempted_for_blocks_that_a_copy_will_free() -> None:
     """A prefix is being saved: its blocks are free again in a step or two."""
     running = (row(0, block_due_step=5), row(1), row(2))
     assert decide(running=running, num_available_blocks=0, num_draining_blocks=1) == Decision(decodes=(1, 2))
     assert decide(running=running, num_available_blocks=0, num_draining_blocks=0).preemptions
 
 
-def test_nobody_is_preempted_while_a_later_arrival_is_on_its_way_in() -> None:
+def test_no_request_is_preempted_while_a_later_arrival_is_loading() -> None:
     """It is the one to leave, as soon as it can."""
     running, later = (row(0, block_due_step=5), row(1)), row(2, Status.LOADING)
     assert decide(running=running, loading=(later,), num_available_blocks=0) == Decision(decodes=(1,))

@@ -46,7 +46,7 @@ def is_open(*rows: SequenceView, **fields: object) -> bool:
     return ask(*rows, **fields) is MARK
 
 
-def test_it_is_closed_while_everybody_fits() -> None:
+def test_it_is_closed_while_all_requests_fit() -> None:
     assert not is_open()
     assert not is_open(stream(0), prompt(1), waiting(2))
 
@@ -81,13 +81,13 @@ def test_a_prompt_needs_room_for_all_of_it() -> None:
     assert is_open(prompt(0, 30, 8), num_available_blocks=6)
 
 
-def test_whoever_is_on_the_way_back_needs_room_to_grow() -> None:
+def test_a_loading_request_needs_room_to_grow() -> None:
     assert not is_open(loading(0), num_available_blocks=1)  # 12 tokens and a slice are 4 blocks, of which it has 3
     assert is_open(loading(0), num_available_blocks=0)
     assert is_open(loading(0), max_num_seqs=0)
 
 
-def test_it_is_open_while_somebody_is_off_the_device() -> None:
+def test_it_is_open_while_a_request_is_swapped() -> None:
     assert is_open(swapped(0))
 
 
@@ -105,13 +105,13 @@ def test_without_swap_space_it_stays_closed(rows: tuple[SequenceView]) -> None:
     assert not is_open(*rows, tiers=(), num_available_blocks=0)
 
 
-def test_without_swap_space_it_says_why_nobody_takes_turns() -> None:
+def test_without_swap_space_decisions_give_the_reason_for_no_turns() -> None:
     assert ask(stream(0), waiting(1, 8), tiers=(), num_available_blocks=0).reason is Reason.NO_SWAP
-    assert ask(stream(0), tiers=()).reason is None  # everybody fits
+    assert ask(stream(0), tiers=()).reason is None  # all requests fit
 
 
 @pytest.mark.parametrize("name", SLICE_STEPS)
-def test_it_looks_ahead_for_the_policys_own_slice_unless_another_is_asked_for(
+def test_it_looks_ahead_for_the_policys_own_slice_unless_another_is_set(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -150,7 +150,7 @@ def test_turns_begin_where_a_copy_is_twice_as_quick_as_computing(block_s: float,
 
 
 @pytest.mark.parametrize(("block_s", "takes_turns"), [(0.0039, True), (0.0041, False)])
-def test_they_end_where_it_is_no_quicker(block_s: float, takes_turns: bool) -> None:
+def test_turns_end_where_swapping_is_no_quicker(block_s: float, takes_turns: bool) -> None:
     decision = decide(stream(0), swapped(1), num_available_blocks=0, block_s=block_s)
     assert (decision is MARK) == takes_turns
 
@@ -172,7 +172,7 @@ def test_where_only_a_slow_tier_has_room_turns_do_not_begin() -> None:
         assert is_open(stream(0), waiting(1, 8), tiers=tiers, **short)
 
 
-def test_over_a_slow_link_whoever_is_off_the_device_returns_by_arrival_and_nobody_leaves_for_it() -> None:
+def test_over_a_slow_link_swapped_requests_resume_by_arrival() -> None:
     rows = [stream(2), swapped(1), swapped(0), waiting(3)]
     decision = decide(*rows, num_available_blocks=5, block_s=1.0)
     assert [order.seq_id for order in decision.resumptions] == [0]  # four blocks, and one for the stream

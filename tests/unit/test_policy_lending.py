@@ -89,7 +89,7 @@ def test_a_wait_that_comes_and_goes_is_one_wait(engine: Engine) -> None:
     assert engine.changes[-1][1:] == (0, LendingReason.WAITING)
 
 
-def test_a_falling_load_offers_more_and_a_higher_rate_is_the_profile_from_then_on(engine: Engine) -> None:
+def test_a_falling_load_offers_more_and_a_higher_rate_is_a_new_profile(engine: Engine) -> None:
     assert engine.run(60, used=300, rate=2) == 500
     assert engine.run(60, used=120, rate=1) == 800
     assert engine.run(11, used=120, rate=2) == 0, "twice the rate of the last offer"
@@ -134,7 +134,7 @@ def test_use_above_the_profile_is_recalled_for() -> None:
     assert engine.changes[-1][-1] is LendingReason.POOL_FULL
 
 
-def test_nothing_is_offered_that_nobody_would_hear_of_or_that_is_not_worth_it(engine: Engine) -> None:
+def test_no_bytes_are_offered_without_a_receiver_or_a_gain(engine: Engine) -> None:
     assert engine.run(60, used=300, can_offer=False) == 0
     assert engine.run(60, used=590) == 0, "a sixtieth of the pool"
     assert engine.run(60, used=300) == 500

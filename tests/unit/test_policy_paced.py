@@ -1,4 +1,4 @@
-"""The default policy by example: who is newcomer, core or visitor, and in which order they go."""
+"""The default policy by example: which requests are newcomers, core or visitors, and how they rank."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_one_of_the_core_is_never_overdue() -> None:
     assert parts(view, visitor_share=0.3, now=10.0) == ([*range(5)], [])
 
 
-def test_if_the_visitors_part_is_too_little_for_one_that_is_overdue_the_core_gives_way() -> None:
+def test_the_core_shrinks_if_an_overdue_visitor_does_not_fit_its_part() -> None:
     """Twelve of 30 blocks for visitors; the one that is overdue needs 21: so the core's youngest leaves it room."""
     large = visitor(9, 0.0, num_tokens=80, num_backed_blocks=20)
     view = make_view(*(stream(number) for number in range(6)), large, num_blocks=30)
@@ -114,13 +114,13 @@ def test_if_the_visitors_part_is_too_little_for_one_that_is_overdue_the_core_giv
 # -- the order -------------------------------------------------------------------------------------------------------
 
 
-def test_newcomers_go_before_the_core_and_the_core_before_visitors() -> None:
+def test_newcomers_rank_before_the_core_and_the_core_before_visitors() -> None:
     streams = [visitor(number, 9.0) for number in range(4)]
     view = make_view(*streams, waiting(8), prompt(9), num_blocks=9)
     assert order(view) == [8, 9, 0, 1, 2, 3]
 
 
-def test_of_visitors_the_longest_silence_goes_first_once_it_is_overdue() -> None:
+def test_of_visitors_the_longest_silence_ranks_first_once_it_is_overdue() -> None:
     """Silent for more than four fifths of ``max_gap_s``; the others by their tokens."""
     silent = [visitor(1, 4.0), visitor(2, 9.0, num_tokens=30), visitor(3, 3.0), visitor(4, 8.0)]
     view = make_view(swapped(0), *silent, num_blocks=5)
@@ -129,14 +129,14 @@ def test_of_visitors_the_longest_silence_goes_first_once_it_is_overdue() -> None
     assert order(view, max_gap_s=100.0) == [0, 1, 3, 4, 2]
 
 
-def test_visitors_with_fewer_tokens_go_first_in_rounds_that_double() -> None:
+def test_visitors_with_fewer_tokens_rank_first_in_rounds_that_double() -> None:
     """1 and 2 tokens, 3 to 6, 7 to 14; within a round by arrival."""
     tokens = {1: 14, 2: 11, 3: 3, 4: 6, 5: 7, 6: 1}
     rows = [visitor(number, NOW, num_tokens=8 + count) for number, count in tokens.items()]
     assert order(make_view(swapped(0), *rows, num_blocks=5)) == [0, 6, 3, 4, 1, 2, 5]
 
 
-def test_visitors_that_are_late_go_behind_those_on_time() -> None:
+def test_visitors_that_are_late_rank_behind_those_on_time() -> None:
     """At 0.1 s a token and four tokens, a stream is late 2 s after its first one."""
     late, on_time = visitor(1, NOW, first_token_s=7.9), visitor(2, NOW, first_token_s=8.1, num_tokens=12)
     assert GRACE_TOKENS == 16
@@ -184,12 +184,12 @@ def test_looser_goals_need_less_of_the_device() -> None:
     assert not fits(None)
 
 
-def test_a_visitor_that_speaks_is_not_silent() -> None:
+def test_a_stream_that_generates_tokens_is_not_silent() -> None:
     assert longest_silence_s([stream(0, last_token_s=1.0)], NOW) == 0
     assert longest_silence_s([visitor(0, 2.0), visitor(1, 1.0)], NOW) == NOW - 1.0
     assert (
         longest_silence_s([prompt(0, 12, 11, num_prompt=8, last_token_s=1.0)], NOW) == NOW - 1.0
-    )  # back, not yet heard
+    )  # back, without a new token yet
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -207,17 +207,17 @@ def test_where_prompts_are_most_of_the_work_newcomers_wait_in_line() -> None:
     assert (rank(view, prompt_share=0.5).reason, rank(view, prompt_share=0.49).reason) == (None, Reason.PROMPT_BOUND)
 
 
-def test_with_a_ttft_goal_of_the_operators_they_go_first_all_the_same() -> None:
+def test_with_a_ttft_goal_of_the_operator_newcomers_still_rank_first() -> None:
     view = make_view(waiting(5, 8), stream(0), prices=Prices(prompt_share=0.9))
     assert order(view, ttft_goal_s=1.0) == [5, 0]
     assert rank(view, ttft_goal_s=1.0).reason is None
 
 
-def test_and_get_what_streams_leave_of_a_step() -> None:
+def test_when_prompt_bound_prompts_get_what_streams_leave_of_a_step() -> None:
     view = make_view(stream(0), prices=Prices(prompt_share=0.5))
     assert rank(view, prompt_share=0.5).caps_prompts
     assert not rank(view, prompt_share=0.49).caps_prompts
-    assert rank(view, prompt_share=0.49).reason is None  # nobody waits
+    assert rank(view, prompt_share=0.49).reason is None  # no request waits
 
 
 # -- crowded ---------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_and_get_what_streams_leave_of_a_step() -> None:
 CROWD = [swapped(0), visitor(1, 4.0), visitor(2, 9.0)]
 
 
-def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
+def test_newcomers_wait_while_a_visitor_has_been_silent_too_long() -> None:
     view = make_view(*CROWD, waiting(5), waiting(6), num_blocks=8)
     assert order(view, max_gap_s=6.0) == [5, 6, 0, 1, 2]
     assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
@@ -233,7 +233,7 @@ def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
     assert rank(view, max_gap_s=6.0).reason is None
 
 
-def test_without_a_limit_in_seconds_the_longest_silence_follows_the_tpot_goal() -> None:
+def test_without_a_limit_in_seconds_the_most_silence_follows_the_tpot_goal() -> None:
     """At 48 tokens of a fifth of a tenth of a second each: 4.8 s; on a machine half as fast, 9.6 s."""
     assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(None) == pytest.approx(4.8)
     assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(7.0) == 7.0
@@ -245,7 +245,7 @@ def test_without_a_limit_in_seconds_the_longest_silence_follows_the_tpot_goal() 
 
 
 def test_a_silent_core_is_no_crowd() -> None:
-    """Who is silent there waits for its copies, and not for others' turns."""
+    """A silent stream of the core waits for its copies, and not for others' turns."""
     assert rank(make_view(swapped(0, last_token_s=0.0), waiting(5), num_blocks=50), max_gap_s=1.0).reason is None
 
 

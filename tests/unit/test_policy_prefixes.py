@@ -36,7 +36,7 @@ def test_a_prefix_is_fetched_if_that_is_sooner_than_computing_it(
     assert pays_to_fetch(view, view.waiting[0]) is pays
 
 
-def test_what_is_on_its_way_for_somebody_else_is_not_counted_twice() -> None:
+def test_blocks_loading_for_another_request_are_not_counted_twice() -> None:
     """Six blocks of 3 ms, under way for another one, against 24 ms of computing; twice as many would take longer."""
     view = make_view(knows(0), tiers=(host(block_s=0.003, num_inbound_blocks=6),), prices=PRICES)
     assert pays_to_fetch(view, knows(0, is_arriving=True))
@@ -52,14 +52,14 @@ def test_what_is_on_the_device_already_is_not_worth_a_copy() -> None:
     assert not pays_to_fetch(make_view(nothing, tiers=(tier,)), nothing)
 
 
-def test_nobody_fetches_without_swap_space() -> None:
+def test_without_swap_space_no_prefix_is_fetched() -> None:
     assert not pays_to_fetch(make_view(knows(0), tiers=()), knows(0))
 
 
 @pytest.mark.parametrize("name", ["fcfs", "cfs", "fair", "paced"])
 @pytest.mark.parametrize("others", [(), (swapped(5),)])
 def test_every_policy_fetches_and_lets_the_others_start(name: str, others: tuple[SequenceView, ...]) -> None:
-    """Before the gate and behind it: it is open while somebody is swapped out."""
+    """Before the gate and behind it: it is open while a request is swapped out."""
     view = make_view(knows(0), waiting(1, 8), *others, prices=PRICES)
     decision = make_policy(name).decide(view, 1.0, Random(0))
     assert Resumption(SeqId(0), Reason.PREFIX_IN_SWAP) in decision.resumptions
@@ -82,14 +82,14 @@ def test_every_policy_fetches_what_several_need_once(name: str, others: tuple[Se
     assert coming(knows(0, next_copy=KEY, is_arriving=True)) == []
 
 
-def test_fcfs_keeps_room_for_those_who_wait_for_somebody_elses_copy() -> None:
+def test_fcfs_keeps_room_for_requests_that_wait_for_anothers_copy() -> None:
     rows = knows(0, next_copy=KEY, is_arriving=True), waiting(1, 8)
     for num_free, admitted in [(8, (Chunk(SeqId(1), 8),)), (7, ())]:
         view = make_view(*rows, num_available_blocks=num_free)
         assert FcfsPolicy().decide(view, 0.0, Random(0)).admissions == admitted
 
 
-def test_fcfs_lets_nobody_pass_a_fetch_that_finds_no_room() -> None:
+def test_fcfs_lets_no_request_pass_a_fetch_that_finds_no_room() -> None:
     view = make_view(knows(0), waiting(1, 8), num_available_blocks=5)
     decision = FcfsPolicy().decide(view, 0.0, Random(0))
     assert not decision.resumptions
@@ -116,14 +116,14 @@ def test_what_a_step_could_evict_is_saved_first() -> None:
         ({"tiers": (host(latency_s=0.02),)}, 100),
         ({"num_empty_blocks": 16}, 100),  # the next step evicts nothing
         ({"num_available_blocks": 3}, 100),  # nothing is cached
-        ({}, 1),  # blocks that somebody may need are not held up
+        ({}, 1),  # blocks that a request may need are not held up
     ],
 )
 def test_nothing_is_saved_that_need_not_or_must_not_be(fields: dict[str, object], num_spare: int) -> None:
     assert prefix_backup(make_view(**(FULL | fields)), DECODE, num_spare) is None
 
 
-def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare() -> None:
+def test_a_save_is_limited_by_the_link_the_slots_and_half_of_the_spare() -> None:
     for tier, num_spare, num_at_risk, expected in [
         (host(block_s=0.002), 100, 16, 5),
         (host(num_free_slots=7), 100, 7, 7),  # more would forget what was saved just before
@@ -135,7 +135,7 @@ def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare()
 
 
 def test_a_step_that_only_computes_prompts_has_time_for_copies_too() -> None:
-    """A server whose requests want one token never decodes, and nobody learns what that takes."""
+    """A server whose requests want one token never decodes, so the price of decodes is never learned."""
     fields = FULL | {"prices": Prices(prefill_token_s=0.001), "tiers": (host(block_s=0.002),)}
 
     def num_saved(step: Decision) -> int:
@@ -156,7 +156,7 @@ def test_only_the_closed_gate_saves() -> None:
     assert decide(crowded, 0.0, Random(0)).prefix_backup is None
 
 
-def test_fcfs_saves_too_while_nobody_waits_for_the_blocks() -> None:
+def test_fcfs_saves_too_while_no_request_waits_for_the_blocks() -> None:
     def saved(*rows: SequenceView, num_available: int = 40) -> PrefixBackupOrder | None:
         view = make_view(*rows, **(FULL | {"num_available_blocks": num_available}))
         return make_policy("fcfs").decide(view, 0.0, Random(0)).prefix_backup

@@ -22,13 +22,13 @@ def test_a_fast_link_changes_nothing() -> None:
     assert slice_for(view, 100, SETTINGS) == Slice(4)
 
 
-def test_a_slow_link_makes_slices_longer_and_says_so() -> None:
+def test_a_slow_link_makes_slices_longer_and_gives_the_reason() -> None:
     view = make_view(tiers=(host(block_s=0.01),), prices=Prices(step_s=0.05))
     assert slice_for(view, 100, SETTINGS) == Slice(24, Reason.LINK_BUSY)  # 1 s of copies in 85 % of 24 steps of 50 ms
 
 
 @pytest.mark.parametrize("view", [make_view(tiers=(), prices=Prices(0.05)), make_view(tiers=(host(block_s=9.0),))])
-def test_without_a_link_or_a_price_it_is_what_was_asked(view: object) -> None:
+def test_without_a_link_or_a_price_it_is_what_was_set(view: object) -> None:
     assert slice_for(view, 100, SETTINGS) == Slice(4)  # type: ignore[arg-type]
 
 

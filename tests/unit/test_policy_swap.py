@@ -78,7 +78,7 @@ def test_or_where_computing_is_the_cheaper_way_or_the_only_one() -> None:
     assert not budget(host(num_free_slots=0)).loses_kv(VICTIM)
 
 
-def test_nobodys_turn_ends_for_a_place_from_which_it_would_not_come_back_sooner() -> None:
+def test_no_turn_ends_for_a_tier_that_is_slower_than_recomputation() -> None:
     full_peer = host(tier=Tier.PEER, num_free_slots=2)
     assert not budget(full_peer, host(block_s=1.0)).can_keep(VICTIM, 3)
     assert budget(full_peer, host()).can_keep(VICTIM, 3)
@@ -108,7 +108,7 @@ def test_neither_the_open_block_nor_what_is_backed_up() -> None:
     ]
 
 
-def test_slots_are_left_to_those_that_really_leave() -> None:
+def test_write_behind_leaves_slots_for_swap_outs() -> None:
     assert SLOTS_FOR_TURNS == 0.25
     assert behind(stream(0), stream(1), num_slots=40, num_free_slots=13) == [(0, 2), (1, 1)]
     assert behind(stream(0), num_slots=40, num_free_slots=10) == []
@@ -121,7 +121,7 @@ def test_no_more_than_the_link_carries_within_a_step() -> None:
     assert behind(stream(0), num_outbound_blocks=4, **link) == []
 
 
-def test_nothing_is_written_of_who_would_compute_again_all_the_same() -> None:
+def test_requests_that_would_be_recomputed_are_not_written_behind() -> None:
     """Eleven tokens cost 11 ms; three blocks back cost more with 10 ms to begin with."""
     slow = {"prices": Prices(step_s=0.02, prefill_token_s=0.001), "latency_s": 0.01, "block_s": 0.001}
     assert behind(stream(0), stream(1, num_tokens=41, num_scheduled=40), **slow) == [(1, 10)]
@@ -133,13 +133,13 @@ def test_a_link_that_is_slower_than_a_step_still_gets_one_block_at_a_time() -> N
     assert behind(stream(0), num_outbound_blocks=1, **link) == []
 
 
-def test_what_leaves_in_this_step_has_paid_before() -> None:
+def test_swap_outs_of_this_step_take_slots_before_write_behind() -> None:
     swap = SwapBudget(make_view(tiers=(host(num_slots=16, num_free_slots=8),)))
     swap.preempt(stream(0), Reason.SLICE_ENDED)  # three slots; four stay free, so one is left
     assert [order.num_blocks for order in swap.write_behind([stream(1)])] == [1]
 
 
-def test_who_leaves_in_this_step_goes_over_the_link_before() -> None:
+def test_swap_outs_of_this_step_use_the_link_before_write_behind() -> None:
     swap = SwapBudget(make_view(tiers=(host(block_s=0.005),), prices=Prices(step_s=0.02)))  # four blocks a step
     swap.preempt(stream(0), Reason.SLICE_ENDED)
     assert [order.num_blocks for order in swap.write_behind([stream(1)])] == [1]

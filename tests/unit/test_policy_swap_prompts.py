@@ -11,7 +11,7 @@ from tests.support.loops import make_loop
 
 
 @pytest.mark.parametrize("num_computed", [1, 3, 4, 6, 9])
-def test_a_prompt_that_was_swapped_out_goes_on_where_it_was(num_computed: int) -> None:
+def test_a_prompt_that_was_swapped_out_continues_where_it_was(num_computed: int) -> None:
     policy = ScriptedPolicy()
     driver = Driver(make_loop(policy=policy, num_slots=16, max_batched_tokens=num_computed, caches_prefixes=False))
     seq_id = driver.submit(range(20), max_tokens=4, ignore_eos=True)

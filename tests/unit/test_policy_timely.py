@@ -1,4 +1,4 @@
-"""``timely`` by example: who is admitted, who waits in line, and who must be on the device."""
+"""``timely`` by example: which requests are admitted, wait in line, or must be on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_time(row: SequenceView, slack_s: float, silence_s: float = 0.5, num_token
 
 
 def line(*rows: SequenceView, **fields: object) -> View:
-    """Somebody has waited for long, so that requests do not share the device."""
+    """A request has waited for long, so that requests do not share the device."""
     return make_view(*rows, **({"prices": PRICES, "demand": DEMAND, "num_blocks": 400} | fields))
 
 
@@ -60,7 +60,7 @@ FULL = [in_time(stream(number), 0.0, num_tokens=470) for number in range(10, 15)
 """They claim all of a device of 100 blocks: a fifth of the time of 120 each."""
 
 
-def test_while_nobody_has_waited_long_and_all_goals_fit_requests_share_the_device() -> None:
+def test_while_waits_are_short_and_goals_fit_requests_share_the_device() -> None:
     rows = [in_time(swapped(1), 0.5), arrived(waiting(2), NOW - 0.1)]
     view = line(*rows)
     policy = TimelyPolicy(settings_for("timely", **GOALS))
@@ -69,7 +69,7 @@ def test_while_nobody_has_waited_long_and_all_goals_fit_requests_share_the_devic
     assert rank(replace(view, num_blocks=15), tpot_goal_s=0.02).slice_steps == 10  # they do not fit
 
 
-def test_newcomers_on_time_go_before_the_line() -> None:
+def test_newcomers_on_time_rank_before_the_line() -> None:
     view = line(OLD, arrived(waiting(1), NOW - 0.2), arrived(waiting(2), NOW - 0.1), in_time(stream(3), 0.0))
     assert order(view) == [3, 1, 2, 90]  # a stream without slack first
 
@@ -82,7 +82,7 @@ def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
     assert order(line(OLD, *behind, num_blocks=2000)) == [1, 90]  # 0.6 s each: the second would not be done in time
 
 
-def test_promises_fill_the_device_and_no_more() -> None:
+def test_admissions_fill_the_device_and_no_more() -> None:
     """Each claims step time over goal of the time, for its prompt and most of a mean answer: 0.2 of 10 blocks of 41."""
     fresh = [arrived(waiting(number), NOW) for number in range(1, 40)]
     admitted = rank(line(OLD, *fresh, num_blocks=41))
@@ -131,13 +131,13 @@ def test_while_the_device_is_crowded_only_a_key_that_is_behind_is_admitted(clien
         assert 3 not in order(line(OLD, losing, urgent, fresh, key_credits=even))
 
 
-def test_newcomers_of_the_key_that_was_served_least_go_first() -> None:
+def test_newcomers_of_the_key_that_was_served_least_rank_first() -> None:
     fresh = [keyed(arrived(waiting(1), NOW - 0.2), "ahead"), keyed(arrived(waiting(2), NOW - 0.1), "behind")]
     assert order(line(OLD, *fresh, key_credits={"ahead": 10.0, "behind": 0.0}))[:2] == [2, 1]
     assert order(line(OLD, *fresh, key_credits={"ahead": 0.0, "behind": 10.0}))[:2] == [1, 2]
 
 
-def test_if_keys_claim_more_than_the_device_the_youngest_of_the_largest_count_as_late() -> None:
+def test_if_keys_claim_too_much_the_youngest_of_the_largest_count_as_late() -> None:
     """Five streams claim all of the device; one of another key claims as much as each of them."""
     large = [keyed(row, "large") for row in FULL]
     small = keyed(in_time(stream(20), 0.0, num_tokens=470), "small")
@@ -148,7 +148,7 @@ def test_if_keys_claim_more_than_the_device_the_youngest_of_the_largest_count_as
     assert sorted(ranked[:5]) == sorted({row.seq_id for row in (*large, small)} - {youngest.seq_id})
 
 
-def test_with_several_keys_requests_share_the_device_while_nobody_has_waited_for_half_a_goal() -> None:
+def test_several_keys_share_the_device_until_a_wait_of_half_a_goal() -> None:
     policy = TimelyPolicy(settings_for("timely", **GOALS))
     for wait_s, keys, shares in ((0.4, 2, True), (0.6, 2, False), (0.6, 1, True)):
         credits = {str(number): 0.0 for number in range(keys)}
@@ -163,7 +163,7 @@ def test_without_swap_space_a_stream_claims_the_device_for_all_of_its_time() -> 
     assert none.claim(row) == pytest.approx(turns.claim(row) * TPOT_S / PRICES.step_s)
 
 
-def test_without_swap_space_newcomers_go_before_the_line_and_no_resident_makes_room() -> None:
+def test_without_swap_space_newcomers_rank_first_and_no_victim_is_chosen() -> None:
     policy = make_policy("timely", settings_for("timely", **GOALS))
     rows = [OLD, arrived(waiting(1), NOW), in_time(stream(3), 5.0)]
     for num_free, admitted in ((8, [1]), (2, [])):
@@ -174,7 +174,7 @@ def test_without_swap_space_newcomers_go_before_the_line_and_no_resident_makes_r
         assert decision.reason is Reason.NO_SWAP
 
 
-def test_prompts_are_long_if_those_of_several_requests_take_longer_than_the_goal() -> None:
+def test_prompts_are_long_if_several_take_longer_than_the_goal() -> None:
     policy = TimelyPolicy(settings_for("timely", **GOALS))
     half = prompt(1, 508, 8)  # 0.5 s are left
     assert policy.has_long_prompts(line(half, waiting(2, 501)))
@@ -229,7 +229,7 @@ def test_room_that_is_left_goes_to_the_young_end_of_the_line_by_priority() -> No
     assert order(line(*rows)) == [3, 1, 2]  # by arrival, since all fit into the pool
 
 
-def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() -> None:
+def test_on_the_device_silent_and_urgent_streams_rank_first_late_ones_last() -> None:
     overdue = in_time(swapped(1), 3.0, silence_s=0.84 * GAP_S)
     less_overdue = in_time(swapped(0), 3.0, silence_s=0.82 * GAP_S, num_tokens=9)  # it arrived first
     urgent, more_urgent = in_time(stream(2), 0.2, num_tokens=9), in_time(stream(3), 0.1)  # the former arrived first
@@ -241,7 +241,7 @@ def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() ->
     assert 7 in ranking.staying
 
 
-def test_a_late_stream_goes_before_those_with_slack_when_its_end_is_due() -> None:
+def test_a_late_stream_ranks_before_those_with_slack_when_its_end_is_due() -> None:
     ending = arrived(in_time(stream(1), -5.0), NOW - 60.0)
     assert order(line(OLD, ending, in_time(stream(2), 2.0)))[:2] == [1, 2]
     assert order(line(OLD, arrived(ending, NOW - 8.0), in_time(stream(2), 2.0)))[:2] == [2, 1]
@@ -254,7 +254,7 @@ def test_newcomers_wait_while_swap_space_has_no_room_beside_a_turn() -> None:
     assert 1 in order(line(*rows, num_blocks=100, tiers=(host(num_free_slots=32),)))
 
 
-def test_prompts_in_time_get_what_they_need_and_others_what_keeps_steps_short() -> None:
+def test_prompts_in_time_get_what_they_need_others_what_keeps_steps_short() -> None:
     few, many = (rank(line(OLD, arrived(prompt(1, number, 0), NOW), num_blocks=2000)) for number in (8, 700))
     assert few.prefill_share is not None and many.prefill_share is not None
     assert few.prefill_share == pytest.approx(min(0.9, 0.28 / 0.3))
@@ -262,7 +262,7 @@ def test_prompts_in_time_get_what_they_need_and_others_what_keeps_steps_short() 
     assert rank(line(OLD, prices=Prices())).prefill_share is None
 
 
-def test_a_prompt_on_the_device_may_miss_its_goal_by_the_error_of_prices_and_a_waiting_one_may_not() -> None:
+def test_only_prompts_on_the_device_may_miss_goals_by_the_error_of_prices() -> None:
     deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
     for row, is_in_time in ((waiting(1, 790), False), (prompt(1, 790, 0), True), (prompt(1, 810, 0), False)):
         assert deadlines.can_begin_in_time(arrived(row, NOW - 0.2)) is is_in_time  # 0.02 s, and 1 ms a token

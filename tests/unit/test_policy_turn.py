@@ -24,12 +24,12 @@ def left(decision: Decision) -> list[int]:
     return [order.seq_id for order in decision.preemptions]
 
 
-def test_who_comes_must_have_room_for_a_slice() -> None:
+def test_an_admitted_request_must_have_room_for_a_slice() -> None:
     assert came(decide(waiting(5, 8), num_available_blocks=3)) == [5]
     assert came(decide(waiting(5, 8), num_available_blocks=2)) == []
 
 
-def test_what_those_on_their_way_in_still_need_is_not_given_to_others() -> None:
+def test_blocks_that_loading_requests_still_need_are_kept_for_them() -> None:
     """30 tokens and a slice are nine blocks, of which it has three."""
     assert came(decide(loading(0, num_tokens=30), waiting(5, 8), num_available_blocks=9)) == [5]
     assert came(decide(loading(0, num_tokens=30), waiting(5, 8), num_available_blocks=8)) == []
@@ -41,7 +41,7 @@ def test_nor_what_residents_will_need() -> None:
     assert came(decide(resident, waiting(5, 8), num_available_blocks=3)) == []
 
 
-def test_nobody_leaves_for_a_resident_if_that_is_not_enough() -> None:
+def test_no_victim_is_chosen_for_a_resident_if_that_is_not_enough() -> None:
     """A chunk of eight blocks, and two victims of three that were about to need one more each: six, and not eight."""
     victims = [stream(number, block_due_step=101) for number in (1, 2)]
     short = decide(prompt(0, 40, 8), *victims, num_available_blocks=0)
@@ -58,15 +58,15 @@ def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
     assert decision.decodes == (0,)
 
 
-def test_what_two_in_swap_space_share_comes_once() -> None:
+def test_a_prefix_that_two_swapped_requests_share_is_swapped_in_once() -> None:
     """The second one comes when the blocks are there, and holds them, too: it takes less room then."""
     key, other = BlockKey(b"shared"), BlockKey(b"not")
     assert came(decide(swapped(0, next_copy=key), swapped(1, next_copy=key), swapped(2, next_copy=other))) == [0, 2]
     assert came(decide(swapped(0, next_copy=key, is_arriving=True), swapped(2, next_copy=other))) == [2]
 
 
-def test_room_is_kept_for_whoever_waits_for_somebody_elses_copy() -> None:
-    """Four blocks, and three for the one who ranks below."""
+def test_room_is_kept_for_a_request_that_waits_for_anothers_copy() -> None:
+    """Four blocks, and three for the one that ranks below."""
     rows = swapped(0, next_copy=BlockKey(b"shared"), is_arriving=True), waiting(5, 8, credit=9.0)
     assert came(decide(*rows, num_available_blocks=7)) == [5]
     assert came(decide(*rows, num_available_blocks=6)) == []
@@ -84,7 +84,7 @@ def with_slots(num_free: int, *rows: SequenceView, num_blocks: int = 3) -> Decis
     return decide(*rows, num_available_blocks=num_blocks, tiers=(host(num_free_slots=num_free),))
 
 
-def test_a_prefix_is_not_fetched_from_slots_that_somebody_leaves_for() -> None:
+def test_a_prefix_is_not_fetched_from_slots_that_a_victim_needs() -> None:
     """Six slots hold the prefix of one that waits, and are free but for it; the veteran's tail needs one of them."""
     decision = with_slots(6, VETERAN, swapped(0), RETURNING)
     assert left(decision) == [1]
@@ -95,7 +95,7 @@ def test_a_prefix_is_not_fetched_from_slots_that_somebody_leaves_for() -> None:
 
 
 def test_newcomers_wait_for_slots_while_those_in_swap_space_take_turns() -> None:
-    """The veteran cannot leave for the newcomer; who is in swap space finds room without that."""
+    """The veteran cannot be swapped out for the newcomer; the swapped request has room without that."""
     large, small = waiting(3, 20, credit=0.0), swapped(4, num_tokens=5, num_backed_blocks=2, credit=50.0)
     decision = with_slots(0, VETERAN, large, waiting(5, 4, credit=1.0), small, num_blocks=4)
     assert (left(decision), came(decision)) == ([], [4])
@@ -103,5 +103,5 @@ def test_newcomers_wait_for_slots_while_those_in_swap_space_take_turns() -> None
     assert sorted(came(with_slots(1, VETERAN, large, small, num_blocks=4))) == [3, 4]
 
 
-def test_who_is_in_swap_space_waits_in_its_order() -> None:
+def test_swapped_requests_wait_in_their_order() -> None:
     assert came(with_slots(0, VETERAN, swapped(3), swapped(4, num_tokens=5, num_backed_blocks=2, credit=50.0))) == []

@@ -103,7 +103,7 @@ def test_without_a_warm_up_and_with_one_run_it_would() -> None:
     assert odd.at_knee.spread is None
 
 
-def test_runs_that_spread_by_more_than_the_tolerance_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_runs_that_spread_by_more_than_the_tolerance_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         World(total_bytes=2000 * MIB).profile()
         assert not caplog.records
@@ -131,7 +131,7 @@ def test_out_of_memory_is_an_answer(error: BaseException, caplog: pytest.LogCapt
     assert "still growing" in caplog.text
 
 
-def test_what_takes_more_than_the_device_is_said_to_have_does_not_fit() -> None:
+def test_what_takes_more_than_the_stated_memory_does_not_fit() -> None:
     found = World(total_bytes=(100 + 20 * 5) * MIB).profile()
     assert (found.knee.batch, found.knee.limit) == (5, 6)
     assert found.at_knee.free_bytes == 0

@@ -104,7 +104,7 @@ def test_what_is_no_module_is_refused(name: str, told: str) -> None:
         open_module(f"users_model:{name}", (6,), CPU, None)
 
 
-def test_a_pipeline_is_told_its_batch_as_it_takes_it() -> None:
+def test_a_pipeline_gets_its_batch_by_the_argument_that_it_has() -> None:
     taken = {
         "prompt": {"prompt": ["a"] * 2}, "class_labels": {"class_labels": [0, 0]}, "batch_size": {"batch_size": 2},
     }  # fmt: skip

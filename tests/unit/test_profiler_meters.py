@@ -56,7 +56,7 @@ def test_memory_that_is_free_again_counts() -> None:
     assert meter.peak_bytes() - before >= 60 * MIB
 
 
-def test_a_host_has_what_is_left_or_what_it_is_told() -> None:
+def test_a_hosts_memory_is_what_is_available_or_given() -> None:
     assert HostMeter(5 * GIB).total_bytes == 5 * GIB
     assert available_bytes() / 2 <= HostMeter().total_bytes
     assert isinstance(open_meter(torch.device("cpu")), HostMeter)
@@ -117,7 +117,7 @@ def test_a_gpus_peak_is_torchs_and_what_is_beside_it(monkeypatch: pytest.MonkeyP
     assert CudaMeter(1, 40 * GIB, cuda).total_bytes == 40 * GIB
 
 
-def test_the_drivers_management_is_asked_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_management_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Management())
     meter = CudaMeter(1, cuda=Cuda())
     assert (meter.total_bytes, meter.peak_bytes()) == (81 * GIB, 13 * GIB)

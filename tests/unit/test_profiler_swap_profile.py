@@ -60,7 +60,7 @@ def test_the_papers_figures_stand_beside_its_own_model_alone() -> None:
 
 
 @given(rate=st.floats(0.5, 20), factor=st.floats(1, 6))
-def test_requests_arrive_at_the_stable_rate_then_in_a_burst_and_then_at_it_again(rate: float, factor: float) -> None:
+def test_requests_arrive_at_the_stable_rate_before_and_after_a_burst(rate: float, factor: float) -> None:
     """With gaps that are nearly even, so that each phase has its number of requests."""
     bursts = Bursts(stable_rate=rate, factors=(factor,), seconds=20.0, num_tries=1, seed=0)
     load = Load(WorkloadSpec(burstiness=1e6, max_input=2, max_output=2))

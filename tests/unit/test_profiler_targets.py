@@ -31,7 +31,7 @@ BYTES = ByteTokenizer()
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_try_has_exactly_the_rate_and_lasts_as_long_as_asked() -> None:
+def test_a_try_has_exactly_the_requested_rate_and_duration() -> None:
     requests = Load(WorkloadSpec()).make(BYTES, 4.0, 7, 12.5)
     assert len(requests) == 50
     assert requests[-1].arrival_s == pytest.approx(12.5)
@@ -51,7 +51,7 @@ def trace(count: int, gap_s: float = 2.0) -> Trace:
     return Trace(tuple(TraceRow(gap_s * index**1.5, 1 + index, 1) for index in range(count)))
 
 
-def test_a_piece_of_a_trace_is_stretched_to_the_rate_and_begins_where_the_seed_says() -> None:
+def test_a_piece_of_a_trace_is_stretched_to_the_rate_and_begins_by_seed() -> None:
     load = Load(WorkloadSpec(trace=Path("t.csv")), trace(40))
     pieces = [load.make(BYTES, 5.0, seed, 4.0) for seed in range(20)]
     for piece in pieces:
@@ -76,7 +76,7 @@ def test_a_try_of_too_many_requests_is_refused() -> None:
 # -- KV in use ---------------------------------------------------------------------------------------------------------
 
 
-def test_our_metrics_say_what_the_engine_said() -> None:
+def test_our_metrics_give_the_engines_numbers() -> None:
     stats = EngineStats(
         num_running=1,
         num_waiting=2,
@@ -92,7 +92,7 @@ def test_our_metrics_say_what_the_engine_said() -> None:
 
 @pytest.mark.parametrize("usage", VLLM_USAGE)
 @pytest.mark.parametrize("num_used", [0, 1, 29, 100])
-def test_vllm_says_a_part_of_all_blocks_but_its_own(usage: str, num_used: int) -> None:
+def test_vllms_usage_is_a_part_of_all_blocks_but_its_own(usage: str, num_used: int) -> None:
     use = kv_use_of(Scraped(metrics_text(num_used, 3, usage)), VLLM)
     assert use == KvUse(used_bytes=num_used * 16_000, pool_bytes=101 * 16_000, num_live=3)
     given = kv_use_of(Scraped(metrics_text(num_used, 3, usage)), VllmBlocks(512, token_bytes=1000))
@@ -126,7 +126,7 @@ def test_swap_space_of_our_plug_in_is_not_vllms_pool() -> None:
         ('a{b="' + "c" * 2**16 + '"} 1', "more than 65536 letters"),
     ],
 )
-def test_metrics_that_do_not_say_it_are_refused(text: str, complaint: str) -> None:
+def test_metrics_without_the_kv_use_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         kv_use_of(Scraped(text), VLLM)
 
@@ -151,7 +151,7 @@ class Looks:
         raise UserError("gone")
 
 
-def test_the_peak_is_the_most_of_all_looks_and_a_look_that_fails_ends_the_try() -> None:
+def test_the_peak_is_the_most_of_all_looks_and_a_failed_look_ends_the_try() -> None:
     async def watch() -> None:
         looks = Looks(KvUse(1, 9, 1), KvUse(7, 10, 2), KvUse(3, 10, 1))
         with pytest.raises(UserError, match="gone"):

@@ -38,7 +38,7 @@ def test_cluster_flags_that_contradict_are_one_line(wrong: dict[str, Any], words
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_front_of_a_cluster_listens_for_other_machines_without_a_token_file() -> None:
+def test_a_cluster_front_admits_other_machines_without_a_token_file() -> None:
     """Its own instances have tokens of their own; without ``--cluster`` others need the file's."""
     ClusterConfig(instances=2, cluster="head:1", instance_address="192.0.2.1:7")
     with pytest.raises(UserError, match="give --instance-token-file"):

@@ -1,4 +1,4 @@
-"""What a view shows of backups: whose they are, who wrote and who lost them."""
+"""What a view shows of backups: their requests, and which requests wrote or lost them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_view_counts_backups_that_another_sequence_wrote() -> None:
     assert shown_backups(driver) == {FIRST: 2, SECOND: 2}
 
 
-def test_a_view_forgets_backups_that_a_failed_restore_of_another_sequence_lost() -> None:
+def test_a_view_drops_backups_lost_by_a_failed_restore_of_another_sequence() -> None:
     """Both hold the content in blocks of their own, since neither had it sealed when the other began."""
     driver = make_driver(max_batched_tokens=64)
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_a_view_forgets_backups_that_a_failed_restore_of_another_sequence_lost()
     assert shown_backups(driver) == {SECOND: 0}
 
 
-def test_a_view_counts_anew_what_is_exclusive_when_a_sequence_comes_back() -> None:
+def test_a_view_counts_exclusive_blocks_anew_after_a_swap_in() -> None:
     """It left with blocks of its own and comes back to those that a copy still reads: preempting it frees nothing."""
     driver = make_driver(max_batched_tokens=64)
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_a_view_counts_anew_what_is_exclusive_when_a_sequence_comes_back() -> No
     driver.run()
 
 
-def test_backups_of_what_must_be_computed_again_do_not_count_for_what_is_on_the_device() -> None:
+def test_backups_of_blocks_to_recompute_do_not_count_for_resident_blocks() -> None:
     """The first block is lost, so the backup of the second is no help; a policy that counts on it runs out of slots."""
     driver = make_driver(max_batched_tokens=4)
     seq_id = driver.submit(range(10), max_tokens=12, ignore_eos=True)
@@ -98,8 +98,8 @@ def test_backups_of_what_must_be_computed_again_do_not_count_for_what_is_on_the_
     driver.run()
 
 
-def test_on_its_way_back_its_full_blocks_are_backed_up_already() -> None:
-    """Else a policy would set slots aside twice for who comes and must leave again."""
+def test_full_blocks_of_a_loading_sequence_are_backed_up_already() -> None:
+    """Else a policy would reserve slots twice for a request that is resumed and preempted again."""
     driver = make_driver()
     seq_id = start(driver)
     driver.step()
@@ -112,6 +112,6 @@ def test_on_its_way_back_its_full_blocks_are_backed_up_already() -> None:
     choose(driver, lambda view: seen.append(view) or idle(view))
     driver.plan()
     [row] = seen[0].loading
-    assert (row.num_blocks, row.num_backed_blocks) == (3, 2)  # and its tail, which dies when it arrives
+    assert (row.num_blocks, row.num_backed_blocks) == (3, 2)  # and its tail, whose backup is freed when it arrives
     driver.settle()
     driver.run()

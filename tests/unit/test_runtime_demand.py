@@ -75,7 +75,7 @@ def test_the_rate_is_learned_only_while_not_all_fit() -> None:
     assert meter.now.end_rate == pytest.approx(10 / 40, rel=0.01)
 
 
-def test_the_longest_wait_is_that_of_the_longest_line_until_nobody_waits() -> None:
+def test_the_longest_wait_is_kept_until_no_request_waits() -> None:
     meter = DemandMeter()
     ended(meter, 40)
     meter.arrive(7, 1, 0, [])  # it does not wait

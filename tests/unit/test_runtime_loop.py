@@ -60,7 +60,7 @@ def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
         loop.submit(hurried)
 
 
-def test_a_goal_that_nobody_can_keep_without_swap_space_is_refused() -> None:
+def test_goals_that_cannot_be_kept_without_swap_space_are_refused() -> None:
     loop = make_loop(policy=make_policy("paced"))
     with pytest.raises(RequestRefused, match="no goals are kept without swap space: leave ttft_goal_ms out") as caught:
         loop.submit(replace(make_request("r", (1, 2)), goals=Goals(ttft_s=0.125)))
@@ -83,7 +83,7 @@ def test_without_max_tokens_a_request_runs_to_the_length_of_the_model() -> None:
     assert len(driver.outputs[SeqId(0)]) == 11
 
 
-def test_a_view_says_when_somebody_ended() -> None:
+def test_a_view_has_the_step_of_the_last_completion() -> None:
     """As the first step planned after it, so that a policy can end a slice there."""
     policy = ScriptedPolicy()
     driver = Driver(make_loop(policy=policy))
@@ -95,7 +95,7 @@ def test_a_view_says_when_somebody_ended() -> None:
     assert policy.views[1].completion_step == -1
 
 
-def test_a_full_queue_says_so_and_takes_the_next_when_one_has_started() -> None:
+def test_a_full_queue_refuses_requests_until_one_has_started() -> None:
     driver = Driver(make_loop(max_waiting=1, max_num_seqs=1))
     driver.submit([1], max_tokens=2)  # may run next: it does not count as waiting
     driver.submit([2], max_tokens=2)
@@ -128,7 +128,7 @@ def test_one_step_at_a_time() -> None:
     assert driver.plan() == Wait()
 
 
-def test_the_executor_hears_of_a_request_once_and_of_each_new_block_once() -> None:
+def test_the_executor_gets_a_request_once_and_each_new_block_once() -> None:
     driver = Driver(make_loop(block_tokens=4))
     driver.submit([1, 2, 3], max_tokens=6, ignore_eos=True)
     plans = driver.run()
@@ -146,7 +146,7 @@ def test_steady_decoding_hands_out_the_same_tuple() -> None:
     assert all(plan.decodes is plans[0].decodes for plan in plans)
 
 
-def test_what_is_released_is_told_to_the_executor_once() -> None:
+def test_what_is_released_is_reported_to_the_executor_once() -> None:
     driver = Driver(make_loop())
     first = driver.submit([1, 2], max_tokens=1)
     driver.step()
@@ -156,7 +156,7 @@ def test_what_is_released_is_told_to_the_executor_once() -> None:
     assert driver.finished[second] is FinishReason.LENGTH
 
 
-def test_who_left_in_a_step_without_work_is_told_with_the_next_one() -> None:
+def test_a_preemption_in_a_step_without_work_is_in_the_next_plan() -> None:
     driver = Driver(make_loop(policy=(policy := ScriptedPolicy())))
     seq_id = driver.submit([1, 2], max_tokens=4, ignore_eos=True)
     driver.step()
@@ -237,7 +237,7 @@ def test_a_client_that_hangs_up_frees_its_blocks_at_once() -> None:
     assert driver.loop.counters.finished == {"stop": 0, "length": 0, "abort": 2}
 
 
-def test_a_client_that_hangs_up_in_a_step_gets_nothing_and_frees_its_blocks_with_it() -> None:
+def test_a_request_aborted_in_a_step_gets_nothing_and_frees_its_blocks() -> None:
     driver = Driver(make_loop(num_blocks=8))
     seq_id = driver.submit([3, 4], max_tokens=30, ignore_eos=True)
     driver.plan()

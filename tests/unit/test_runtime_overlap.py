@@ -59,7 +59,7 @@ def test_a_token_after_a_stop_is_discarded_and_its_block_returned() -> None:
     driver.plan()  # three tokens: one block of four
     driver.plan()  # position 3
     driver.complete()
-    outstanding = driver.plan()  # position 4: a second block, for a token that nobody wants
+    outstanding = driver.plan()  # position 4: a second block, for a token that is not wanted
     assert isinstance(outstanding, StepPlan) and outstanding.tables
     stopped = driver.complete()
     assert stopped.finished == {seq_id: FinishReason.STOP}
@@ -102,7 +102,7 @@ def test_fcfs_holds_a_victim_back_until_its_step_is_complete() -> None:
 
 
 def test_a_stop_from_outside_never_names_a_block_by_tokens_that_it_lacks() -> None:
-    """A block that was filled by a discarded token has no content that anybody could ask for: it must not be cached."""
+    """A block that was filled by a discarded token has no content for lookups: it must not be cached."""
     driver = make_driver(num_blocks=4, block_tokens=4, max_model_len=16)
     seq_id = driver.submit([1, 2], max_tokens=9, ignore_eos=True)
     driver.plan()
@@ -115,7 +115,7 @@ def test_a_stop_from_outside_never_names_a_block_by_tokens_that_it_lacks() -> No
     assert driver.loop.state.ledger.num_cached == 0
 
 
-def test_what_an_ended_sequence_computed_in_its_last_steps_is_cached_as_far_as_its_tokens_are_known() -> None:
+def test_blocks_of_an_ended_sequence_are_cached_as_far_as_tokens_are_known() -> None:
     driver = make_driver(num_blocks=4, block_tokens=4, max_model_len=16)
     seq_id = driver.submit([1, 2, 3, 4, 5], max_tokens=9, ignore_eos=True)
     driver.plan()
@@ -126,7 +126,7 @@ def test_what_an_ended_sequence_computed_in_its_last_steps_is_cached_as_far_as_i
     assert driver.loop.state.ledger.num_cached == 1
 
 
-def test_nothing_is_kept_of_those_who_are_gone() -> None:
+def test_nothing_is_kept_of_finished_sequences() -> None:
     """Also of a sequence that stopped while a step of it was outstanding and another one was planned."""
     driver = make_driver(num_blocks=40, max_num_seqs=40)
     for number in range(30):
@@ -140,7 +140,7 @@ def test_nothing_is_kept_of_those_who_are_gone() -> None:
     assert set(driver.executor.replicas) == {last}
 
 
-def test_a_tiny_pool_at_depth_two_serves_everybody() -> None:
+def test_a_tiny_pool_at_depth_two_serves_all_requests() -> None:
     driver = make_driver(num_blocks=3, block_tokens=2, max_model_len=6, max_batched_tokens=3, max_num_seqs=4)
     for number in range(12):
         driver.submit([number, number + 1], max_tokens=4, ignore_eos=number % 2 == 0)

@@ -68,7 +68,7 @@ def num_idle(driver: Driver) -> int:
     return driver.loop.state.backups.num_idle(Tier.HOST)
 
 
-def test_a_prefix_that_the_device_forgot_comes_back_from_swap_space() -> None:
+def test_a_prefix_evicted_from_the_device_is_fetched_from_swap_space() -> None:
     driver = make_driver()
     newcomer = saved(driver)
     assert num_idle(driver) == 2
@@ -103,7 +103,7 @@ def test_what_is_saved_once_is_not_saved_again() -> None:
     driver.run()
 
 
-def test_only_the_next_to_go_are_saved() -> None:
+def test_only_the_next_blocks_to_be_evicted_are_saved() -> None:
     driver = make_driver()
     live_through(driver)
     live_through(driver, range(30, 40))
@@ -116,7 +116,7 @@ def test_only_the_next_to_go_are_saved() -> None:
     driver.run()
 
 
-def test_order_after_order_saves_all_that_is_at_risk_and_leaves_it_in_its_order() -> None:
+def test_repeated_orders_save_all_blocks_at_risk_and_keep_their_order() -> None:
     driver = make_driver()
     live_through(driver)
     live_through(driver, range(30, 40))
@@ -137,7 +137,7 @@ def test_order_after_order_saves_all_that_is_at_risk_and_leaves_it_in_its_order(
 
 
 def test_what_two_newcomers_need_is_brought_once() -> None:
-    """The second one waits for the copy of the first, and shares its blocks; whoever needs something else does not."""
+    """The second one waits for the copy of the first, and shares its blocks; one that needs something else does not."""
     driver = make_driver()
     first = saved(driver)
     second = driver.submit([*PROMPT, 31, 32], max_tokens=3, ignore_eos=True)
@@ -155,7 +155,7 @@ def test_what_two_newcomers_need_is_brought_once() -> None:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_if_the_first_hangs_up_or_its_copy_fails_the_second_goes_on_alone(ok: bool) -> None:
+def test_if_the_first_is_aborted_or_its_copy_fails_the_second_goes_on(ok: bool) -> None:
     driver = make_driver()
     first = saved(driver)
     second = driver.submit([*PROMPT, 31, 32], max_tokens=3, ignore_eos=True)
@@ -179,8 +179,8 @@ def test_a_save_that_failed_is_a_miss() -> None:
     driver.run()
 
 
-def test_who_leaves_takes_no_slot_of_a_prefix_that_is_fetched_in_the_same_step() -> None:
-    """Two prefixes of two blocks lie idle, and three slots are needed where one is free: the other one gives way."""
+def test_a_swap_out_takes_no_slot_of_a_prefix_fetched_in_that_step() -> None:
+    """Two prefixes of two blocks lie idle, and three slots are needed where one is free: the other is evicted."""
     driver = make_driver(num_slots=5)
     live_through(driver)
     live_through(driver, range(30, 40))
@@ -216,7 +216,7 @@ def test_a_fetch_that_failed_is_computed_and_not_tried_for_ever() -> None:
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_a_client_that_hangs_up_during_its_fetch_leaves_nothing_behind(ok: bool) -> None:
+def test_a_request_aborted_during_its_fetch_leaves_nothing_behind(ok: bool) -> None:
     driver = make_driver()
     newcomer = saved(driver)
     plan(driver, fetch(newcomer))

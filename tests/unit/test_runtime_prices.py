@@ -49,7 +49,7 @@ def test_the_share_of_prompts_is_that_of_the_work() -> None:
     prices = StepPrices()
     prices.learn(*plan(10).count_work(), 0.02)
     prices.learn(*plan(10, 20).count_work(), 0.04)
-    assert prices.now.prompt_share == 0.0  # nobody has ended
+    assert prices.now.prompt_share == 0.0  # no request has ended
     serve(prices, 30, 100)
     assert prices.now.prompt_share == pytest.approx(30 / 150, rel=0.05)
     serve(prices, 600, 100)
@@ -82,7 +82,7 @@ def test_one_long_prompt_is_no_load_of_long_prompts() -> None:
     assert shares[0] < 0.3 < shares[2]
 
 
-def test_a_request_that_computed_nothing_says_nothing() -> None:
+def test_a_request_that_computed_nothing_changes_no_price() -> None:
     prices = StepPrices()
     prices.learn_end(0)
     prices.learn(*plan(10, 20).count_work(), 0.04)
@@ -135,7 +135,7 @@ def test_a_lone_step_costs_what_a_step_and_one_decode_do() -> None:
     assert learned((plan(0, 30), 0.02)).lone_step_s == 0.0
 
 
-def test_a_step_with_a_prompt_that_was_faster_than_one_without_never_costs_less_than_nothing() -> None:
+def test_the_price_of_prompts_is_never_negative() -> None:
     assert learned(*[(plan(4), 0.02), (plan(4, 40), 0.01)] * 20).prefill_token_s == 0.0
 
 
@@ -165,7 +165,7 @@ def test_what_nothing_is_paid_for_keeps_its_price() -> None:
     assert after.prefill_token_s == pytest.approx(before.prefill_token_s, rel=0.02)
 
 
-def test_a_plan_that_only_moves_kv_says_nothing() -> None:
+def test_a_plan_that_only_moves_kv_changes_no_price() -> None:
     assert learned((plan(0), 0.5)) == Prices()
 
 

@@ -51,7 +51,7 @@ def test_a_client_that_hangs_up_after_its_first_token_counts() -> None:
     assert bench.prompt_share() > 0.05
 
 
-def test_one_that_hangs_up_in_its_prompt_or_before_it_does_not() -> None:
+def test_a_request_aborted_before_its_first_token_does_not_count() -> None:
     """What was computed of it says little of the prompts of those that stay."""
     bench = beside_a_long_one()
     computes = bench.submit(1, 24)

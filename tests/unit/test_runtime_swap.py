@@ -29,7 +29,7 @@ from tests.support.swap_choices import (
 )
 
 
-def test_a_sequence_that_comes_back_computes_exactly_one_token() -> None:
+def test_a_swapped_in_sequence_computes_exactly_one_token() -> None:
     driver = make_driver()
     seq_id = start(driver)
     driver.step()  # 11 computed: two full blocks of 4, and 3 in the tail
@@ -61,7 +61,7 @@ def test_after_a_backup_the_switch_copies_only_the_tail() -> None:
     driver.run()
 
 
-def test_what_is_full_and_backed_up_leaves_without_any_copy() -> None:
+def test_blocks_that_are_full_and_backed_up_are_swapped_out_without_a_copy() -> None:
     driver = make_driver()
     other = start(driver, range(60, 61))
     seq_id = start(driver, range(8))
@@ -87,7 +87,7 @@ def test_a_backup_takes_no_block_that_is_not_full_of_computed_tokens() -> None:
     driver.run()
 
 
-def test_a_tail_that_comes_back_dies_and_is_copied_anew_next_time() -> None:
+def test_a_swapped_in_tail_loses_its_backup_and_is_copied_anew() -> None:
     driver = make_driver()
     seq_id = start(driver)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_blocks_that_are_still_on_the_device_are_not_copied_back() -> None:
     plan(driver, swap_out(seq_id))
     driver.settle()
     [back] = plan(driver, resume(seq_id)).transfers
-    assert len(back.blocks) == 1  # the tail: nobody shares it
+    assert len(back.blocks) == 1  # the tail: it is never shared
     driver.run()
 
 
@@ -178,7 +178,7 @@ def test_resuming_before_the_copy_out_arrived_uses_only_what_is_whole() -> None:
     driver.run()
 
 
-def test_a_client_that_hangs_up_while_its_blocks_travel_gives_everything_back() -> None:
+def test_a_request_aborted_while_its_blocks_move_frees_everything() -> None:
     for settles_out_first in (True, False):
         driver = make_driver()
         seq_id = start(driver)
@@ -202,7 +202,7 @@ def test_a_swap_without_room_in_the_tier_is_a_broken_invariant() -> None:
         driver.plan()
 
 
-def test_a_swapped_sequence_that_nobody_resumes_is_a_stall_and_says_so() -> None:
+def test_a_swapped_sequence_that_is_never_resumed_is_an_error() -> None:
     driver = make_driver()
     plan(driver, swap_out(start(driver)))
     driver.settle()
@@ -225,7 +225,7 @@ def test_a_running_sequence_follows_its_blocks_when_the_pool_shrinks() -> None:
     driver.run()
 
 
-def test_a_shared_prefix_may_move_while_the_rest_of_a_sequence_is_on_its_way_in() -> None:
+def test_a_shared_prefix_may_move_while_the_rest_of_a_sequence_loads() -> None:
     """The sequence that comes back holds a reference to blocks that no copy touches: it must follow them too."""
     driver = make_driver()
     filler = start(driver, range(40, 56), 8)

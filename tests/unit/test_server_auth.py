@@ -58,7 +58,7 @@ def test_a_key_may_have_floors_for_goals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("client", "asked"), [(Client(), -1), (Client("ops", -5), -6), (Client("batch", 3), 2)])
-def test_nobody_goes_beyond_the_ceiling_of_its_key(client: Client, asked: int) -> None:
+def test_a_priority_beyond_the_ceiling_of_its_key_is_refused(client: Client, asked: int) -> None:
     with pytest.raises(UserError, match=f"priority {asked} is beyond this API key's ceiling"):
         client.priority(asked)
 

@@ -288,7 +288,7 @@ def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], logprob
         ({"include_usage": True, "continuous_usage_stats": True}, UsageDetail.EACH),
     ],
 )
-def test_stream_options_say_which_events_carry_a_usage(options: dict[str, bool] | None, detail: UsageDetail) -> None:
+def test_stream_options_decide_which_events_carry_a_usage(options: dict[str, bool] | None, detail: UsageDetail) -> None:
     body = {**COMPLETION, "stream_options": options}
     assert CompletionRequest.model_validate({**body, "stream": True}).usage_detail is detail
     if options and any(options.values()):

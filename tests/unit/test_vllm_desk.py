@@ -39,7 +39,7 @@ class Office:
         return self.desk.roster.arrive(cast(Any, request))
 
     def send_away(self) -> tuple[TrackedRequest, list[Block], int]:
-        """Somebody with ten tokens: who, its blocks, and the copy that began."""
+        """Swap out a request with ten tokens: the request, its blocks, and the copy that began."""
         one, blocks = self.arrive(), self.pool.give(3)
         assert self.desk.books.swap_out(one, blocks, 10, Reason.SLICE_ENDED)
         self.pool.free_blocks(blocks)
@@ -50,7 +50,7 @@ class Office:
         self.desk.note_report(WorkerReport(ended))
 
 
-def test_a_copy_is_settled_when_both_workers_have_said_so() -> None:
+def test_a_copy_is_settled_when_both_workers_have_reported_it() -> None:
     office = Office(num_workers=2)
     one, blocks, copy = office.send_away()
     office.tell({copy: (1, NONE)})
@@ -65,7 +65,7 @@ def test_a_copy_is_settled_when_both_workers_have_said_so() -> None:
 
 
 @pytest.mark.parametrize("said", [[(2, NONE)], [(1, NONE), (1, NONE)]])
-def test_in_how_many_steps_workers_say_so_makes_no_difference(said: list[tuple[int, frozenset[int]]]) -> None:
+def test_the_number_of_steps_in_which_workers_report_does_not_matter(said: list[tuple[int, frozenset[int]]]) -> None:
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
     for words in said:
@@ -155,7 +155,7 @@ def test_links_learn_from_every_worker() -> None:
     assert office.desk.links[Tier.HOST].bandwidth < FIRST_BANDWIDTH
 
 
-def test_whoever_watches_is_told_of_every_decision() -> None:
+def test_watchers_get_every_decision() -> None:
     desk = Office(num_workers=1).desk
     told: list[tuple[View, float, Decision]] = []
     desk.watchers.append(lambda view, now, decision: told.append((view, now, decision)))

@@ -91,7 +91,7 @@ class World:
             self.books.settle(transfer.transfer_id, frozenset(() if ok else range(len(transfer.blocks))))
 
     def cache(self, num_blocks: int, num_held: int = 0) -> None:
-        """Leading blocks of everybody's content are on the device; some of them are held by somebody."""
+        """Leading blocks of the common content are on the device; some of them are held by a request."""
         given = self.pool.give(num_blocks)
         self.by_content = {b"%d" % index: block for index, block in enumerate(given)}
         self.pool.free_blocks(given[num_held:])
@@ -110,7 +110,7 @@ def absent_counts(row: SequenceView) -> tuple[int, int, int, int]:
     max_len=st.integers(30, 64),
     num_ahead=st.integers(0, 1),
 )
-def test_a_decoding_row_says_which_step_needs_a_block_and_which_has_nothing_to_run(
+def test_a_decoding_row_has_the_step_that_needs_a_block_and_its_end(
     num_output: int, max_tokens: int, max_len: int, num_ahead: int
 ) -> None:
     """A token that an outstanding step generates counts as one that is known."""
@@ -133,7 +133,7 @@ def test_a_decoding_row_says_which_step_needs_a_block_and_which_has_nothing_to_r
 
 
 @pytest.mark.parametrize("num_computed", [0, 4, 7, 8])
-def test_a_prompt_in_chunks_says_what_is_left_of_it_and_no_step(num_computed: int) -> None:
+def test_a_prompt_in_chunks_has_its_remaining_tokens_and_no_step(num_computed: int) -> None:
     world = World()
     one = world.arrive()
     world.run(one, num_computed)
@@ -175,7 +175,7 @@ def test_blocks_that_others_or_copies_hold_are_not_its_own() -> None:
     world.books.back_up(one, blocks, 17, most=3, tier=Tier.HOST)
     row = world.make.running(one)
     assert (row.num_blocks, row.exclusive_blocks, row.num_backed_blocks) == (5, 2, 3)
-    assert not row.is_leaving, "who runs is there, whatever is written behind"
+    assert not row.is_leaving, "a running request is on the device, whatever is written behind"
     world.settle()
     assert world.make.running(one).exclusive_blocks == 4
 
@@ -221,7 +221,7 @@ def test_a_newcomer_waits_and_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_cached", "num_held"), [(1, 0), (2, 1), (3, 3)])
-def test_a_prefix_that_is_on_the_device_counts_with_those_who_hold_it(num_cached: int, num_held: int) -> None:
+def test_a_prefix_that_is_on_the_device_counts_with_its_holders(num_cached: int, num_held: int) -> None:
     world = World()
     world.cache(num_cached, num_held)
     row = world.make.absent(world.arrive(num_output=8))
@@ -236,7 +236,7 @@ def test_the_last_token_is_computed_even_if_all_of_it_is_on_the_device() -> None
     assert absent_counts(row) == (8, 2, 0, 0)
 
 
-def test_whoever_leaves_is_swapped_at_once_and_can_come_back_when_copies_have_ended() -> None:
+def test_a_victim_is_swapped_at_once_and_resumable_after_its_copies() -> None:
     world = World()
     one = world.arrive(num_output=4)
     world.run(one, 13)
@@ -249,7 +249,7 @@ def test_whoever_leaves_is_swapped_at_once_and_can_come_back_when_copies_have_en
     assert (row.status, row.is_leaving, absent_counts(row)) == (Status.SWAPPED, False, (0, 0, 4, 13))
 
 
-def test_what_was_written_behind_can_be_restored_while_the_rest_is_on_its_way() -> None:
+def test_blocks_written_behind_are_restorable_while_the_rest_is_copied() -> None:
     world = World()
     one = world.arrive(num_output=4)
     world.books.back_up(one, world.run(one, 13), 13, most=2, tier=Tier.HOST)
@@ -260,7 +260,7 @@ def test_what_was_written_behind_can_be_restored_while_the_rest_is_on_its_way() 
 
 
 @pytest.mark.parametrize(("num_cached", "counts"), [(1, (4, 1, 3, 13)), (3, (12, 1, 1, 13))])
-def test_whoever_is_swapped_needs_no_copy_of_what_is_on_the_device(num_cached: int, counts: tuple[int, ...]) -> None:
+def test_a_swapped_request_needs_no_copy_of_blocks_on_the_device(num_cached: int, counts: tuple[int, ...]) -> None:
     world = World()
     one = world.arrive(num_output=4)
     world.run(one, 13)
@@ -282,7 +282,7 @@ def test_what_is_on_the_device_beyond_the_copies_counts_as_restorable() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [0, 16])
-def test_whoever_is_to_be_computed_again_waits(num_slots: int) -> None:
+def test_a_request_to_be_recomputed_waits(num_slots: int) -> None:
     world = World(num_slots)
     one = world.arrive(num_output=4)
     world.run(one, 13)
@@ -301,7 +301,7 @@ def test_a_copy_that_is_not_whole_leaves_it_waiting() -> None:
     assert world.make.absent(one).status is Status.WAITING
 
 
-def test_whoever_comes_back_holds_its_blocks_meanwhile() -> None:
+def test_a_loading_request_holds_its_blocks() -> None:
     world = World()
     one = world.arrive(num_output=4)
     world.run(one, 13)

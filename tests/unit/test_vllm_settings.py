@@ -19,7 +19,7 @@ def shape(policy: Policy) -> tuple[type, type | None]:
     return type(policy), type(policy._inner) if isinstance(policy, GatedPolicy) else None
 
 
-def test_nothing_said_is_paced_and_four_gibibytes() -> None:
+def test_the_defaults_are_paced_and_four_gibibytes() -> None:
     settings = read_settings({})
     assert (settings.policy, settings.swap_bytes, settings.seed) == ("paced", DEFAULT_SWAP_BYTES, 0)
     assert DEFAULT_SWAP_BYTES == 4 * 2**30
@@ -61,7 +61,7 @@ def test_swap_memory_is_a_size_or_a_number_of_bytes(memory: str | int, num_bytes
         ("max_gap", 3.0, "max_gap_s"),
     ],
 )
-def test_sharing_is_told_by_the_names_of_the_flags(name: str, value: Any, field: str) -> None:
+def test_sharing_is_set_by_the_names_of_the_flags(name: str, value: Any, field: str) -> None:
     settings = read_settings({name: value, "policy": "cfs"})
     assert settings.sharing == {field: value}
     assert getattr(settings_for("cfs", **settings.sharing), field) == value
@@ -72,14 +72,14 @@ def test_a_pace_is_a_tpot_goal() -> None:
     assert settings_for("paced", **(settings.sharing or {})).tpot_goal_s == 0.4
 
 
-def test_what_is_not_told_is_as_the_policy_has_it() -> None:
+def test_what_is_not_set_is_as_the_policy_has_it() -> None:
     settings = read_settings({"policy": "fair", "pace": 2.0})
     assert settings.sharing == {"pace": 2.0}
     assert settings_for("fair", **settings.sharing).slice_steps == SLICE_STEPS["fair"]
 
 
 @pytest.mark.parametrize(("told", "max_gap_s"), [({}, None), ({"max_gap": 3.0}, 3.0)])
-def test_what_is_not_told_in_seconds_follows_the_step(told: dict[str, Any], max_gap_s: float | None) -> None:
+def test_what_is_not_set_in_seconds_follows_the_step(told: dict[str, Any], max_gap_s: float | None) -> None:
     policy = read_settings(told).make_policy()
     assert isinstance(policy, GatedPolicy)
     assert (policy._inner.settings.max_gap_s, policy._inner.settings.tpot_goal_s) == (max_gap_s, None)
@@ -109,7 +109,7 @@ def test_the_seed_is_a_number() -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
+def test_allow_untested_does_not_change_the_settings(value: bool) -> None:
     assert read_settings({"allow_untested": value}) == read_settings({})
 
 
@@ -155,7 +155,7 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         ),
     ],
 )
-def test_a_refusal_is_one_line_that_says_what_is_wrong(told: dict[str, Any], line: str) -> None:
+def test_a_refusal_is_one_line_that_names_the_problem(told: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as refusal:
         read_settings(told)
     assert str(refusal.value) == line

@@ -14,7 +14,7 @@ from floodplain.plugins.vllm.tally import FAMILIES, SwapTally, merge
 NAMES = ("out", "in")
 
 
-def test_what_was_told_is_not_told_again() -> None:
+def test_what_was_reported_is_not_reported_again() -> None:
     tally = SwapTally()
     tally.count("preemptions_total", "swap")
     tally.count("preemptions_total", "swap", by=2)
@@ -28,7 +28,7 @@ def test_what_was_told_is_not_told_again() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), st.booleans()), max_size=30))
-def test_merged_in_order_they_say_what_happened(events: list[tuple[str, int, bool]]) -> None:
+def test_tallies_merged_in_order_have_the_total_counts(events: list[tuple[str, int, bool]]) -> None:
     tally, total, last = SwapTally(), Counter[str](), dict[str, float]()
     merged: dict[str, Any] = {}
     for name, number, is_taken in events:

@@ -1,4 +1,4 @@
-"""vLLM's waiting queue: everybody is counted always, and while a step is planned only those let in are offered."""
+"""vLLM's waiting queue: all requests are counted always; while a step is planned, only admitted ones are offered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_in(queue: TurnQueue) -> list[str]:
 
 
 def take_all(queue: TurnQueue) -> list[str]:
-    """As vLLM does: look at who is next, and take it, until nobody is."""
+    """As vLLM does: look at the next request, and take it, until there is none."""
     taken = []
     while queue:
         next_one = queue.peek_request()
@@ -44,7 +44,7 @@ def take_all(queue: TurnQueue) -> list[str]:
 
 
 @given(names=NAMES)
-def test_who_waits_is_counted_iterated_and_taken_in_the_order_of_arrival(names: list[str]) -> None:
+def test_requests_are_counted_iterated_and_taken_in_order_of_arrival(names: list[str]) -> None:
     queue = queue_of(names)
     assert (len(queue), names_in(queue), bool(queue)) == (len(names), names, bool(names))
     assert take_all(queue) == names
@@ -52,11 +52,11 @@ def test_who_waits_is_counted_iterated_and_taken_in_the_order_of_arrival(names: 
 
 
 @given(names=NAMES, chosen=st.lists(st.sampled_from("abcdef"), unique=True))
-def test_those_let_in_are_taken_in_that_order_and_the_others_stay(names: list[str], chosen: list[str]) -> None:
+def test_admitted_requests_are_taken_in_that_order_and_the_others_stay(names: list[str], chosen: list[str]) -> None:
     queue, chosen = queue_of(names), [name for name in chosen if name in names]
     with queue.let_in(chosen):
         assert bool(queue) == bool(chosen)
-        assert (len(queue), names_in(queue)) == (len(names), names), "everybody is counted, whoever asks"
+        assert (len(queue), names_in(queue)) == (len(names), names), "all requests are counted"
         assert take_all(queue) == chosen
         assert not queue
     assert names_in(queue) == [name for name in names if name not in chosen]
@@ -64,7 +64,7 @@ def test_those_let_in_are_taken_in_that_order_and_the_others_stay(names: list[st
 
 
 @given(names=NAMES, num_taken=st.integers(0, 6))
-def test_who_is_let_in_and_finds_no_room_waits_on(names: list[str], num_taken: int) -> None:
+def test_an_admitted_request_without_room_goes_on_waiting(names: list[str], num_taken: int) -> None:
     queue = queue_of(names)
     with queue.let_in(names[::-1]):
         for _ in range(min(num_taken, len(names))):
@@ -73,7 +73,7 @@ def test_who_is_let_in_and_finds_no_room_waits_on(names: list[str], num_taken: i
 
 
 @given(names=NAMES, gone=NAMES)
-def test_who_is_removed_waits_no_more(names: list[str], gone: list[str]) -> None:
+def test_a_removed_request_is_not_in_the_queue(names: list[str], gone: list[str]) -> None:
     one_by_one, at_once = queue_of(names), queue_of(names)
     for name in gone:
         one_by_one.remove_request(request(name))
@@ -91,7 +91,7 @@ def put_back_at_once(queue: TurnQueue, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("put_back", [put_back_one_by_one, put_back_at_once])
-def test_who_was_taken_and_is_put_back_is_not_offered_again_in_this_step(
+def test_a_request_put_back_is_not_offered_again_in_this_step(
     put_back: Callable[[TurnQueue, list[Request]], None],
 ) -> None:
     queue = queue_of("abcd")
@@ -99,14 +99,14 @@ def test_who_was_taken_and_is_put_back_is_not_offered_again_in_this_step(
         skipped = [queue.pop_request()]
         put_back(queue, skipped)
         assert take_all(queue) == ["a"]
-        put_back(queue, [request("x")])  # as whom vLLM itself sends away in this step
+        put_back(queue, [request("x")])  # as a request that vLLM itself preempts in this step
         assert not queue
     assert sorted(names_in(queue)) == ["b", "c", "d", "x"]
     with queue.let_in("c"):
         assert take_all(queue) == ["c"]
 
 
-def test_with_nobody_let_in_nobody_is_there() -> None:
+def test_without_admitted_requests_the_queue_offers_none() -> None:
     queue = queue_of("ab")
     with queue.let_in(()):
         assert not queue
@@ -117,7 +117,7 @@ def test_with_nobody_let_in_nobody_is_there() -> None:
     assert names_in(queue) == ["a", "b"]
 
 
-def test_nobody_is_next_where_nobody_waits() -> None:
+def test_an_empty_queue_has_no_next_request() -> None:
     for take in (TurnQueue().peek_request, TurnQueue().pop_request):
         with pytest.raises(IndexError, match="no request waits"):
             take()
@@ -130,15 +130,15 @@ def test_an_error_in_a_step_ends_it_for_the_queue_too() -> None:
     assert take_all(queue) == ["a", "b"]
 
 
-def test_who_waits_can_be_removed_while_others_are_iterated() -> None:
+def test_requests_can_be_removed_during_iteration() -> None:
     queue = queue_of("abc")
     for one in queue:
         queue.remove_request(one)
     assert not queue
 
 
-def test_a_name_that_nobody_waits_by_is_refused_and_takes_nobody() -> None:
-    """vLLM removes requests between steps only, so a policy that saw the queue lets in nobody else."""
+def test_an_unknown_name_is_refused_and_takes_no_request() -> None:
+    """vLLM removes requests between steps only, so a policy that saw the queue admits no other request."""
     queue = queue_of("ab")
     queue.remove_request(request("b"))
     with queue.let_in("ba"):

@@ -98,7 +98,7 @@ def worker(caches: dict[str, torch.Tensor]) -> Iterator[SwapWorker]:
 
 
 @pytest.mark.parametrize("make", SHAPES)
-def test_what_left_comes_back_in_other_blocks_bit_by_bit(make: Callable[[int], torch.Tensor]) -> None:
+def test_swapped_blocks_return_in_other_blocks_bit_by_bit(make: Callable[[int], torch.Tensor]) -> None:
     caches = {str(seed): make(seed) for seed in range(3)}
     kept = {name: [part_of(cache, block) for block in range(BLOCKS)] for name, cache in caches.items()}
     worker = make_worker(caches)
@@ -242,7 +242,7 @@ def test_a_block_that_the_pool_does_not_have_is_our_own_mistake(worker: SwapWork
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: SwapWorker) -> None:
+def test_only_swap_ins_are_arrivals_and_each_is_reported_once(worker: SwapWorker) -> None:
     worker.begin(order_copy(0, TransferKind.BACKUP, [1], [2]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == (set(), set(), {0: (1, NONE)})
@@ -267,7 +267,7 @@ def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[s
     assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
 
 
-def test_a_slot_that_nobody_wrote_is_a_copy_that_failed(worker: SwapWorker) -> None:
+def test_a_copy_from_an_unwritten_slot_fails(worker: SwapWorker) -> None:
     worker.begin(order_copy(0, TransferKind.SWAP_IN, [0], [3]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-0"}, {"request-0"}, {0: (1, frozenset({0}))})
@@ -282,7 +282,7 @@ def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[
         assert torch.equal(worker.slots.words[7, layer].view(torch.bfloat16), cache[5].flatten())
 
 
-def test_after_draining_no_copy_is_under_way_and_each_is_told_once(worker: SwapWorker) -> None:
+def test_after_draining_no_copy_is_in_flight_and_each_is_reported_once(worker: SwapWorker) -> None:
     worker.drain()  # with nothing to wait for
     worker.begin(order_copy(0, TransferKind.SWAP_OUT, [0, 1, 2], [0, 1, 2]))
     worker.begin(order_copy(1, TransferKind.BACKUP, [3], [4]))

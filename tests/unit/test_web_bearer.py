@@ -20,7 +20,7 @@ def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_lines_keep_their_numbers_where_blank_ones_and_comments_are_skipped(tmp_path: Path) -> None:
+def test_lines_keep_their_numbers_where_others_are_skipped(tmp_path: Path) -> None:
     path = secret_file(tmp_path, "# two of them\n\n  a  b \n#c\nd\n", 0o400)
     assert read_secret_lines(path, "token file") == [(3, ["a", "b"]), (5, ["d"])]
 

@@ -26,7 +26,7 @@ def problem(field: str, kind: str, message: str) -> RequestValidationError:
         (problem("echo", "literal_error", "Input should be 1"), FIELDS, "echo should be 1, not true", "echo"),
     ],
 )
-def test_fields_are_known_and_unsupported_as_the_service_says(
+def test_fields_are_known_and_unsupported_as_the_service_states(
     error: Exception, fields: RequestFields, message: str, param: str | None
 ) -> None:
     detail: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
@@ -37,7 +37,9 @@ def test_fields_are_known_and_unsupported_as_the_service_says(
     ("error", "status", "retry_after"),
     [(QueueFull("full"), 429, "1"), (ShuttingDown("bye"), 503, "1"), (UserError("no"), 400, None)],
 )
-def test_only_who_may_succeed_later_is_told_when(error: Exception, status: int, retry_after: str | None) -> None:
+def test_only_retryable_errors_have_a_retry_after_header(
+    error: Exception, status: int, retry_after: str | None
+) -> None:
     response = error_response(error)
     assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
 
@@ -48,6 +50,6 @@ def test_an_answer_quotes_a_part_of_what_is_long() -> None:
         assert len(error_response(error).body) < 1000
 
 
-def test_a_failure_of_ours_says_nothing_of_itself() -> None:
+def test_an_internal_failure_discloses_nothing() -> None:
     status, body = error_body(RuntimeError("secret"))
     assert status == 500 and "secret" not in str(body)

@@ -14,7 +14,7 @@ from floodplain.web.gate import CLIENT_SCOPE_KEY, Authenticator, DrainSwitch, Ga
 
 
 class Members:
-    """Knows clients by a number, which is who they are."""
+    """Identifies clients by a number."""
 
     def client_of(self, authorization: bytes, /) -> int | None:
         return int(authorization) if authorization.isdigit() else None
@@ -23,7 +23,7 @@ class Members:
 def ask(
     path: str, authorization: bytes = b"", *, authenticator: Authenticator | None, is_draining: bool = False
 ) -> tuple[int, Any]:
-    """The status that a request gets, and whom the application behind the gate took it to be from."""
+    """The status that a request gets, and the client that the application behind the gate got for it."""
     head, client = pass_through(path, authorization, authenticator, is_draining=is_draining)
     return head["status"], client
 
@@ -67,13 +67,13 @@ def pass_through(
         *[(path, b"x", (200, "anybody")) for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json")],
     ],
 )
-def test_whoever_knows_the_clients_says_who_comes_in_and_as_whom(
+def test_the_authenticator_decides_access_and_identity(
     path: str, authorization: bytes, answer: tuple[int, Any]
 ) -> None:
     assert ask(path, authorization, authenticator=Members()) == answer
 
 
-def test_without_an_authenticator_everybody_comes_in() -> None:
+def test_without_an_authenticator_all_requests_are_let_in() -> None:
     assert ask("/v1/leases", b"x", authenticator=None) == (200, "anybody")
 
 

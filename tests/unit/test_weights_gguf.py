@@ -145,7 +145,7 @@ def test_all_parts_of_a_split_model_are_loaded(tmp_path: Path) -> None:
     assert torch.equal(logits_of(source), logits_of(DUMMY))
 
 
-def test_a_split_model_says_which_part_is_missing_or_wrong(tmp_path: Path) -> None:
+def test_the_error_of_a_split_model_names_the_missing_or_wrong_part(tmp_path: Path) -> None:
     first = write_parts(tmp_path)
     second, third = (tmp_path / f"m-{number:05}-of-00003.gguf" for number in (2, 3))
     assert "part 2 of 3; name m-00001-of-00003.gguf" in refusal(second)

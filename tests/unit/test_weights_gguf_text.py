@@ -38,7 +38,7 @@ def test_every_name_gives_texts_the_tokens_of_llama_cpp() -> None:
     assert all(data()["ids"][name] == data()["ids"][rows[defaults]] for name, defaults in BYTE_LEVEL.items())
 
 
-def test_the_texts_tell_all_defaults_apart() -> None:
+def test_the_texts_distinguish_all_defaults() -> None:
     """Else a wrong line of the table would pass."""
     assert len({str(ids) for ids in data()["ids"].values()}) == len(set(BYTE_LEVEL.values())) + 1
     assert set(data()["ids"]) == set(NAMES)
@@ -75,7 +75,7 @@ def test_keys_decide_what_goes_around_a_text(name: str, changes: dict[str, Any],
     assert ours.encode("ab") == [*first, *inner, *last]
 
 
-def test_no_space_is_added_where_the_key_says_so() -> None:
+def test_the_key_can_turn_off_the_added_space() -> None:
     plain, usual = tokenizer("llama", add_space_prefix=False), tokenizer("llama")
     assert plain.encode(" river") == usual.encode("river") != plain.encode("river")
     assert plain.decode(plain.encode(" river")[1:]) == " river"
@@ -96,7 +96,7 @@ def test_answers_end_where_llama_cpp_ends_them() -> None:
     assert tokenizer("qwen2", token_type=types).special_token_ids == by_text  # they are control tokens
 
 
-def test_chat_templates_know_tokens_that_are_not_special() -> None:
+def test_chat_templates_have_tokens_that_are_not_special() -> None:
     template = "{{ bos_token }}|{{ eos_token }}"
     keys = {**keys_of("qwen2", data()), "tokenizer.ggml.eos_token_id": 3, "tokenizer.chat_template": template}
     ours = HfTokenizer(*read_gguf_tokenizer(Fields(keys, "m.gguf")))

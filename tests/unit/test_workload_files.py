@@ -42,7 +42,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("mooncake.jsonl", MOONCAKE, (TraceRow(0.0, 600, 26, (46, 57)), TraceRow(3.0, 1100, 52, (46, 47, 48)))),
     ],
 )
-def test_every_format_is_told_by_its_columns(
+def test_every_format_is_recognised_by_its_columns(
     tmp_path: Path, name: str, text: str, expected: tuple[TraceRow, ...]
 ) -> None:
     assert load_trace(write(tmp_path, name, text)).rows == expected
@@ -187,7 +187,7 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.jsonl", '{"timestamp":1,"input_length":true,"output_length":1}', ("input_length", "True")),
     ],
 )
-def test_a_bad_trace_gets_one_line_that_says_what_to_change(
+def test_a_bad_trace_gets_one_line_that_names_the_problem(
     tmp_path: Path, name: str, text: str, needles: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError) as caught:

@@ -98,5 +98,5 @@ def test_a_goal_is_never_zero() -> None:
         ((), True, "no goals: no request was answered without load"),
     ],
 )
-def test_the_line_says_where_goals_come_from(goals: tuple[str, ...], is_measured: bool, words: str) -> None:
+def test_the_line_states_where_goals_come_from(goals: tuple[str, ...], is_measured: bool, words: str) -> None:
     assert describe_goals(goals, is_measured=is_measured) == words

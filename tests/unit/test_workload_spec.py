@@ -56,7 +56,7 @@ def test_bad_flags_are_named(flags: dict[str, Any], needle: str) -> None:
         WorkloadSpec(**flags)
 
 
-def test_same_flags_and_seed_give_the_same_requests_and_another_seed_does_not() -> None:
+def test_same_flags_and_seed_give_the_same_requests_another_seed_others() -> None:
     spec = WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, ignore_eos=True)
     first, second = build(spec, Bytes()), build(spec, Bytes())
     assert first == second

@@ -66,7 +66,7 @@ def make_tiny(folder: Path, kinds: list[str]) -> dict[str, Any]:
 
 
 def make_stock(model: Path, **flags: Any) -> LLM:
-    """vLLM as it comes, with room for everybody unless told otherwise."""
+    """vLLM as it comes, with room for all requests unless flags say otherwise."""
     return LLM(
         **{
             "model": str(model), "dtype": "float32", "block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 400,
@@ -176,7 +176,7 @@ def finished_tokens(llm: LLM) -> dict[int, list[int]]:
 
 
 def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
-    """What stock vLLM says with room for everybody; its engine is gone afterwards."""
+    """The tokens of stock vLLM with room for all requests; its engine is closed afterwards."""
     llm = make_stock(model, **flags)
     tokens: dict[int, list[int]] = {}
     load.send(llm)
@@ -187,7 +187,7 @@ def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
 
 
 def expect_nothing_left(llm: LLM) -> None:
-    """No block and no slot is anybody's, whatever was aborted or failed; copies that are under way may end first."""
+    """No block and no slot is in use, whatever was aborted or failed; copies that are under way may end first."""
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""A policy that sends away whom no sane one would: at any moment, in the middle of prompts, with or without its KV."""
+"""A policy with arbitrary preemptions: at any moment, in the middle of prompts, with or without KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StormPolicy:
     """``cfs``, and dice.
 
     Args:
-        chance: That somebody who is on the device is sent away in a step.
+        chance: Probability that a resident request is preempted in a step.
         recompute: The part of those that lose their KV.
     """
 

@@ -123,7 +123,7 @@ def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[
     assert num_lost > 3
 
 
-def test_the_same_damage_is_seen_in_the_tokens_if_no_digest_tells(
+def test_the_same_damage_shows_in_the_tokens_without_digests(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
     """The control: without it, damage might cost this model no token in any case."""

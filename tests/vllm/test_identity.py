@@ -54,7 +54,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 
 @pytest.mark.quick
-def test_whoever_takes_turns_gets_the_same_tokens_and_computes_one_when_it_comes_back(
+def test_swapped_requests_keep_their_tokens_and_resume_with_one_token(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
     decisions: list[Decision] = []

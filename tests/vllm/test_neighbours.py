@@ -1,6 +1,6 @@
 """vLLM with swap space on a neighbour: a real coordinator, and a device of this machine that lends and recalls.
 
-Tokens are those of stock vLLM with room for everybody, and nothing of the neighbour's stays taken.
+Tokens are those of stock vLLM with room for all requests, and nothing of the neighbour's stays taken.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def llm(llama: Path, expected: dict[int, list[int]], url: str, neighbour: Neighb
 
 @pytest.fixture(autouse=True)
 def calm(llm: LLM, neighbour: Neighbour) -> Iterator[None]:
-    """The neighbour lends all it has at the start, and nobody has anything at the end."""
+    """The neighbour lends all it has at the start, and nothing is held at the end."""
     neighbour.lend(NUM_PAGES)
     wait_until(lambda: len(tier_of(llm)._held) == NUM_CHUNKS)
     yield

@@ -59,7 +59,7 @@ def test_tokens_are_the_same_where_prefixes_are_shared(llm: LLM, load: Load, exp
 
 
 @pytest.mark.quick
-def test_what_is_kept_of_a_view_is_what_vllms_blocks_say(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+def test_what_is_kept_of_a_view_agrees_with_vllms_blocks(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
     """Exclusive blocks and cached prefixes of each view, against a count of its own."""
     scheduler, seen = scheduler_of(llm), Counter[str]()
     scheduler.policy_object = StormPolicy(seed=6, chance=0.1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
-def test_versions_that_nobody_tried_are_refused_unless_asked_for(version: str) -> None:
+def test_untested_versions_are_refused_unless_allowed(version: str) -> None:
     with pytest.raises(UserError, match=f'vLLM {version} was not tested .* "allow_untested": true'):
         versions.expect_tested(version, allow_untested=False)
     versions.expect_tested(version, allow_untested=True)
@@ -55,7 +55,7 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
     assert set(RequestQueue.__abstractmethods__) <= set(dir(TurnQueue))
 
 
-def test_the_block_pool_tells_of_all_that_it_changes() -> None:
+def test_the_block_pool_reports_all_its_changes() -> None:
     """What vLLM did elsewhere, or by methods of other names, would leave counts as they were."""
     import inspect
 
@@ -65,7 +65,7 @@ def test_the_block_pool_tells_of_all_that_it_changes() -> None:
     hooks = [name for name in vars(ours) if callable(getattr(theirs, name, None)) and not name.startswith("__")]
     assert {"touch", "free_blocks", "unpin_blocks", "_insert_block_hash", "_remove_cached_block_hashes"} <= set(hooks)
     changing = [name for name, method in vars(theirs).items() if ".ref_cnt " in _source_of(method, "+=", "-=")]
-    assert set(changing) <= {*hooks, "get_new_blocks"}, "blocks that it gives were nobody's"
+    assert set(changing) <= {*hooks, "get_new_blocks"}, "blocks that it gives had no holder"
     caching = [
         name for name, method in vars(theirs).items() if "hash_to_block" in _source_of(method, "insert(", "pop(")
     ]

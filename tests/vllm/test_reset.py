@@ -77,7 +77,7 @@ def index_of(request: Any) -> int:
 
 
 def count_copies(llm: LLM) -> Counter[str]:
-    """Copies under way by direction, and requests whose copies back have come and who have not begun."""
+    """Copies under way by direction, and requests whose copies back have ended and that have not begun."""
     scheduler, copies = scheduler_of(llm), desk_of(llm).books._copies.values()
     ways = Counter("back" if copy.is_inbound else "out" for copy in copies if not copy.is_void)
     return ways + Counter("come" for _ in scheduler.finished_recving_kv_req_ids)

@@ -1,4 +1,4 @@
-"""vLLM's own server with the plug-in: streams, stop strings and clients that hang up, while everybody takes turns."""
+"""vLLM's own server with the plug-in: streams, stop strings and clients that hang up, while all requests take turns."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def expected(url: str) -> dict[str, str]:
     return texts
 
 
-def test_streams_are_the_same_when_everybody_takes_turns(url: str, expected: dict[str, str]) -> None:
+def test_streams_are_the_same_when_all_requests_take_turns(url: str, expected: dict[str, str]) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         texts = list(clients.map(lambda prompt: ask(url, prompt), PROMPTS))
     assert dict(zip(PROMPTS, texts, strict=True)) == expected
@@ -110,7 +110,7 @@ def test_streams_are_the_same_when_everybody_takes_turns(url: str, expected: dic
 
 
 def test_our_metrics_stand_beside_vllms(url: str, expected: dict[str, str]) -> None:
-    """After the turns that everybody took."""
+    """After turns of all requests."""
     assert count(url, "floodplain_preemptions_total") == count(url, "vllm:num_preemptions_total") > 5
     assert count(url, "floodplain_preemptions_total", 'mode="swap"') > 5
     out, back = (count(url, "floodplain_swap_bytes_total", f'direction="{way}".*tier="host"') for way in ("out", "in"))
