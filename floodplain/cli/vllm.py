@@ -17,9 +17,10 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
-from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, SUPPORTED_POLICIES, read_settings
+from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
+from floodplain.policy.registry import POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
 """Flags of vLLM set here; also ``--additional-config`` (swap none or vllm), ``--kv-offloading-size`` (swap vllm)."""
@@ -34,15 +35,27 @@ class VllmConfig:
     """The flags of the verb."""
 
     model: str = field(metadata={"positional": True, "help": "as vLLM wants it: a name of the hub, or a folder"})
-    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": SUPPORTED_POLICIES, "help": "who runs next"})
+    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": POLICIES, "help": "who runs next"})
     slice: int | None = field(default=None, metadata={"help": "steps of a slice (default: the policy's own)"})
     pace: float | None = field(
         default=None,
-        metadata={"help": "paced: tokens per second of a stream (default: a fifth of those of a stream that is alone)"},
+        metadata={
+            "help": "paced, timely: tokens per second of a stream (default: a fifth of those of a stream that is alone)"
+        },
     )
     max_gap: float | None = field(
         default=None,
-        metadata={"help": f"paced: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"},
+        metadata={
+            "help": f"paced, timely: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"
+        },
+    )
+    ttft_goal: float | None = field(
+        default=None,
+        metadata={"help": "paced, timely: seconds to a first token (default: five times what it takes without load)"},
+    )
+    line_patience: float | None = field(
+        default=None,
+        metadata={"help": "timely: most times that a late request waits as long as under fcfs (default: 1.1)"},
     )
     swap: str | None = field(
         default=None,

@@ -6,7 +6,7 @@ import heapq
 from bisect import insort
 from collections.abc import Callable
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
@@ -23,10 +23,17 @@ class WaitingQueue:
         key: The order; fixed for a sequence as long as it waits.
         window: The length of the head.
         num_newest: Number of sequences behind the head, the newest ones of each client, that ``shown`` has as well.
+        client: Name of the API key of a sequence.
     """
 
-    def __init__(self, key: Callable[[Sequence], OrderKey], window: int, num_newest: int = 0) -> None:
-        self._key = key
+    def __init__(
+        self,
+        key: Callable[[Sequence], OrderKey],
+        window: int,
+        num_newest: int = 0,
+        client: Callable[[Sequence], str] = attrgetter("request.client"),
+    ) -> None:
+        self._key, self._client = key, client
         self._window, self._num_newest = window, num_newest
         self._head: list[_Entry] = []
         self._sequences: tuple[Sequence, ...] | None = None  # of the head, built on demand
@@ -71,9 +78,9 @@ class WaitingQueue:
         self._members[seq.seq_id] = (entry[0], seq)
         self._shown = None
         if self._num_newest:
-            line = self._by_client.pop(seq.request.client, {})
+            line = self._by_client.pop(self._client(seq), {})
             line[seq.seq_id] = None
-            self._by_client[seq.request.client] = line
+            self._by_client[self._client(seq)] = line
         if len(self._head) < self._window and not self._heap:
             self._insert(entry)
         elif self._head and entry < self._head[-1]:
@@ -100,10 +107,10 @@ class WaitingQueue:
         return seq
 
     def _forget(self, seq: Sequence) -> None:
-        line = self._by_client[seq.request.client]
+        line = self._by_client[self._client(seq)]
         del line[seq.seq_id]
         if not line:
-            del self._by_client[seq.request.client]
+            del self._by_client[self._client(seq)]
 
     def _insert(self, entry: _Entry) -> None:
         insort(self._head, entry)

@@ -193,7 +193,7 @@ def test_a_newcomer_begins_at_the_least_work_of_live_requests(events: list[tuple
         if event == "arrive":
             expected = min((one.stream_work for one in roster), default=0.0)
             request = engine_like[f"request-{number}"] = _Generating(f"request-{number}", index % 5 - 2)
-            assert roster.arrive(request).credit == expected  # type: ignore[arg-type]
+            assert roster.arrive(request, 0.0).credit == expected  # type: ignore[arg-type]
         elif names and event == "generate":
             engine_like[names[index % len(names)]].num_output_tokens += index
         elif names:
@@ -204,9 +204,9 @@ def test_a_newcomer_begins_at_the_least_work_of_live_requests(events: list[tuple
 
 def test_requests_that_ended_are_not_kept_for_one_that_stays() -> None:
     roster = RequestRoster()
-    roster.arrive(_Generating("stays", 0))  # type: ignore[arg-type]
+    roster.arrive(_Generating("stays", 0), 0.0)  # type: ignore[arg-type]
     for number in range(1000):
-        roster.arrive(_Generating(f"request-{number}", 0)).request.num_output_tokens = 5  # type: ignore[arg-type,misc]
+        roster.arrive(_Generating(f"request-{number}", 0), 0.0).request.num_output_tokens = 5  # type: ignore[arg-type,misc]
         roster.depart(f"request-{number}")
         roster.take_departed()
         assert len(roster._by_work) <= 2 * len(roster.by_id) + SPARE_ENTRIES + 1

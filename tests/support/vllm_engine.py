@@ -9,7 +9,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
-from floodplain.core.view import Prices, SequenceView, View
+from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.lobby import Lobby
@@ -32,7 +32,7 @@ class FakeRequest:
         self.request_id, self.text, self.number = f"request-{number}", text, number
         self.num_prompt_tokens, self.num_tokens = num_prompt, num_prompt
         self.num_computed_tokens, self.num_output_placeholders, self.max_tokens = 0, 0, 30
-        self.priority, self.arrival_time = number % 3 - 1, float(number)
+        self.priority = number % 3 - 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -150,7 +150,7 @@ class FakeEngine:
         request = cast(Any, FakeRequest(self.num_arrived, index % NUM_TEXTS, num_prompt=5 + index % 16))
         self.num_arrived += 1
         self.queue.add_request(request)
-        self.desk.roster.arrive(request)
+        self.desk.roster.arrive(request, float(self.num_arrived))
 
     def admit(self, index: int) -> None:
         """One that was seen in the queue comes onto the device, by a copy if it has KV in swap space."""
@@ -272,7 +272,7 @@ class FakeEngine:
         self.lobby.refresh(self.queue.take_changed(), lambda _: True)
         self.seen = {request.request_id for request in self.queue}
         present = Present(tuple(self.running), loading=tuple(self.loading.values()))
-        return self.outlook.view(self.step, present, is_open=True, prices=Prices(), completion_step=-1)
+        return self.outlook.view(self.step, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
 
     def plain_rows(self) -> tuple[tuple[SequenceView, ...], list[SequenceView], tuple[SequenceView, ...]]:
         """Rows of those that run, all that wait, and those in swap space, all made anew."""

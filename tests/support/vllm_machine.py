@@ -150,8 +150,8 @@ class BooksMachine(RuleBasedStateMachine):
         return there[index % len(there)]
 
     def _arrive(self) -> None:
-        request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}", priority=0, arrival_time=0.0))
-        tracked = TrackedRequest(SeqId(self.num_arrived), request, 0.0)
+        request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}", priority=0))
+        tracked = TrackedRequest(SeqId(self.num_arrived), request, credit=0.0, arrival_s=0.0)
         text = self.num_arrived % NUM_TEXTS + NUM_TEXTS * self.num_resets
         self.requests.append(LiveRequest(tracked, text, num_tokens=10 + self.num_arrived % 5))
         self.num_arrived += 1

@@ -35,8 +35,8 @@ class Office:
         self.names = (f"request-{number}" for number in count())
 
     def arrive(self) -> TrackedRequest:
-        request = SimpleNamespace(request_id=next(self.names), num_output_tokens=0, priority=0, arrival_time=0.0)
-        return self.desk.roster.arrive(cast(Any, request))
+        request = SimpleNamespace(request_id=next(self.names), num_output_tokens=0, priority=0)
+        return self.desk.roster.arrive(cast(Any, request), 0.0)
 
     def send_away(self) -> tuple[TrackedRequest, list[Block], int]:
         """Swap out a request with ten tokens: the request, its blocks, and the copy that began."""

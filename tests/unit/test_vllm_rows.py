@@ -14,7 +14,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Link, SlotLedger, Tier
-from floodplain.core.view import Prices, SequenceView, TierView
+from floodplain.core.view import Demand, Prices, SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.lobby import Lobby
@@ -65,10 +65,9 @@ class World:
         request = SimpleNamespace(
             request_id=f"request-{number}", num_prompt_tokens=10, num_tokens=10 + num_output, num_computed_tokens=0,
             num_output_placeholders=0, num_output_tokens=num_output, max_tokens=max_tokens, priority=priority,
-            arrival_time=float(number),
             block_hashes=[b"%d" % index for index in range((10 + num_output) // TOKENS)],
         )  # fmt: skip
-        return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5)
+        return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5, arrival_s=float(number))
 
     def run(self, one: TrackedRequest, num_computed: int) -> list[Block]:
         """It is on the device, and has computed so many tokens."""
@@ -153,7 +152,7 @@ def test_a_request_whose_last_token_is_on_its_way_is_not_preempted() -> None:
     held, gone = world.pool.give(3), world.pool.give(2)
     world.pool.touch(held[:1])
     present = Present(tuple(ones), deferred=(*held, *gone))
-    view = outlook.view(STEP, present, is_open=True, prices=Prices(), completion_step=-1)
+    view = outlook.view(STEP, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
     assert [row.end_step - STEP for row in view.running] == [1, 0] and view.outstanding == {1}
     assert view.num_draining_blocks == 4, "all that nothing but an outstanding step holds"
 

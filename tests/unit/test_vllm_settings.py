@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, SUPPORTED_POLICIES, PluginSettings, read_settings
+from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, PluginSettings, read_settings
 from floodplain.policy.base import Policy
 from floodplain.policy.gate import GatedPolicy
-from floodplain.policy.registry import make_policy
+from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import SLICE_STEPS, settings_for
 
 
@@ -28,7 +28,7 @@ def test_the_defaults_are_paced_and_four_gibibytes() -> None:
     assert shape(PluginSettings().make_policy()) == shape(make_policy("paced"))
 
 
-@pytest.mark.parametrize("policy", SUPPORTED_POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_can_be_named(policy: str) -> None:
     settings = read_settings({"policy": policy})
     assert settings.policy == policy
@@ -58,6 +58,8 @@ def test_swap_memory_is_a_size_or_a_number_of_bytes(memory: str | int, num_bytes
     ("name", "value", "field"),
     [
         ("slice", 7, "slice_steps"),
+        ("ttft_goal", 0.5, "ttft_goal_s"),
+        ("line_patience", 2.0, "line_patience"),
         ("max_gap", 3.0, "max_gap_s"),
     ],
 )
@@ -119,10 +121,10 @@ def test_allow_untested_does_not_change_the_settings(value: bool) -> None:
         (
             {"slices": 3},
             "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, allow_untested, "
-            "slice, pace, max_gap, coordinator, coordinator_token_file, device_name, peer_memory",
+            "slice, pace, max_gap, ttft_goal, line_patience, coordinator, coordinator_token_file, device_name, "
+            "peer_memory",
         ),
-        ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, not 'lifo'"),
-        ({"policy": "timely"}, "policy must be one of fcfs, cfs, fair, paced, not 'timely'"),
+        ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, timely, not 'lifo'"),
         ({"policy": None}, "kv_connector_extra_config has a value for 'policy' of the wrong kind: None"),
         ({"seed": "x"}, "kv_connector_extra_config has a value for 'seed' of the wrong kind: 'x'"),
         ({"slice": 2.5}, "kv_connector_extra_config has a value for 'slice' of the wrong kind: 2.5"),

@@ -84,6 +84,16 @@ class SteeredScheduler(AsyncScheduler):
         """Return blocks that only an outstanding step holds, which may still write them; freed when it ends."""
         return [block for _, blocks in self.deferred_frees for block in blocks]
 
+    @property
+    def num_queued(self) -> int:
+        """Return the number of requests in vLLM's waiting queue, swapped ones included."""
+        return len(self._queue)
+
+    @property
+    def holding(self) -> list[Request]:
+        """Return waiting requests that hold blocks, into which copies go."""
+        return list(self._holding)
+
     def read_limits(self) -> Limits:
         """Return the limits that vLLM was configured with."""
         return Limits(
@@ -255,6 +265,11 @@ class SteeredScheduler(AsyncScheduler):
 def local_tokens_in(output: SchedulerOutput) -> dict[str, int]:
     """Return how many leading tokens each request that is new in a step did not have to compute."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+
+
+def was_aborted(request: Request) -> bool:
+    """Whether a request's client ended it."""
+    return bool(request.status == RequestStatus.FINISHED_ABORTED)
 
 
 def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:

@@ -23,15 +23,16 @@ class Lobby:
     Args:
         roster: Of all live requests.
         key: The order of waiting requests; fixed while a request waits.
-        window: The number of them that a policy sees.
+        window: The number of them that a policy sees,
+        num_newest: and of the newest others.
 
     Attributes:
         swapped: Requests with KV in swap space, or on its way there.
     """
 
-    def __init__(self, roster: RequestRoster, key: Callable[[Any], OrderKey], window: int) -> None:
+    def __init__(self, roster: RequestRoster, key: Callable[[Any], OrderKey], window: int, num_newest: int = 0) -> None:
         self._roster = roster
-        self._line = WaitingQueue(key, window)
+        self._line = WaitingQueue(key, window, num_newest, lambda _: "")  # vLLM's requests have no API key
         self.swapped: dict[SeqId, TrackedRequest] = {}
         self._blocked: dict[SeqId, TrackedRequest] = {}
         self._here: dict[str, TrackedRequest] = {}
@@ -41,9 +42,9 @@ class Lobby:
         """Return the number of requests that wait and have nothing in swap space."""
         return len(self._line)
 
-    def head(self) -> tuple[TrackedRequest, ...]:
-        """Return the first of these, in order."""
-        return cast(tuple[TrackedRequest, ...], self._line.head())
+    def shown(self) -> tuple[TrackedRequest, ...]:
+        """Return the first of these, and the newest others, each in order."""
+        return cast(tuple[TrackedRequest, ...], self._line.shown())
 
     def refresh(self, changed: Mapping[str, Request | None], is_ready: Callable[[Request], bool]) -> None:
         """Apply changes of vLLM's queue.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.core.sequence import Status
-from floodplain.core.view import Prices, SequenceView, View
+from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.lobby import Lobby
@@ -46,7 +46,9 @@ class Outlook:
         self._limits, self._blocks, self._desk, self._lobby = limits, blocks, desk, lobby
         self._rows = KeptRows()
 
-    def view(self, step: int, present: Present, *, is_open: bool, prices: Prices, completion_step: int) -> View:
+    def view(
+        self, step: int, present: Present, *, is_open: bool, prices: Prices, demand: Demand, completion_step: int
+    ) -> View:
         """Return the view for planning a step.
 
         Args:
@@ -54,6 +56,7 @@ class Outlook:
             present: Requests that hold blocks now; the others are in the lobby.
             is_open: Requests of the lobby may be admitted; else the view shows none of them.
             prices: The costs of computing.
+            demand: Recent lengths, rates and waits of requests.
             completion_step: The ``View``'s field.
         """
         limits, desk = self._limits, self._desk
@@ -79,6 +82,7 @@ class Outlook:
             max_num_seqs=limits.max_num_seqs,
             tiers=view_tiers(desk.books, desk.block_bytes, desk.links.as_of(step)),
             prices=prices,
+            demand=demand,
             num_draining_blocks=desk.books.count_draining(present.deferred),
             num_empty_blocks=num_free,
             key_credits={"": 0.0},
@@ -97,7 +101,7 @@ class Outlook:
                 swapped.append(row)
             else:
                 lobby.wait(one)
-        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.head()])
+        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.shown()])
 
     def _forget_others(self, view: View) -> None:
         absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}

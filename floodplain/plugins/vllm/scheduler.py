@@ -12,7 +12,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.plugins.vllm.compat import SteeredScheduler, local_tokens_in, num_tokens_in
+from floodplain.plugins.vllm.compat import SteeredScheduler, local_tokens_in, num_tokens_in, was_aborted
 from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.desk import SwapDesk
@@ -24,6 +24,7 @@ from floodplain.plugins.vllm.step_timer import StepTimer
 from floodplain.plugins.vllm.support import NO_SWAP
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
+from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.prices import StepPrices
 
 if TYPE_CHECKING:
@@ -47,9 +48,16 @@ class FloodplainScheduler(SteeredScheduler):
         self._limits = self.read_limits()
         # Of a sequence, ``waiting_key`` reads the order key, which a tracked request has, too.
         policy = self.policy_object
-        self._lobby = Lobby(self._desk.roster, lambda one: self.policy_object.waiting_key(one), policy.waiting_window)
+        self._lobby = Lobby(
+            self._desk.roster,
+            lambda one: self.policy_object.waiting_key(one),
+            policy.waiting_window,
+            policy.num_newest,
+        )
         self._outlook = Outlook(self._limits, self.finder, self._desk, self._lobby)
         self._prices = StepPrices()
+        self._demand = DemandMeter()
+        self._ended_outputs: list[int] = []
         self._step = -1
         self._completion_step = -1
         self._caps: dict[str, int] = {}
@@ -88,6 +96,7 @@ class FloodplainScheduler(SteeredScheduler):
             present,
             is_open=self.is_open,
             prices=self._prices.now,
+            demand=self._demand.now,
             completion_step=self._completion_step,
         )
 
@@ -140,11 +149,18 @@ class FloodplainScheduler(SteeredScheduler):
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def note_arrival(self, request: Request) -> None:
-        """Add a new request to the roster."""
-        self._desk.roster.arrive(request)
+        """Add a new request to the roster, and learn the demand. vLLM's time of arrival is on the wall clock."""
+        waited_s = max(0.0, time.time() - request.arrival_time)
+        self._desk.roster.arrive(request, time.monotonic() - waited_s)
+        paused = [*self.holding, *(one.request for one in self._lobby.swapped.values())]
+        num_waiting = 1 + self.num_queued - len(self._lobby.swapped)
+        outputs = [one.num_output_tokens for one in (*self.running, *paused)]
+        self._demand.arrive(request.num_prompt_tokens, num_waiting, len(paused), outputs)
 
     def note_finish(self, request: Request) -> None:
         """Forget a request that has ended, and free its backups."""
+        if not was_aborted(request):
+            self._ended_outputs.append(request.num_output_tokens)
         self._desk.depart(request.request_id)
 
     def note_departure(self, request: Request) -> None:
@@ -195,11 +211,13 @@ class FloodplainScheduler(SteeredScheduler):
         num_tokens = num_tokens_in(output)
         sizes = list(num_tokens.values())
         num_single = sizes.count(1)
-        self._prices.learn(num_single, sum(sizes) - num_single, self._timer.end(now))
-        for request_id in num_tokens:
-            one = self._desk.roster.find(request_id)
-            if one is not None:
-                one.note_tokens(now)
+        duration_s = self._timer.end(now)
+        self._prices.learn(num_single, sum(sizes) - num_single, duration_s)
+        live = [one for name in num_tokens if (one := self._desk.roster.find(name)) is not None]
+        ended, self._ended_outputs = self._ended_outputs, []
+        num_generated = len(ended) + sum([one.note_tokens(now) for one in live])
+        num_paused = len(self.holding) + len(self._lobby.swapped)
+        self._demand.learn(duration_s, num_generated, ended, self._lobby.num_waiting, num_paused)
 
 
 def _newcomers(decision: Decision) -> list[SeqId]:

@@ -18,21 +18,23 @@ from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for
 
 DEFAULT_POLICY = "paced"
-SUPPORTED_POLICIES = tuple(name for name in POLICIES if name != "timely")
-"""All but ``timely``: it needs the demand, which the plug-in does not learn yet."""
 DEFAULT_SWAP_BYTES = 4 * 2**30
 
-_SHARING = {"slice": "slice_steps", "pace": "pace", "max_gap": "max_gap_s"}
+_SHARING = {
+    "slice": "slice_steps", "pace": "pace", "max_gap": "max_gap_s", "ttft_goal": "ttft_goal_s",
+    "line_patience": "line_patience",
+}  # fmt: skip
 """Names of flags, and the fields of ``SharingSettings`` that they set."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
-    "slice": int, "pace": (int, float), "max_gap": (int, float),
+    "slice": int, "pace": (int, float), "max_gap": (int, float), "ttft_goal": (int, float),
+    "line_patience": (int, float),
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
 """Every setting, and its allowed types."""
 
-ALONE = ("policy", "seed", "allow_untested", "slice", "pace", "max_gap")
+ALONE = ("policy", "seed", "allow_untested", *_SHARING)
 """Settings of the scheduler without our connector."""
 
 _BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
@@ -122,8 +124,8 @@ def read_settings(
         if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
             raise UserError(f"{where} has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
-    if policy not in SUPPORTED_POLICIES:
-        raise UserError(f"policy must be one of {', '.join(SUPPORTED_POLICIES)}, not {policy!r}")
+    if policy not in POLICIES:
+        raise UserError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
     settings = PluginSettings(
         policy, sharing, _read_size("swap_memory", extra.get("swap_memory", DEFAULT_SWAP_BYTES)), extra.get("seed", 0),

@@ -24,7 +24,7 @@ class TrackedRequest:
     Attributes:
         seq_id: Its name in decisions, numbered in order of arrival.
         request: vLLM's own; read only.
-        order_key: (priority, arrival, id).
+        order_key: (priority, arrival in monotonic seconds, id).
         credit: Served work that it counted as having had when it arrived.
         entered_step: The step in which it last entered the device.
         first_token_s: When it got its first token; None before.
@@ -44,10 +44,10 @@ class TrackedRequest:
         "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key", "request", "seq_id", "tail",
     )  # fmt: skip
 
-    def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
+    def __init__(self, seq_id: SeqId, request: Request, credit: float, arrival_s: float) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.order_key: OrderKey = (request.priority, request.arrival_time, seq_id)
+        self.order_key: OrderKey = (request.priority, arrival_s, seq_id)
         self.credit = credit
         self.entered_step = 0
         self.first_token_s: float | None = None
@@ -65,11 +65,13 @@ class TrackedRequest:
         num_tokens: int = self.request.num_tokens + self.request.num_output_placeholders
         return num_tokens
 
-    def note_tokens(self, now: float) -> None:
-        """Record the time of output tokens, if there are more than before."""
-        if self.request.num_output_tokens > self.num_seen_tokens:
+    def note_tokens(self, now: float) -> bool:
+        """Record the time of output tokens; whether there are more than before."""
+        has_more: bool = self.request.num_output_tokens > self.num_seen_tokens
+        if has_more:
             self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
+        return has_more
 
     def note_local(self, num_tokens: int) -> None:
         """Record how many leading tokens vLLM found on the device before admission."""
@@ -120,9 +122,14 @@ class RequestRoster:
         """Return a live request; None if it is not alive."""
         return self._by_name.get(request_id)
 
-    def arrive(self, request: Request) -> TrackedRequest:
-        """Track a new request; its credit is the least work of any live one (``core.served``)."""
-        tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work())
+    def arrive(self, request: Request, arrival_s: float) -> TrackedRequest:
+        """Track a new request; its credit is the least work of any live one (``core.served``).
+
+        Args:
+            request: vLLM's.
+            arrival_s: When it arrived, in monotonic seconds.
+        """
+        tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work(), arrival_s)
         self._note_work(tracked)
         self._num_arrived += 1
         self._by_name[request.request_id] = self.by_id[tracked.seq_id] = tracked
