@@ -252,7 +252,7 @@ class Regrouping:
         moving = [(home, record) for home, record in records if record.sources]
         ids = map(BlockId, count())  # new ids: pages move, bytes do not
         held = HeldBlocks(ledger, {row: list(islice(ids, len(one.sources))) for row, (_, one) in enumerate(moving)})
-        engine.num_arriving = len(moving)
+        _note_held(engine, held)
         whole_s = [now] * num_stages
         for row, (home, record) in enumerate(moving):
             num_bytes = record.num_computed * self._model.token_bytes * (num_stages - 1) / num_stages
@@ -268,11 +268,18 @@ class Regrouping:
 
     def _adopt(self, engine: VirtualStages, held: HeldBlocks, row: int, record: Record) -> None:
         request = _go_on(record)
-        seq_id = engine.adopt(request, held.take(row), record.num_computed)
+        blocks = held.take(row)
+        _note_held(engine, held)
+        seq_id = engine.adopt(request, blocks, record.num_computed)
         self._cluster.note(request, engine.lifecycles, seq_id)
 
     def _end_change(self) -> None:
         self._num_changing -= 1
+
+
+def _note_held(engine: VirtualStages, held: HeldBlocks) -> None:
+    """Tell the loop how many blocks are held: requests may wait for them while nothing else runs."""
+    engine.loop.state.num_returning_blocks = held.num_blocks
 
 
 def _go_on(record: Record) -> Request:

@@ -25,7 +25,6 @@ class VirtualStages:
         loop: The step loop of the leader.
         lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Seconds that each stage computed.
-        num_arriving: Requests whose KV is being copied, into blocks that are held for them.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class VirtualStages:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = [0.0] * loop.state.config.depth
-        self.num_arriving = 0
         self._environment = environment
         self._stage_times = stage_times
         self._driver = StepDriver(loop)
@@ -49,7 +47,6 @@ class VirtualStages:
 
     def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
         """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
-        self.num_arriving -= 1
         seq_id = self._take_in(request)
         if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
             self.loop.state.ledger.free(blocks)
@@ -64,7 +61,7 @@ class VirtualStages:
     def advance(self) -> None:
         """Start all steps that can start now."""
         now = self._environment.now
-        while self._on_paused is None and self._driver.has_room and self._free_s[0] <= now and not self._is_blocked():
+        while self._on_paused is None and self._driver.has_room and self._free_s[0] <= now:
             plan = self._driver.next_plan(now)
             if not isinstance(plan, StepPlan):
                 return
@@ -79,14 +76,6 @@ class VirtualStages:
         seq_id = self.loop.submit(request)
         self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
         return seq_id
-
-    def _is_blocked(self) -> bool:
-        """Whether the first waiting request has no room until requests whose KV is being copied have ended."""
-        state = self.loop.state
-        if state.running or not self.num_arriving or not len(state.waiting):
-            return False
-        num_tokens = len(state.waiting.head()[0].tokens) + 1
-        return -(-num_tokens // state.ledger.block_tokens) > state.ledger.num_available
 
     def _complete(self, plan: StepPlan) -> None:
         result = StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))

@@ -100,7 +100,6 @@ def test_a_handover_that_forgets_tokens_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def _compute_again(stages: VirtualStages, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
-    stages.num_arriving -= 1
     stages.loop.state.ledger.free(blocks)
     return stages.submit(request)
 
