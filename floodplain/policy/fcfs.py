@@ -2,8 +2,9 @@
 
 One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
 latest arrival is preempted and will recompute; no waiting request starts in such a step. Otherwise waiting requests
-start in order of arrival, until the first one that does not fit. A prefix in swap space is a hit, too. If several
-steps may be outstanding, each computes its share of all work (see ``policy.microbatch``).
+start in order of arrival, until the first one whose tokens do not all fit into the free blocks (vLLM's default,
+``scheduler_reserve_full_isl``). A prefix in swap space is a hit, too. If several steps may be outstanding, each
+computes its share of all work (see ``policy.microbatch``).
 """
 
 from __future__ import annotations
@@ -108,33 +109,29 @@ class _Step:
         """Start waiting sequences in order, each with as large a chunk as the budget allows."""
         num_free_seqs = self._view.max_num_seqs - len(self._view.running) - len(self._view.loading)
         for row in self._view.waiting[: max(0, num_free_seqs)]:
+            if self._blocks_for(row.num_tokens) - row.num_shared_blocks > self._blocks:
+                return
             if pays_to_fetch(self._view, row):
-                if not self._fetch(row):
-                    return
+                self._fetch(row)
                 continue
             num_tokens = self._budget.most(row.num_cached_tokens, row.num_remaining - row.num_cached_tokens)
-            num_blocks = self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
-            if not num_tokens or num_blocks > self._blocks:
+            if not num_tokens:
                 return
             self._budget.pay(row.num_cached_tokens, num_tokens)
-            self._blocks -= num_blocks
+            self._blocks -= self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
-    def _fetch(self, row: SequenceView) -> bool:
-        """Fetch a waiting request's prefix from swap space; the rest is computed later. False: too few blocks.
+    def _fetch(self, row: SequenceView) -> None:
+        """Fetch a waiting request's prefix from swap space; the rest is computed later.
 
         If another request's copy brings the prefix, only room is kept: the request shares the blocks when they arrive.
         """
-        num_blocks = self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
-        if num_blocks > self._blocks:
-            return False
-        self._blocks -= num_blocks
+        self._blocks -= self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
         if row.is_arriving or row.next_copy in self._coming:
-            return True
+            return
         self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
         if row.next_copy is not None:
             self._coming.add(row.next_copy)
-        return True
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
         """Schedule a chunk beside the later rows' decodes: a long prompt of any priority must not stop streams."""

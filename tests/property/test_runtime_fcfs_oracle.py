@@ -92,8 +92,8 @@ class Oracle:
             while not has_preempted and self.waiting and budget and len(self.running) < self.max_running:
                 job = self.waiting[0]
                 num_new = min(job.num_tokens, budget)
-                if self.lacks(job, num_new) > self.num_free:
-                    break
+                if self.lacks(job, job.num_tokens) > self.num_free:
+                    break  # its whole prompt must fit, not only its first chunk
                 self.running.append(self.waiting.pop(0))
                 self.take(job, num_new)
                 chosen[job.number] = num_new

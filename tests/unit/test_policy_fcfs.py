@@ -124,6 +124,19 @@ def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
     assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
 
 
+@pytest.mark.parametrize(("num_free", "starts"), [(20, True), (19, False)])
+def test_a_prompt_starts_only_if_all_of_it_fits(num_free: int, starts: bool) -> None:
+    """vLLM's ``scheduler_reserve_full_isl``; its first chunk takes four of 20 blocks."""
+    decision = decide(waits=(waiting(0, 80),), num_available_blocks=num_free, max_batched_tokens=16)
+    assert [chunk.num_tokens for chunk in decision.admissions] == ([16] if starts else [])
+
+
+def test_cached_blocks_of_a_prompt_need_no_room() -> None:
+    cached = waiting(0, 80, num_cached_tokens=40, num_shared_blocks=10)
+    assert decide(waits=(cached,), num_available_blocks=10).admissions
+    assert not decide(waits=(cached,), num_available_blocks=9).admissions
+
+
 def test_waiting_requests_start_in_order_until_one_does_not_fit() -> None:
     waits = (waiting(0, 8), waiting(1, 40), waiting(2, 4))
     decision = decide(waits=waits, num_available_blocks=6)
