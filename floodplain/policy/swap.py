@@ -116,7 +116,7 @@ class SwapBudget:
 
 
 def copying_pays(view: View) -> bool:
-    """Whether swapping a block in from some tier is faster than computing it; True while prices are unknown.
+    """Whether swapping KV in from some tier is faster than computing it; True while prices are unknown.
 
     With hysteresis: turns begin only if a copy takes at most half the time of computing, and go on, while sequences
     are swapped, until it takes as long. They do not begin if only slower tiers have free slots.
@@ -129,9 +129,13 @@ def copying_pays(view: View) -> bool:
 
 
 def quick_tiers(view: View, margin: float = 1.0) -> list[TierView]:
-    """Tiers that return a block ``margin`` times faster than it is computed; all while prices are unknown."""
+    """Tiers that return a mean resident's KV ``margin`` times faster than it is computed; all without prices."""
     compute_s = view.block_tokens * view.prices.prefill_token_s
-    return [tier for tier in view.tiers if not compute_s or tier.block_s * margin < compute_s]
+    num_each = max(1.0, (view.num_blocks - view.num_available_blocks) / max(1, len(view.running)))
+    return [
+        tier for tier in view.tiers
+        if not compute_s or (tier.block_s + tier.latency_s / num_each) * margin < compute_s
+    ]  # fmt: skip
 
 
 def blocks_per_step(view: View, tier: TierView) -> int:
