@@ -73,9 +73,9 @@ TRADES = tuple(
 CHOICES = tuple(
     Way(f"paced/pcie, {name}", "paced", settings=SharingSettings(**settings))
     for name, settings in {
-        "visitors 0.2": {"visitor_share": 0.2},
-        "visitors 0.4": {"visitor_share": 0.4},
-        "visitors 0.5": {"visitor_share": 0.5},
+        "rotation 0.2": {"rotation_share": 0.2},
+        "rotation 0.4": {"rotation_share": 0.4},
+        "rotation 0.5": {"rotation_share": 0.5},
         "--slice 2": {"slice_steps": 2},
         "--slice 5": {"slice_steps": 5},
         "--max-gap 10": {"max_gap_s": 10.0},

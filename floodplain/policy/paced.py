@@ -1,26 +1,28 @@
-"""The default policy: early first tokens, most streams at their TPOT goal, oldest finished first.
+"""Early first tokens, most streams at their TPOT goal, oldest requests finished first.
 
 The device is divided, both its pool and its places (``max_num_seqs``). One part, the *core*, runs the oldest streams
-to their end, as FCFS does, so that work finishes. The rest is time-sliced between *visitors*, all other streams. While
-sharing can keep the TPOT goals of all live requests, the visitors' part is large: a core that is far ahead of its
-goals helps no request. Otherwise it is small, because equal shares would make all streams late. The order is
+to their end, as FCFS does, so that work finishes. In the rest, the *rotation*, all other streams run in turns. While
+sharing can keep the TPOT goals of all live requests, the rotation is large: a core that is far ahead of its goals
+helps no request. Otherwise it is small, because equal shares would make all streams late. The order is
 
 1. newcomers, which have no first token yet, by arrival (a request's own TTFT goal shifts it within limits);
 2. the core, by arrival;
-3. visitors: overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on time for
-   their TPOT goal; then late ones. Within each kind, streams with fewer tokens go first, in rounds that double: a
-   pause costs the mean of a short answer most, and a short answer ends soonest. Within a round the order is arrival.
+3. rotating streams: overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on
+   time for their TPOT goal; then late ones. Within each kind, streams with fewer tokens go first, in rounds that
+   double: a pause costs the mean of a short answer most, and a short answer ends soonest. Within a round the order is
+   arrival.
 
-If the first overdue visitor does not fit into the visitors' part, the youngest of the core make room for it. Newcomers
-wait, as under FCFS, in three cases: the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``);
-swap space could not take one more; or the server has no TTFT goal and the load is *prompt bound*: prompts are so large
-a part of the work that serving first tokens first costs other requests more than it gains.
+If the first overdue stream does not fit into the rotation, the youngest of the core make room for it. Newcomers wait,
+as under FCFS, in three cases: the device is *crowded* (a rotating stream has been silent for longer than
+``max_gap_s``); swap space could not take one more; or the server has no TTFT goal and the load is *prompt bound*:
+prompts are so large a part of the work that serving first tokens first costs other requests more than it gains.
 
-Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
-places of P): a visitor is silent for at most ``OVERDUE * max_gap_s + (V / P + 1) * (s + 3) * t`` seconds, V / P rounded
-up: beside a turn, swap-in and swap-out hold the blocks for three more steps. A visitor that is larger than the part
-counts for the time in which all such visitors get their turns. Newcomers add to V only while no visitor has been
-silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
+Bounds, for steps of at most t seconds with turns of s steps and rotating streams that need V blocks in a rotation of P
+blocks (or V places of P): a stream is silent for at most ``OVERDUE * max_gap_s + (V / P + 1) * (s + 3) * t`` seconds,
+V / P rounded up: beside a turn, swap-in and swap-out hold the blocks for three more steps. A stream that is larger
+than the rotation counts for the time in which all such streams get their turns. Newcomers add to V only while no
+rotating stream has been silent for more than ``max_gap_s``, so silence grows beyond it only with the streams' own
+contexts.
 """
 
 from __future__ import annotations
@@ -44,19 +46,19 @@ from floodplain.policy.slices import Slice, blocks_in_slice, slice_for
 from floodplain.policy.swap import quick_tiers
 
 OVERDUE = 0.8
-"""Part of ``max_gap_s``: visitors that are silent for longer go first, so that newcomers seldom have to wait."""
+"""Part of ``max_gap_s``: streams that are silent for longer go first, so that newcomers seldom have to wait."""
 
 STEPS_BESIDE = 3
 """Steps for which a turn holds blocks beyond its slice: those of its swap-in and swap-out."""
 
 SLOTS_PER_BLOCK = 8
-"""Swap slots for each block of the visitors' part: swapped visitors and newcomers lie there."""
+"""Swap slots for each block of the rotation: swapped streams and newcomers lie there."""
 
 LEAST_SHARE = 0.07
-"""Least visitors' part of the device, however small swap space is: enough that turns go on at all."""
+"""Least rotation, as a part of the device, however small swap space is: enough that turns go on at all."""
 
 WIDE_SHARE = 0.6
-"""Most visitors' part of the device while the goals of all live requests fit into ``FULL_SHARE`` of it."""
+"""Largest rotation, as a part of the device, while the goals of all live requests fit into ``FULL_SHARE`` of it."""
 
 FULL_SHARE = 0.8
 """Part of the device that streams may claim by their goals; the rest is for prompts and for unfilled turns."""
@@ -75,15 +77,15 @@ class _Newcomers:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The core by arrival, the visitors in rank order, and the slice of a visitor's turn."""
+    """The core by arrival, the rotating streams in rank order, and the slice of a turn."""
 
     core: Seq[SequenceView]
-    visitors: Seq[SequenceView]
+    rotating: Seq[SequenceView]
     turn: Slice
 
 
 class PacedPolicy(SharingPolicy):
-    """Ranks newcomers, a core of the oldest streams, then visitors in turns (see module docstring)."""
+    """Ranks newcomers, a core of the oldest streams, then rotating streams in turns (see module docstring)."""
 
     name = "paced"
     keeps_goals = True
@@ -93,20 +95,20 @@ class PacedPolicy(SharingPolicy):
         return seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
-        """Rank newcomers, the core, visitors, and last the newcomers that are held back."""
+        """Rank newcomers, the core, rotating streams, and last the newcomers that are held back."""
         streams, fresh = _split(view, self.settings.ttft_goal_s)
         parts = divide(view, streams, now, self.settings)
-        newcomers = _judge(view, now, fresh, parts.visitors, self.settings)
+        newcomers = _judge(view, now, fresh, parts.rotating, self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
         staying = frozenset([*prompts, *rows_in_slice(view, parts.turn.steps)])
-        rows = [*newcomers.welcome, *parts.core, *parts.visitors, *newcomers.held]
+        rows = [*newcomers.welcome, *parts.core, *parts.rotating, *newcomers.held]
         reason = newcomers.reason or parts.turn.reason
         return Ranking(rows, staying, parts.turn.steps, reason, caps_prompts=not _is_prompt_bound(view, self.settings))
 
 
-def visitor_share(view: View, goals: PaceGoals, settings: SharingSettings) -> float:
-    """The visitors' part of the device (0 to 1), by goals and settings, limited by the link and swap space."""
-    share = settings.visitor_share
+def rotation_share(view: View, goals: PaceGoals, settings: SharingSettings) -> float:
+    """The rotation as a part of the device (0 to 1), by goals and settings, limited by the link and swap space."""
+    share = settings.rotation_share
     if share < WIDE_SHARE and goals.fit_into(FULL_SHARE, live_rows(view)):
         share = max(share, min(WIDE_SHARE, blocks_in_slice(view, settings, STEPS_BESIDE) / view.num_blocks))
     num_slots = sum(tier.num_slots for tier in quick_tiers(view))
@@ -114,22 +116,22 @@ def visitor_share(view: View, goals: PaceGoals, settings: SharingSettings) -> fl
 
 
 def divide(view: View, streams: Seq[SequenceView], now: float, settings: SharingSettings) -> Division:
-    """Divide streams, given in order of arrival, into the core and the visitors.
+    """Divide streams, given in order of arrival, into the core and the rotating streams.
 
-    If a visitor is overdue and the visitors' part is too small for it, the youngest of the core become visitors.
+    If a rotating stream is overdue and the rotation is too small for it, the youngest of the core join the rotation.
     """
     goals = PaceGoals(view, settings.tpot_goal_s)
-    share = visitor_share(view, goals, settings)
+    share = rotation_share(view, goals, settings)
     turn = slice_for(view, int(share * view.num_blocks), settings, STEPS_BESIDE)
     core, others = _cut(view, streams, share)
     overdue = _by_silence(others, now - OVERDUE * goals.most_silence_s(settings.max_gap_s))
     first = {row.seq_id for row in overdue}
-    visitors = [row for row in others if row.seq_id not in first]
+    rotating = [row for row in others if row.seq_id not in first]
     if overdue:
         core, given_way = _let_in(view, overdue[0], core, turn.steps)
-        visitors += given_way
-    visitors.sort(key=lambda row: _visitor_key(view, row, now, goals))
-    return Division(core, [*overdue, *visitors], turn)
+        rotating += given_way
+    rotating.sort(key=lambda row: _rotation_key(view, row, now, goals))
+    return Division(core, [*overdue, *rotating], turn)
 
 
 def longest_silence_s(rows: Iterable[SequenceView], now: float) -> float:
@@ -148,7 +150,7 @@ def _by_silence(rows: Iterable[SequenceView], limit_s: float) -> list[SequenceVi
     return [row for _, _, row in sorted(silent)]  # keys differ, so rows are never compared
 
 
-def _visitor_key(view: View, row: SequenceView, now: float, goals: PaceGoals) -> tuple[int, bool, int, OrderKey]:
+def _rotation_key(view: View, row: SequenceView, now: float, goals: PaceGoals) -> tuple[int, bool, int, OrderKey]:
     """(priority, whether late, round, arrival); the round is the bit length of its tokens plus one."""
     num_digits = (max(0, row.num_generated(view.step)) + 1).bit_length()
     return row.order_key[0], goals.is_late(row, now), num_digits, row.order_key
@@ -201,9 +203,9 @@ def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
 
 
 def _judge(
-    view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
+    view: View, now: float, fresh: Seq[SequenceView], rotating: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Hold back all newcomers while the load is prompt bound or a visitor has been silent for too long.
+    """Hold back all newcomers while the load is prompt bound or a rotating stream has been silent for too long.
 
     Otherwise admit them by arrival until swap space could not take the next one; hold back the rest.
     """
@@ -211,10 +213,10 @@ def _judge(
     if fresh and _is_prompt_bound(view, settings):
         return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)
     most_s = PaceGoals(view, settings.tpot_goal_s).most_silence_s(settings.max_gap_s)
-    if fresh and longest_silence_s(visitors, now) > most_s:
+    if fresh and longest_silence_s(rotating, now) > most_s:
         return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
-    num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in visitors)  # the core stays
+    num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in rotating)  # the core stays
     for index, row in enumerate(fresh):
         num_slots -= blocks_for(view, row.num_tokens) - (0 if row.status is Status.WAITING else row.num_backed_blocks)
         if num_slots < 0 and row.status is not Status.RUNNING:

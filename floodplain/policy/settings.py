@@ -12,8 +12,8 @@ FAIR_BY = ("request", "key")
 
 SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3, "timely": 10}
 """Default steps of a slice under each policy. Under ``cfs`` and ``fair`` nearly all requests take turns, so turns must
-be rare; under ``paced`` the core stays resident, and visitors run for a few tokens; under ``timely`` streams that have
-missed a goal are swapped out for longer. ``timely`` uses ``paced``'s slice while all goals fit."""
+be rare; under ``paced`` the core stays resident, and turns last a few tokens; under ``timely`` streams that have missed
+a goal are swapped out for longer. ``timely`` uses ``paced``'s slice while all goals fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SharingSettings:
             None: the time of ``GAP_TOKENS`` at the TPOT goal, so that it follows step prices if the goal does.
         line_patience: ``timely``: a request that cannot meet its TTFT goal waits at most so many times as long as the
             longest wait under FCFS (``--line-patience``).
-        visitor_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
+        rotation_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
             finishes requests by arrival.
         prefill_share: Most part of a step's time for prompts in a step with decodes.
         prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
@@ -47,7 +47,7 @@ class SharingSettings:
     tpot_goal_s: float | None = None
     max_gap_s: float | None = 6.0
     line_patience: float = 1.1
-    visitor_share: float = 0.3
+    rotation_share: float = 0.3
     prefill_share: float = 0.5
     prompt_share: float = 0.3
     fair_by: str = "request"
@@ -65,8 +65,8 @@ class SharingSettings:
             raise SettingRefused(("max_gap",), f"must be above 0 seconds, not {self.max_gap_s}")
         if not 1 <= self.line_patience <= 1000:
             raise SettingRefused(("line_patience",), f"must be between 1 and 1000, not {self.line_patience}")
-        if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
-            raise SettingRefused(("visitor_share", "prefill_share"), "lie between 0 and 1")
+        if not (0 < self.rotation_share < 1 and 0 < self.prefill_share < 1):
+            raise SettingRefused(("rotation_share", "prefill_share"), "lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:
             raise SettingRefused(("prompt_share",), "lies between 0 and 1")
 

@@ -84,7 +84,7 @@ def doubled(number: int) -> Iterator[int]:
 def test_no_turn_ends_before_its_slice_is_over(seed: int, policy: str) -> None:
     """A slice of ``cfs`` is common to all and ends at multiples of its steps or early; others' begin with the stay."""
     for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
-        share, beside = (inner.settings.visitor_share, STEPS_BESIDE) if policy == "paced" else (1.0, 0)
+        share, beside = (inner.settings.rotation_share, STEPS_BESIDE) if policy == "paced" else (1.0, 0)
         num_steps = slice_for(view, int(share * view.num_blocks), inner.settings, beside).steps
         for row in turned_out(view, decision):
             assert view.step > row.entered_step

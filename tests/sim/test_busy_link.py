@@ -23,10 +23,10 @@ from tests.support.bursts import LINE, Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE as QUICK
 
 MACHINE = replace(QUICK, caches_prefixes=False, line=replace(LINE, prefill_token_s=0.0006))
-SETTINGS = SharingSettings(max_gap_s=2.0, visitor_share=0.5, slice_steps=5)
+SETTINGS = SharingSettings(max_gap_s=2.0, rotation_share=0.5, slice_steps=5)
 
-VISITORS = int(SETTINGS.visitor_share * MACHINE.num_blocks)
-CASES = [("paced", 0.004, VISITORS), ("fair", 0.0016, MACHINE.num_blocks)]
+ROTATION = int(SETTINGS.rotation_share * MACHINE.num_blocks)
+CASES = [("paced", 0.004, ROTATION), ("fair", 0.0016, MACHINE.num_blocks)]
 """Policy, seconds of a block on the link, and how many blocks take turns: a part of the pool, or all of it."""
 
 BESIDE = {"paced": STEPS_BESIDE, "fair": 0}

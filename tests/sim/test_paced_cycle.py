@@ -1,6 +1,6 @@
-"""The bound on silence that ``paced`` states, on loads of every shape: an overdue visitor waits for one cycle of turns.
+"""The bound on silence that ``paced`` states, on loads of every shape: an overdue stream waits for one cycle of turns.
 
-Visitors of V blocks in all, in a part of P blocks, with turns of s steps, are silent for at most (V / P + 1) (s + 3)
+Streams of V blocks in all, in a rotation of P blocks, with turns of s steps, are silent for at most (V / P + 1) (s + 3)
 steps once they are overdue, V / P rounded up: blocks are taken for a step more while a turn's copies come, for one
 while they leave, and for the rest of a step that has begun. What V and P are is read from what the policy saw while a
 stream was silent: V counts every stream that was not core then, once; P is what the core left, less what is left over
@@ -35,7 +35,7 @@ from tests.support.loops import make_request
 from tests.support.overload import MACHINE as SMALL
 
 MACHINE = replace(SMALL, num_blocks=240, max_model_len=400)
-"""Large enough that requests are small beside the visitors' part."""
+"""Large enough that requests are small beside the rotation's part."""
 
 NUM_JUDGED = 40
 """Silences of each run that are held to the bound: the longest."""
@@ -149,7 +149,7 @@ LOADS = st.builds(
     sharing=st.builds(
         SharingSettings,
         slice_steps=st.integers(2, 8),
-        visitor_share=st.sampled_from([0.3, 0.4, 0.6]),
+        rotation_share=st.sampled_from([0.3, 0.4, 0.6]),
         max_gap_s=st.sampled_from([0.25, 0.5, 1.0]),
     ),
 )

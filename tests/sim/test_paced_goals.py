@@ -92,8 +92,8 @@ def test_a_core_far_ahead_of_its_goals_costs_the_others_theirs(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_beyond_that_load_short_answers_keep_their_goals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: visitors by arrival."""
+    """The control: rotating streams by arrival."""
     kept = attainment(3.0)
     assert kept > 2 * attainment(3.0, "fcfs")
-    monkeypatch.setattr(paced, "_visitor_key", lambda view, row, now, goals: row.order_key)
+    monkeypatch.setattr(paced, "_rotation_key", lambda view, row, now, goals: row.order_key)
     assert attainment(3.0) < 0.8 * kept

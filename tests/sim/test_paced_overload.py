@@ -85,7 +85,7 @@ def largest_lead(run: Run) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3])
 def test_work_finishes_in_order_of_arrival_up_to_two_batches(factor: float) -> None:
-    """Visitors on time may end before the core does: a batch of them, beside the batch that the core is."""
+    """Rotating streams on time may end before the core does: a batch of them, beside the batch that the core is."""
     run, _ = overload(factor, 300, MAX_GAP_S)
     batch = max(len(plan.decodes) + len(plan.prefills) for _, plan in run.steps)
     assert largest_lead(run) <= 2 * batch

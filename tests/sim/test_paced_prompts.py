@@ -23,7 +23,7 @@ MACHINE = replace(SMALL, num_blocks=600, max_model_len=800, max_batched_tokens=1
 MAX_GAP_S = 0.5
 SETTINGS = SharingSettings(max_gap_s=MAX_GAP_S, prompt_share=1.0, tpot_goal_s=1e-3)
 """First tokens first, even where prompts are most of the work: see ``test_paced_prompt_bound.py``. No goal can be kept,
-so that the visitors' part is small."""
+so that the rotation's part is small."""
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -68,13 +68,13 @@ def step_bound_s() -> float:
 def silence_bound_s() -> float:
     """``max_gap_s``, the turns of requests whose prompts are computed in that time, and one turn with its copies.
 
-    Prompts get their share of that time. Each adds its blocks to the visitors, one of them filled in part and one for
+    Prompts get their share of that time. Each adds its blocks to the rotation, one of them filled in part and one for
     its first tokens of output; their part of the pool is short of the largest where turns do not fill it.
     """
     turn_s = SETTINGS.slice_steps * step_bound_s()
     num_tokens = SETTINGS.prefill_share * MAX_GAP_S / MACHINE.line.prefill_token_s
     num_blocks = num_tokens / MACHINE.block_tokens + 2 * num_tokens / min(LENGTHS)
-    part = SETTINGS.visitor_share * MACHINE.num_blocks - (LARGEST + 1)
+    part = SETTINGS.rotation_share * MACHINE.num_blocks - (LARGEST + 1)
     return MAX_GAP_S + num_blocks / part * turn_s + turn_s + 2 * step_bound_s()
 
 

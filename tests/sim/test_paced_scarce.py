@@ -46,11 +46,11 @@ SEATS_CAPACITY = 10.4
 
 
 def seats_bound_s() -> float:
-    """As in test_paced_silence.py: each arrival while the first silence grows adds a turn, on visitors' places."""
+    """As in test_paced_silence.py: each arrival while the first silence grows adds a turn in the rotation."""
     step_s = SEATS.line.base_s + SEATS.line.decode_s * 8 + SEATS.line.prefill_token_s * NUM_PROMPT * 2
     turn_s = SETTINGS.slice_steps * step_s
     num_arrived = 2 * SEATS_CAPACITY * MAX_GAP_S
-    return MAX_GAP_S + num_arrived / (SETTINGS.visitor_share * SEATS.max_num_seqs) * turn_s + turn_s + 2 * step_s
+    return MAX_GAP_S + num_arrived / (SETTINGS.rotation_share * SEATS.max_num_seqs) * turn_s + turn_s + 2 * step_s
 
 
 def test_where_places_are_scarce_silence_is_bounded_too() -> None:
@@ -60,7 +60,7 @@ def test_where_places_are_scarce_silence_is_bounded_too() -> None:
 
 
 def test_a_policy_that_divides_blocks_alone_lets_streams_fall_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: all are core, no stream is a visitor, and each newcomer takes the place of the youngest stream."""
+    """The control: all streams are core, none rotates, and each newcomer takes the place of the youngest stream."""
     split_at = paced._split_at
     monkeypatch.setattr(
         paced, "_split_at", lambda view, rows, num_blocks, num_seats: split_at(view, rows, num_blocks, 999)
@@ -96,7 +96,7 @@ def serve_a_long_one() -> tuple[float, float]:
     return max(list(run.lifecycles.values())[LONG].itl_s), run.max_ttft_s
 
 
-def test_a_stream_larger_than_the_visitors_part_gets_turns_and_blocks_none() -> None:
+def test_a_stream_larger_than_the_rotation_gets_turns_and_blocks_none() -> None:
     silence_s, wait_s = serve_a_long_one()
     assert silence_s < MAX_GAP_S
     assert wait_s < MAX_GAP_S / 2

@@ -29,12 +29,12 @@ def silence_bound_s(factor: float, step_s: float) -> float:
     """``max_gap_s``, and one more cycle of turns for arrivals before the first silence of that length.
 
     A stream is silent for ``max_gap_s`` before newcomers are stopped, and in that time some arrive. Each adds one turn
-    of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the visitors' part less what
+    of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the rotation's part less what
     is left over when turns do not fill it. At last the turn itself must begin: copies out and in, a step each, and a
     slice that has just begun.
     """
     settings = SharingSettings()
-    part = settings.visitor_share * MACHINE.num_blocks - (LARGEST + 1)
+    part = settings.rotation_share * MACHINE.num_blocks - (LARGEST + 1)
     turn_s = settings.slice_steps * step_s
     num_arrived = factor * CAPACITY * MAX_GAP_S
     return MAX_GAP_S + num_arrived * 2 / part * turn_s + turn_s + 2 * step_s
@@ -74,21 +74,21 @@ def test_cfs_silences_the_old_ones_too() -> None:
     assert overload(3, 150, MAX_GAP_S, "cfs")[0].max_gap_s > silence_bound_s(3, 0.03)
 
 
-def visitors_of(view: View, now: float) -> list[SequenceView]:
+def rotating_streams_of(view: View, now: float) -> list[SequenceView]:
     rows = (*view.running, *view.loading, *view.swapped)
     streams = sorted((row for row in rows if row.num_generated(view.step)), key=lambda row: row.order_key)
     settings = SharingSettings(max_gap_s=MAX_GAP_S)
-    return list(divide(view, streams, now, settings).visitors)
+    return list(divide(view, streams, now, settings).rotating)
 
 
 @pytest.mark.slow
 def test_of_the_overdue_the_longest_silence_ends_first() -> None:
-    """While an overdue visitor waits, no visitor that has been silent for a shorter time gets a turn."""
+    """While an overdue stream waits, no stream that has been silent for a shorter time gets a turn."""
     num_turns = 0
     for view, now, decision in overload(2, 300, MAX_GAP_S)[1].seen:
         limit_s = now - OVERDUE * MAX_GAP_S
         came = {order.seq_id for order in decision.resumptions}
-        absent = [row for row in visitors_of(view, now) if row.status is Status.SWAPPED]
+        absent = [row for row in rotating_streams_of(view, now) if row.status is Status.SWAPPED]
         waits = [row.last_token_s or 0.0 for row in absent if row.seq_id not in came and not row.is_leaving]
         overdue = [last_s for last_s in waits if last_s < limit_s]
         resumed = [row.last_token_s or 0.0 for row in absent if row.seq_id in came]

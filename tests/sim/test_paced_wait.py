@@ -58,9 +58,9 @@ def test_newcomers_ranked_last_while_any_is_out_wait_longer_than_in_line(
     judge = paced._judge
 
     def rank_last(
-        view: View, now: float, fresh: Sequence[SequenceView], visitors: Sequence[SequenceView], told: SharingSettings
+        view: View, now: float, fresh: Sequence[SequenceView], rotating: Sequence[SequenceView], told: SharingSettings
     ) -> paced._Newcomers:
-        return paced._Newcomers((), fresh) if view.swapped else judge(view, now, fresh, visitors, told)
+        return paced._Newcomers((), fresh) if view.swapped else judge(view, now, fresh, rotating, told)
 
     in_line, _ = overload(2, 200, MAX_GAP_S, "fcfs")
     monkeypatch.setattr(paced, "_judge", rank_last)

@@ -80,7 +80,7 @@ def _make_settings(dice: Random) -> SharingSettings:
         slice_steps=dice.choice([1, 2, 4, 9]),
         tpot_goal_s=dice.choice([None, 0.01, 0.08, 5.0]),
         max_gap_s=dice.choice([3.0, 30.0, 1e9]),
-        visitor_share=dice.choice([0.1, 0.3, 0.7]),
+        rotation_share=dice.choice([0.1, 0.3, 0.7]),
         prefill_share=dice.choice([0.1, 0.5, 0.9]),
         fair_by=dice.choice(["request", "key"]),
         is_synchronous=dice.random() < 0.2,

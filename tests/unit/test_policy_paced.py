@@ -1,4 +1,4 @@
-"""The default policy by example: which requests are newcomers, core or visitors, and how they rank."""
+"""``paced`` by example: which requests are newcomers, core or rotating streams, and how they rank."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NOW = 10.0
 
 
 def rank(view: View, **settings: object) -> Ranking:
-    """Of a policy whose visitors may have half of the device."""
-    return PacedPolicy(SharingSettings(**{"visitor_share": 0.5} | settings)).rank(view, NOW)  # type: ignore[arg-type]
+    """Of a policy whose rotating streams may have half of the device."""
+    return PacedPolicy(SharingSettings(**{"rotation_share": 0.5} | settings)).rank(view, NOW)  # type: ignore[arg-type]
 
 
 def order(view: View, **settings: object) -> list[int]:
@@ -32,24 +32,24 @@ def order(view: View, **settings: object) -> list[int]:
 def parts(view: View, *, now: float = 0.0, **settings: object) -> tuple[list[int], list[int]]:
     streams = sorted((*view.running, *view.loading, *view.swapped), key=lambda row: row.order_key)
     parted = divide(view, streams, now, SharingSettings(**{"slice_steps": 4} | settings))  # type: ignore[arg-type]
-    return [row.seq_id for row in parted.core], [row.seq_id for row in parted.visitors]
+    return [row.seq_id for row in parted.core], [row.seq_id for row in parted.rotating]
 
 
-def visitor(number: int, last_token_s: float, **fields: object) -> SequenceView:
+def row(number: int, last_token_s: float, **fields: object) -> SequenceView:
     return swapped(number, last_token_s=last_token_s, **fields)
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-def test_while_all_streams_fit_into_the_core_there_are_no_visitors() -> None:
+def test_while_all_streams_fit_into_the_core_there_are_no_rotating_streams() -> None:
     assert parts(make_view(*(stream(number) for number in range(5)), num_blocks=30)) == ([0, 1, 2, 3, 4], [])
 
 
 def test_the_core_are_the_oldest_streams_that_fit_into_its_part() -> None:
     view = make_view(*(swapped(number) for number in range(20)), num_blocks=30)
-    assert parts(view, visitor_share=0.3) == ([*range(7)], [*range(7, 20)])  # 21 blocks of three each
-    assert parts(view, visitor_share=0.7) == ([0, 1, 2], [*range(3, 20)])
+    assert parts(view, rotation_share=0.3) == ([*range(7)], [*range(7, 20)])  # 21 blocks of three each
+    assert parts(view, rotation_share=0.7) == ([0, 1, 2], [*range(3, 20)])
 
 
 def test_a_stream_that_does_not_fit_ends_the_core() -> None:
@@ -61,13 +61,13 @@ def test_a_stream_that_does_not_fit_ends_the_core() -> None:
 PRICED = Prices(step_s=0.025, lone_step_s=0.02)
 
 
-def test_while_all_goals_fit_into_the_device_visitors_have_most_of_it() -> None:
+def test_while_all_goals_fit_into_the_device_rotating_streams_have_most_of_it() -> None:
     """Eighteen streams of three blocks in 50: at four steps of 25 ms a token they need 0.27 of the device."""
     view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=PRICED)
     assert WIDE_SHARE == 0.6
-    assert parts(view, visitor_share=0.3, tpot_goal_s=0.1)[0] == [*range(6)]
-    assert parts(view, visitor_share=0.3, tpot_goal_s=0.03)[0] == [*range(11)]  # 0.9 of it
-    assert parts(view, visitor_share=0.9, tpot_goal_s=0.1)[0] == [0]
+    assert parts(view, rotation_share=0.3, tpot_goal_s=0.1)[0] == [*range(6)]
+    assert parts(view, rotation_share=0.3, tpot_goal_s=0.03)[0] == [*range(11)]  # 0.9 of it
+    assert parts(view, rotation_share=0.9, tpot_goal_s=0.1)[0] == [0]
 
 
 def test_requests_that_wait_count_by_their_prompts_for_what_fits() -> None:
@@ -84,61 +84,61 @@ def test_without_a_goal_it_is_five_times_what_a_token_takes_alone() -> None:
     assert PaceGoals(make_view(), None).of(swapped(0)) == math.inf
 
 
-def test_while_no_step_is_priced_the_visitors_part_is_the_small_one() -> None:
+def test_while_no_step_is_priced_the_rotation_is_the_small_one() -> None:
     view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
-    assert parts(view, visitor_share=0.3)[0] == [*range(7)]
+    assert parts(view, rotation_share=0.3)[0] == [*range(7)]
 
 
 @pytest.mark.parametrize(("num_slots", "core"), [(1000, 7), (48, 8), (16, 9), (0, 9)])
-def test_the_visitors_part_needs_eight_slots_for_each_of_its_blocks(num_slots: int, core: int) -> None:
+def test_the_rotation_needs_eight_slots_for_each_of_its_blocks(num_slots: int, core: int) -> None:
     """Of 30 blocks: 9, 6 and then the least, 2."""
     tiers = (host(num_slots=num_slots, num_free_slots=0),) if num_slots else ()
     view = make_view(*(swapped(number) for number in range(12)), num_blocks=30, tiers=tiers)
     assert LEAST_SHARE == 0.07
-    assert len(parts(view, visitor_share=0.3)[0]) == core
+    assert len(parts(view, rotation_share=0.3)[0]) == core
 
 
 def test_one_of_the_core_is_never_overdue() -> None:
-    view = make_view(*(visitor(number, 0.0) for number in range(5)), num_blocks=50)
-    assert parts(view, visitor_share=0.3, now=10.0) == ([*range(5)], [])
+    view = make_view(*(row(number, 0.0) for number in range(5)), num_blocks=50)
+    assert parts(view, rotation_share=0.3, now=10.0) == ([*range(5)], [])
 
 
-def test_the_core_shrinks_if_an_overdue_visitor_does_not_fit_its_part() -> None:
-    """Twelve of 30 blocks for visitors; the one that is overdue needs 21: so the core's youngest leaves it room."""
-    large = visitor(9, 0.0, num_tokens=80, num_backed_blocks=20)
+def test_the_core_shrinks_if_an_overdue_rotating_stream_does_not_fit_its_part() -> None:
+    """A rotation of 12 of 30 blocks; the overdue stream needs 21, so the core's youngest makes room for it."""
+    large = row(9, 0.0, num_tokens=80, num_backed_blocks=20)
     view = make_view(*(stream(number) for number in range(6)), large, num_blocks=30)
-    assert parts(view, visitor_share=0.4, now=4.8)[0] == [*range(6)]
-    assert parts(view, visitor_share=0.4, now=4.9) == ([0, 1, 2], [9, 3, 4, 5])
+    assert parts(view, rotation_share=0.4, now=4.8)[0] == [*range(6)]
+    assert parts(view, rotation_share=0.4, now=4.9) == ([0, 1, 2], [9, 3, 4, 5])
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
 
 
-def test_newcomers_rank_before_the_core_and_the_core_before_visitors() -> None:
-    streams = [visitor(number, 9.0) for number in range(4)]
+def test_newcomers_rank_before_the_core_and_the_core_before_rotating_streams() -> None:
+    streams = [row(number, 9.0) for number in range(4)]
     view = make_view(*streams, waiting(8), prompt(9), num_blocks=9)
     assert order(view) == [8, 9, 0, 1, 2, 3]
 
 
-def test_of_visitors_the_longest_silence_ranks_first_once_it_is_overdue() -> None:
+def test_of_rotating_streams_the_longest_silence_ranks_first_once_it_is_overdue() -> None:
     """Silent for more than four fifths of ``max_gap_s``; the others by their tokens."""
-    silent = [visitor(1, 4.0), visitor(2, 9.0, num_tokens=30), visitor(3, 3.0), visitor(4, 8.0)]
+    silent = [row(1, 4.0), row(2, 9.0, num_tokens=30), row(3, 3.0), row(4, 8.0)]
     view = make_view(swapped(0), *silent, num_blocks=5)
     assert order(view, max_gap_s=5.0) == [0, 3, 1, 4, 2]
     assert order(view, max_gap_s=8.0) == [0, 3, 1, 4, 2]
     assert order(view, max_gap_s=100.0) == [0, 1, 3, 4, 2]
 
 
-def test_visitors_with_fewer_tokens_rank_first_in_rounds_that_double() -> None:
+def test_rotating_streams_with_fewer_tokens_rank_first_in_rounds_that_double() -> None:
     """1 and 2 tokens, 3 to 6, 7 to 14; within a round by arrival."""
     tokens = {1: 14, 2: 11, 3: 3, 4: 6, 5: 7, 6: 1}
-    rows = [visitor(number, NOW, num_tokens=8 + count) for number, count in tokens.items()]
+    rows = [row(number, NOW, num_tokens=8 + count) for number, count in tokens.items()]
     assert order(make_view(swapped(0), *rows, num_blocks=5)) == [0, 6, 3, 4, 1, 2, 5]
 
 
-def test_visitors_that_are_late_rank_behind_those_on_time() -> None:
+def test_rotating_streams_that_are_late_rank_behind_those_on_time() -> None:
     """At 0.1 s a token and four tokens, a stream is late 2 s after its first one."""
-    late, on_time = visitor(1, NOW, first_token_s=7.9), visitor(2, NOW, first_token_s=8.1, num_tokens=12)
+    late, on_time = row(1, NOW, first_token_s=7.9), row(2, NOW, first_token_s=8.1, num_tokens=12)
     assert GRACE_TOKENS == 16
     view = make_view(swapped(0), late, on_time, num_blocks=5)
     assert order(view, tpot_goal_s=0.1) == [0, 2, 1]
@@ -147,14 +147,14 @@ def test_visitors_that_are_late_rank_behind_those_on_time() -> None:
 
 def test_tokens_ahead_of_the_goal_count() -> None:
     goals = PaceGoals(make_view(), 0.1)
-    assert goals.is_late(visitor(1, NOW, num_tokens=12, first_token_s=7.0), NOW)
-    assert not goals.is_late(visitor(1, NOW, num_tokens=40, first_token_s=7.0), NOW)
-    assert not goals.is_late(visitor(1, NOW, first_token_s=None), NOW)
+    assert goals.is_late(row(1, NOW, num_tokens=12, first_token_s=7.0), NOW)
+    assert not goals.is_late(row(1, NOW, num_tokens=40, first_token_s=7.0), NOW)
+    assert not goals.is_late(row(1, NOW, first_token_s=None), NOW)
 
 
 @pytest.mark.parametrize(("asked", "counted"), [(None, 0.1), (0.125, 0.125), (1e-300, 0.025), (1e300, 0.2)])
 def test_a_goal_of_a_request_counts_within_limits(asked: float | None, counted: float) -> None:
-    assert PaceGoals(make_view(), 0.1).of(visitor(0, 0.0, goals=Goals(tpot_s=asked))) == pytest.approx(counted)
+    assert PaceGoals(make_view(), 0.1).of(row(0, 0.0, goals=Goals(tpot_s=asked))) == pytest.approx(counted)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_looser_goals_need_less_of_the_device() -> None:
 
 def test_a_stream_that_generates_tokens_is_not_silent() -> None:
     assert longest_silence_s([stream(0, last_token_s=1.0)], NOW) == 0
-    assert longest_silence_s([visitor(0, 2.0), visitor(1, 1.0)], NOW) == NOW - 1.0
+    assert longest_silence_s([row(0, 2.0), row(1, 1.0)], NOW) == NOW - 1.0
     assert (
         longest_silence_s([prompt(0, 12, 11, num_prompt=8, last_token_s=1.0)], NOW) == NOW - 1.0
     )  # back, without a new token yet
@@ -200,7 +200,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_where_prompts_are_most_of_the_work_newcomers_wait_in_line() -> None:
-    rows = waiting(5, 8), stream(0), visitor(3, 9.0)
+    rows = waiting(5, 8), stream(0), row(3, 9.0)
     view = make_view(*rows, prices=Prices(prompt_share=0.5), num_blocks=4)
     assert order(view, prompt_share=0.5) == [5, 0, 3]
     assert order(view, prompt_share=0.49) == [0, 3, 5]
@@ -222,10 +222,10 @@ def test_when_prompt_bound_prompts_get_what_streams_leave_of_a_step() -> None:
 
 # -- crowded ---------------------------------------------------------------------------------------------------------
 
-CROWD = [swapped(0), visitor(1, 4.0), visitor(2, 9.0)]
+CROWD = [swapped(0), row(1, 4.0), row(2, 9.0)]
 
 
-def test_newcomers_wait_while_a_visitor_has_been_silent_too_long() -> None:
+def test_newcomers_wait_while_a_rotating_stream_has_been_silent_too_long() -> None:
     view = make_view(*CROWD, waiting(5), waiting(6), num_blocks=8)
     assert order(view, max_gap_s=6.0) == [5, 6, 0, 1, 2]
     assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
@@ -260,7 +260,7 @@ def test_where_no_newcomer_waits_a_crowd_limits_nothing() -> None:
 
 
 def test_newcomers_wait_one_by_one_when_swap_space_could_not_take_them_too() -> None:
-    """Seven slots: three for what a visitor has not backed up, two for each newcomer; the core needs none."""
+    """Seven slots: three for what a rotating stream has not backed up, two for each newcomer; the core needs none."""
     rows = [stream(0), stream(1), *(waiting(number) for number in (5, 6, 7))]
     view = make_view(*rows, num_blocks=8, num_available_blocks=2, tiers=(host(num_free_slots=7),))
     assert order(view) == [5, 6, 0, 1, 7]
@@ -305,10 +305,10 @@ def test_prompts_and_those_in_their_slice_stay() -> None:
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.3, 33), (0.6, 68)])
-def test_a_slice_is_as_long_as_the_copies_of_the_visitors_part(share: float, steps: int) -> None:
+def test_a_slice_is_as_long_as_the_copies_of_the_rotation(share: float, steps: int) -> None:
     view = make_view(tiers=(host(block_s=0.02),), prices=Prices(step_s=0.02))
-    assert rank(view, visitor_share=share).slice_steps == steps
-    assert rank(view, visitor_share=share).reason is Reason.LINK_BUSY
+    assert rank(view, rotation_share=share).slice_steps == steps
+    assert rank(view, rotation_share=share).reason is Reason.LINK_BUSY
 
 
 def test_the_wide_part_is_no_wider_than_the_link_bears() -> None:
@@ -317,9 +317,9 @@ def test_the_wide_part_is_no_wider_than_the_link_bears() -> None:
     view = make_view(*rows, tiers=(host(block_s=0.00255),), prices=PRICED)
     assert len(parts(view, tpot_goal_s=1.0, slice_steps=3)[0]) == 16  # 50 blocks
     assert len(parts(view, tpot_goal_s=1.0, slice_steps=30)[0]) == 13  # 40 blocks
-    assert rank(view, tpot_goal_s=1.0, visitor_share=0.3).slice_steps == 3
+    assert rank(view, tpot_goal_s=1.0, rotation_share=0.3).slice_steps == 3
 
 
-def test_loading_visitors_are_ranked_with_the_others() -> None:
-    on_its_way = visitor(1, 5.0, status=Status.LOADING)
-    assert order(make_view(swapped(0), on_its_way, visitor(2, 4.0), num_blocks=5)) == [0, 2, 1]
+def test_loading_rotating_streams_are_ranked_with_the_others() -> None:
+    on_its_way = row(1, 5.0, status=Status.LOADING)
+    assert order(make_view(swapped(0), on_its_way, row(2, 4.0), num_blocks=5)) == [0, 2, 1]

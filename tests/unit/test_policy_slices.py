@@ -56,7 +56,7 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
         ("ttft_goal_s", 0.0, "^ttft_goal "),
         ("tpot_goal_s", float("nan"), "^tpot_goal "),
         ("fair_by", "user", "^fair_by "),
-        ("visitor_share", 1.0, "visitor_share"),
+        ("rotation_share", 1.0, "rotation_share"),
         ("prefill_share", 0.0, "prefill_share"),
         ("max_gap_s", 0.0, "^max_gap "),
     ],
