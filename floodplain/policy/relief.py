@@ -18,7 +18,7 @@ from enum import Enum
 LEAST_GAIN = 1.25
 """A lever with more memory is chosen if the best one without costs at least so many times its token-seconds.
 
-Rates are known to about 5 % (docs/design/017), and small differences of rates make large ones of areas.
+Rates are known to about 5 % (docs/design/019), and small differences of rates make large ones of areas.
 """
 
 TURN_LIMIT = 1.25
