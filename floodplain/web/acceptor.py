@@ -71,10 +71,12 @@ class Acceptor(Accepting[Connection]):
         connection = self._make()
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted))
         self._opening[connection] = task
-        task.add_done_callback(partial(self._opened, connection))
+        task.add_done_callback(partial(self._opened, connection, accepted))
 
-    def _opened(self, connection: Connection, task: asyncio.Task[Any]) -> None:
+    def _opened(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[Any]) -> None:
         self._opening.pop(connection)
+        if task.cancelled():
+            accepted.close()  # before its first step the task had not taken it
 
     def find_victim(self) -> Connection | None:
         """The connection that has waited longest for its client; None if none waits."""

@@ -109,6 +109,20 @@ def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     on_stage(play)
 
 
+def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
+    async def play(some: Stage) -> None:
+        door: Any = some.front._door
+        ours, theirs = socket.socketpair()
+        with theirs:
+            door.take(ours)
+            [task] = door._strangers
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert ours.fileno() == -1
+
+    on_stage(play)
+
+
 class ScarceSocket(socket.socket):
     """Finds no file for the next connection, as long as a test says so."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import struct
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -144,6 +146,33 @@ def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> No
                 end.close()
 
     asyncio.run(asyncio.wait_for(run(), HANG_S))
+
+
+def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
+    """After any number of turns of the event loop: connections may have been accepted, read or admitted just then."""
+    num_links = 0
+
+    async def run(num_turns: int) -> None:
+        nonlocal num_links
+        with listen() as listener, ExitStack() as stack:
+            dialled = [stack.enter_context(socket.create_connection(listener.getsockname()[:2])) for _ in range(3)]
+            for sock, num_sent in zip(dialled, (0, 10, None), strict=True):
+                sock.sendall(KEY.hello()[:num_sent])
+            waiting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                (await waiting).close()
+                num_links += 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for num_turns in range(12):
+            asyncio.run(asyncio.wait_for(run(num_turns), HANG_S))
+            gc.collect()
+    assert not [one.message for one in caught if issubclass(one.category, ResourceWarning)]
+    assert 0 < num_links < 12
 
 
 def test_of_two_connections_with_the_key_one_is_the_link() -> None:

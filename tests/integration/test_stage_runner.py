@@ -108,7 +108,7 @@ def test_tokens_are_those_of_one_engine_also_through_preemptions(num_stages: int
     expected = one_engine(asked)
     with stages_of(num_stages) as stages:
         assert [layer for stage in stages for layer in stage.parts.layers] == list(range(SHAPE.num_layers))
-        for num_blocks, split in ((40, "even"), (128, "tokens"), (128, "halving")):
+        for num_blocks, split in ((32, "even"), (128, "tokens"), (128, "halving")):
             assert serve(stages, asked, num_blocks, split) == expected
 
 

@@ -53,7 +53,7 @@ class Inside:
 
     def arrive(self) -> None:
         request = SimpleNamespace(request_id="a", num_output_tokens=0, priority=0, arrival_time=0.0)
-        self.desk.roster.arrive(cast(Any, request))
+        self.desk.roster.arrive(cast(Any, request), 0.0)
 
     def close(self) -> None:
         self.worker.close()

@@ -81,9 +81,11 @@ class Door(Accepting[asyncio.Task[None]]):
 
     def take(self, accepted: socket.socket) -> None:
         """Serve an accepted connection in a new task."""
-        task = asyncio.get_running_loop().create_task(self._serve(accepted))
+        unserved = [accepted]
+        task = asyncio.get_running_loop().create_task(self._serve(unserved))
         self._strangers[task] = self._clock()
         task.add_done_callback(self._forget)
+        task.add_done_callback(lambda _: _close(unserved))  # it was cancelled before its first step
 
     def find_victim(self) -> asyncio.Task[None] | None:
         """The oldest connection without a token, if it is at least ``LEAST_STAY_S`` old; else None."""
@@ -104,9 +106,9 @@ class Door(Accepting[asyncio.Task[None]]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, accepted: socket.socket) -> None:
+    async def _serve(self, unserved: list[socket.socket]) -> None:
         """Serve a connection. Not by ``asyncio.start_server``, which logs tracebacks if no file descriptor is left."""
-        loop = asyncio.get_running_loop()
+        loop, accepted = asyncio.get_running_loop(), unserved.pop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted)
@@ -117,6 +119,11 @@ class Door(Accepting[asyncio.Task[None]]):
         self._known.discard(task)
         if not task.cancelled():
             task.exception()  # mark it as retrieved: the front keeps exceptions that are bugs
+
+
+def _close(socks: list[socket.socket]) -> None:
+    for sock in socks:
+        sock.close()
 
 
 def _is_equal(secret: str, shown: str) -> bool:

@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass
 
 from floodplain.cluster.wire.stage_frames import Frame, FrameSocket
-from floodplain.core.errors import InvariantError, PeerLost
+from floodplain.core.errors import PeerLost
 from floodplain.web.accepting import RETRY_S, SCARCE
 
 HELLO_TIMEOUT_S = 5.0
@@ -162,76 +162,90 @@ async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int
 
 
 class _Door:
-    """Reads the hellos of several connections concurrently, until one shows the key."""
+    """Reads the hellos of several connections, until one shows the key.
+
+    By callbacks, not tasks: a task that is cancelled while a connection is handed to it would lose the connection.
+    """
 
     def __init__(self, listener: socket.socket, key: LinkKey) -> None:
         self._listener, self._key = listener, key
-        self._found: list[socket.socket] = []
-        self._is_found = asyncio.Event()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # connections without a hello, oldest first
+        self._loop = asyncio.get_running_loop()
+        self._found: asyncio.Future[socket.socket] = self._loop.create_future()
+        self._strangers: dict[socket.socket, tuple[bytearray, asyncio.TimerHandle]] = {}  # oldest first
+        self._retry: asyncio.TimerHandle | None = None
 
     async def wait(self) -> socket.socket:
         """The connection that shows the key; the caller owns it."""
-        listening = asyncio.create_task(self._listen())
-        waiting = asyncio.create_task(self._is_found.wait())
         found = None
+        self._listen()
         try:
-            await asyncio.wait((listening, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if not self._found:
-                listening.result()  # raises: the listener is broken
-                raise InvariantError("a listener ends without an error")
-            found = self._found[0]
+            found = await self._found
             return found
         finally:
-            tasks = [listening, waiting, *self._strangers]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for sock in self._found if found is None else self._found[1:]:
-                sock.close()
+            self._loop.remove_reader(self._listener)
+            if self._retry is not None:
+                self._retry.cancel()
+            for sock in list(self._strangers):
+                self._turn_away(sock)
+            if found is None and self._found.done() and not self._found.cancelled() and not self._found.exception():
+                self._found.result().close()  # this call was cancelled after the connection was found
 
-    async def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            except OSError as error:
-                if error.errno not in SCARCE:
-                    raise
-                await asyncio.sleep(RETRY_S)
-                continue
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
-            task = asyncio.create_task(self._admit(sock))
-            self._strangers[task] = None
-            task.add_done_callback(lambda one: self._strangers.pop(one, None))
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
 
-    async def _admit(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        sock.setblocking(False)
+    def _accept(self) -> None:
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                if not self._key.opens(await _read_exactly(sock, _HELLO.size)) or self._found:
-                    sock.close()
-                    return
-                await loop.sock_sendall(sock, _YES)
-        except (OSError, TimeoutError):
-            sock.close()
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except BaseException:
+        except OSError as error:
+            self._loop.remove_reader(self._listener)
+            if error.errno in SCARCE:
+                self._retry = self._loop.call_later(RETRY_S, self._listen)
+            elif not self._found.done():
+                self._found.set_exception(error)
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)))
+        sock.setblocking(False)
+        self._strangers[sock] = bytearray(), self._loop.call_later(HELLO_TIMEOUT_S, self._turn_away, sock)
+        self._loop.add_reader(sock, self._read, sock)
+
+    def _read(self, sock: socket.socket) -> None:
+        """Read a part of a hello. A whole one that shows the key is answered."""
+        hello, _ = self._strangers[sock]
+        try:
+            more = sock.recv(_HELLO.size - len(hello))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            more = b""
+        hello += more
+        if more and len(hello) < _HELLO.size:
+            return
+        is_admitted = self._key.opens(bytes(hello)) and not self._found.done()
+        self._release(sock)
+        if is_admitted and _answer(sock):
+            self._found.set_result(sock)
+        else:
             sock.close()
-            raise
-        self._found.append(sock)
-        self._is_found.set()
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        self._release(sock)
+        sock.close()
+
+    def _release(self, sock: socket.socket) -> None:
+        _, timer = self._strangers.pop(sock)
+        timer.cancel()
+        self._loop.remove_reader(sock)
 
 
-async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """``num_bytes`` bytes, or fewer if the connection ends."""
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < num_bytes and (more := await loop.sock_recv(sock, num_bytes - len(data))):
-        data += more
-    return data
+def _answer(sock: socket.socket) -> bool:
+    """Accept a hello. False if the connection has ended; one byte always fits into its buffer."""
+    try:
+        return sock.send(_YES) == len(_YES)
+    except OSError:
+        return False
 
 
 def _make_blocking(sock: socket.socket) -> socket.socket:
