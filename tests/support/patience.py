@@ -27,7 +27,9 @@ LIMITS_S = {
     "floodplain.coordinator.leadership.TAKEOVER_S": 2 * HANG_S,
     "floodplain.coordinator.run.CLOSING_S": 2 * HANG_S,
     "floodplain.lending.agent.LAST_WORDS_S": HANG_S,
+    "floodplain.lending.agent.RETIRE_S": HANG_S,
     "floodplain.lending.agent.START_S": HANG_S,
+    "floodplain.lending.news_watch.CLOSING_S": HANG_S,
 }
 """By the names of what is imported; a test whose subject is such a limit sets its own."""
 ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
