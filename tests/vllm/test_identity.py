@@ -12,9 +12,12 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 
 from vllm import LLM
 
-from floodplain.core.plan import Decision, PreemptionMode, TransferKind
+from floodplain.core.plan import Decision, PreemptionMode, Reason, TransferKind
+from floodplain.core.view import View
 from floodplain.memory.digest import SEED
 from floodplain.memory.swap_space import SwapSpace
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import settings_for
 from tests.vllm.engines import (
     Load,
     as_made,
@@ -66,6 +69,19 @@ def test_swapped_requests_keep_their_tokens_and_resume_with_one_token(
     assert len(swaps) > 10 and desk_of(llm).books.num_resumed - num_before > 10
     assert len(run.resumed) > 10
     assert set(run.resumed) == {1}
+
+
+@pytest.mark.quick
+def test_under_timely_some_requests_wait_in_line_and_tokens_stay(
+    llm: LLM, load: Load, expected: dict[int, list[int]]
+) -> None:
+    seen: list[tuple[View, Decision]] = []
+    desk_of(llm).watchers.append(lambda view, now, decision: seen.append((view, decision)))
+    goals = {"ttft_goal_s": 0.05, "tpot_goal_s": 0.02}
+    scheduler_of(llm).policy_object = make_policy("timely", settings_for("timely", **goals))
+    assert drive(llm, load).tokens == expected
+    assert {decision.reason for _, decision in seen} & {Reason.PROMISED, Reason.CROWDED}
+    assert any(view.demand.median_prompt and view.demand.step_s for view, _ in seen)
 
 
 @pytest.mark.quick
