@@ -1,0 +1,52 @@
+"""The fluid reference of ``benchmarks/policies`` against its closed form under a regular overload."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks/policies"
+RATE, DURATION_S = 10.0, 50.0
+"""Requests per second that the server ends, and how long the overload lasts."""
+
+
+@pytest.fixture
+def fluid(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("fluid")
+    sys.modules.pop("fluid", None)
+
+
+def share_on_time(fluid: Any, factor: float, patience: float) -> float:
+    """Of requests that must end within 0.3 s, three times what one takes."""
+    number = int(DURATION_S * factor * RATE)
+    arrivals = [index / (factor * RATE) for index in range(number)]
+    return fluid.count_on_time(arrivals, [True] * number, fluid.Fluid(1 / RATE, 0.3, patience)) / number
+
+
+def closed_form(factor: float, patience: float) -> float:
+    """If no wait is longer than ``patience`` times FCFS's (``docs/design/004``)."""
+    if factor <= 1 or patience == inf:
+        return min(1.0, 1 / factor)
+    c = 1 - patience * (factor - 1)
+    return min(1.0, (1 - c * factor) / (1 - c)) / factor
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("patience", [1.0, 1.1, inf])
+def test_the_share_on_time_is_that_of_the_closed_form(fluid: Any, factor: float, patience: float) -> None:
+    """A little more where the line is limited: each deadline has a second of grace."""
+    found, expected = share_on_time(fluid, factor, patience), closed_form(factor, patience)
+    grace = 0.1 if patience < inf and 1 < factor < 2 else 0.01
+    assert expected - 0.01 <= found <= expected + grace
+
+
+def test_requests_that_cannot_attain_their_goals_alone_do_not_count(fluid: Any) -> None:
+    server = fluid.Fluid(1 / RATE, 0.3, 1.1)
+    assert fluid.count_on_time([0.0, 1.0, 2.0], [True, False, True], server) == 2
