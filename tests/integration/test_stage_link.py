@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import socket
 import struct
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.cluster.wire import stage_link
 from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.cluster.wire.stage_link import MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
@@ -165,6 +170,10 @@ def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
             with suppress(asyncio.CancelledError):
                 (await waiting).close()
                 num_links += 1
+            listener.close()  # the system hangs up on connections that were not accepted
+            for sock in dialled:
+                sock.settimeout(HANG_S)
+                read_all(sock)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,6 +182,65 @@ def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
             gc.collect()
     assert not [one.message for one in caught if issubclass(one.category, ResourceWarning)]
     assert 0 < num_links < 12
+
+
+@contextmanager
+def waiting_at(listener: socket.socket) -> Iterator[asyncio.Task[StageLink]]:
+    waiting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
+    try:
+        yield waiting
+    finally:
+        waiting.cancel()
+
+
+async def is_hung_up_on(sock: socket.socket) -> bool:
+    """Waits until the other end has closed."""
+    sock.setblocking(False)
+    return not await asyncio.get_running_loop().sock_recv(sock, 1)
+
+
+@pytest.mark.parametrize("why", ["half a hello", "too many", "too late"])
+def test_connections_that_show_no_key_are_closed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        with listen() as listener, waiting_at(listener), ExitStack() as stack:
+            dial = partial(socket.create_connection, listener.getsockname()[:2])
+            first = stack.enter_context(dial())
+            if why == "half a hello":
+                first.sendall(KEY.hello()[:10])
+                first.shutdown(socket.SHUT_WR)
+            elif why == "too many":
+                for _ in range(2):
+                    stack.enter_context(dial())
+            assert await is_hung_up_on(first)
+
+    if why == "too late":
+        monkeypatch.setattr(stage_link, "HELLO_TIMEOUT_S", 0.01)
+    elif why == "too many":
+        monkeypatch.setattr(stage_link, "MAX_STRANGERS", 2)
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
+
+
+def test_accepting_goes_on_after_a_shortage_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scarce(socket.socket):
+        num_refused = 0
+
+        def accept(self) -> Any:
+            if self.num_refused < 2:
+                self.num_refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    async def run() -> None:
+        with Scarce() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            listener.setblocking(False)
+            for end in await open_link(listener):
+                end.close()
+            assert listener.num_refused == 2
+
+    monkeypatch.setattr(stage_link, "RETRY_S", 0.01)
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 
 def test_of_two_connections_with_the_key_one_is_the_link() -> None:

@@ -84,6 +84,7 @@ def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(
     assert max(len(lives) for lives in cluster.stories.values()) >= 2  # some were handed over
     for engine in cluster.engines.values():
         engine.loop.check_integrity()
+        assert engine.loop.state.num_returning_blocks == 0
         assert engine.loop.state.ledger.num_available == engine.loop.state.ledger.num_blocks == MODEL.num_blocks
 
 

@@ -6,7 +6,7 @@ from floodplain.core.plan import BackupOrder, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices
-from floodplain.policy.swap import SLOTS_FOR_TURNS, SwapBudget, num_computed
+from floodplain.policy.swap import SLOTS_FOR_TURNS, SwapBudget, num_computed, quick_tiers
 from tests.support.views import host, make_view, prompt, stream
 
 PRICES = Prices(step_s=0.02, prefill_token_s=0.001)
@@ -41,6 +41,14 @@ def test_when_computing_again_is_cheaper_nothing_is_copied() -> None:
 def test_the_latency_of_the_link_counts() -> None:
     assert budget(host(latency_s=0.01)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COPY
     assert budget(host(latency_s=0.02)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COMPUTING
+
+
+def test_a_tier_is_quick_if_a_mean_residents_copy_is_with_its_latency() -> None:
+    """Three blocks each: 4 ms a block by computing, so the latency may be 12 ms."""
+    rows = [stream(number) for number in range(4)]
+    for latency_s, is_quick in ((0.0119, True), (0.0121, False)):
+        view = make_view(*rows, tiers=(host(block_s=0.0, latency_s=latency_s),), prices=PRICES)
+        assert bool(quick_tiers(view)) is is_quick
 
 
 def test_while_prices_are_unknown_everything_is_copied() -> None:

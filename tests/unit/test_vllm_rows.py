@@ -152,9 +152,19 @@ def test_a_request_whose_last_token_is_on_its_way_is_not_preempted() -> None:
     held, gone = world.pool.give(3), world.pool.give(2)
     world.pool.touch(held[:1])
     present = Present(tuple(ones), deferred=(*held, *gone))
-    view = outlook.view(STEP, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
+    demand = Demand(mean_output=7.0)
+    view = outlook.view(STEP, present, is_open=True, prices=Prices(), demand=demand, completion_step=-1)
+    assert view.demand is demand
     assert [row.end_step - STEP for row in view.running] == [1, 0] and view.outstanding == {1}
     assert view.num_draining_blocks == 4, "all that nothing but an outstanding step holds"
+
+
+def test_the_lobby_shows_the_first_requests_and_the_newest_others() -> None:
+    world = World()
+    ones = {one.request.request_id: one for one in (world.arrive(number) for number in range(5))}
+    lobby = Lobby(cast(Any, ones), lambda one: one.order_key, 2, 1)
+    lobby.refresh({name: one.request for name, one in ones.items()}, lambda request: True)
+    assert [one.seq_id for one in lobby.shown()] == [0, 1, 4]
 
 
 def test_the_last_token_of_a_prompt_runs_as_any_token_does() -> None:
