@@ -173,23 +173,28 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def summarise(results: list[dict[str, Any]]) -> str:
-    """Means over the cells; in how many the last policy keeps which bound, beside FCFS and beside ``paced``."""
-    policy = list(results[0]["policies"])[-1]
-    shares = [result["references"] | {name: row["attained"] for name, row in result["policies"].items()}
-              for result in results]  # fmt: skip
-    means = {name: sum(one[name] for one in shares) / len(shares) for name in shares[0]}
-    below = [result["cell"] for result, one in zip(results, shares, strict=True) if one[policy] < one["fcfs"] - 0.01]
-    pairs = [(result["policies"][policy], result["policies"]["fcfs"]) for result in results]
-    lines = [
-        "attained on average: " + ", ".join(f"{name} {mean:.1%}" for name, mean in means.items()),
-        f"{policy}: more than 1 point below fcfs in {len(below)} cells ({'; '.join(below) or 'none'})",
-        f"the longest gap is {max(row['longest gap'] for row, _ in pairs):.1f} s",
-    ]
-    for name, most in (("E2E p50", 1.05), ("E2E p99", 1.15)):
-        ratios = [row[name] / fcfs[name] for row, fcfs in pairs]
-        num_kept = sum(ratio <= most for ratio in ratios)
-        lines.append(f"{name}: at most {most} times fcfs's in {num_kept} of {len(ratios)}, worst {max(ratios):.2f}")
-    return "\n".join([*lines, *_beside_paced(results, policy)])
+    """What each policy and reference attains, and in how many cells each policy keeps which bound beside FCFS."""
+    names, lines = list(results[0]["policies"]), list[str]()
+    for name in results[0]["references"]:
+        lines.append(f"{name}: attained {np.mean([result['references'][name] for result in results]):.1%}")
+    for policy in names:
+        pairs = [(result["policies"][policy], result["policies"]["fcfs"]) for result in results]
+        below = [result["cell"] for result, (row, fcfs) in zip(results, pairs, strict=True)
+                 if row["attained"] < fcfs["attained"] - 0.01]  # fmt: skip
+        lines.append(
+            f"{policy}: attained {np.mean([row['attained'] for row, _ in pairs]):.1%}; "
+            f"{_count_kept(pairs, 'E2E p50', 1.05)}; {_count_kept(pairs, 'E2E p99', 1.15)}; "
+            f"longest gap {max(row['longest gap'] for row, _ in pairs):.1f} s; "
+            f"more than 1 point below fcfs in {len(below)} ({'; '.join(below) or 'none'})"
+        )
+    return "\n".join([*lines, *_beside_paced(results, names[-1])])
+
+
+def _count_kept(pairs: list[tuple[dict[str, float], dict[str, float]]], name: str, most: float) -> str:
+    """In how many cells a column is at most so many times FCFS's."""
+    ratios = [row[name] / fcfs[name] for row, fcfs in pairs]
+    num_kept = sum(ratio <= most for ratio in ratios)
+    return f"{name} <= {most} in {num_kept} of {len(ratios)}, median {np.median(ratios):.2f}, worst {max(ratios):.2f}"
 
 
 def _beside_paced(results: list[dict[str, Any]], policy: str) -> list[str]:

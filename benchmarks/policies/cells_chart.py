@@ -1,4 +1,4 @@
-"""Draws ``cells.json``: the share of requests that attain both goals, against the load, under each policy.
+"""Draws ``cells.json``: the share of requests that attain both goals, against the load. Prints its summary, too.
 
 python benchmarks/policies/cells_chart.py
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cells import FACTORS, Cell
+from cells import FACTORS, Cell, summarise
 
 from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
 
@@ -23,7 +23,9 @@ PANELS = (("lasting", "chat"), ("burst", "chat"), ("lasting", "all"), ("burst", 
 
 def main() -> None:
     """Write ``attained.png``."""
-    cells = {result["cell"]: result for result in json.loads((HERE / "cells.json").read_text())["cells"]}
+    results = json.loads((HERE / "cells.json").read_text())["cells"]
+    print(summarise(results))
+    cells = {result["cell"]: result for result in results}
     with styled():
         where = "virtual time, seed 1, pool of 24 chats on two CPU cores; goals: five times an unloaded request"
         figure, panels = make_figure("Requests that attain both goals", where, len(PANELS))
