@@ -45,7 +45,7 @@ class Way:
         return replace(
             base,
             policy=self.policy,
-            slice=self.settings.slice_steps,
+            slice=None if self.policy == "fcfs" else self.settings.slice_steps,
             swap="host" if self.hardware else "none",
             swap_memory=num_bytes,
             hardware=self.hardware,

@@ -22,8 +22,8 @@ CAPTIONS: Mapping[str, str] = {
     "pareto": "The wait for a first token against the pace of the rest, for the slowest one in a hundred requests. The "
     "larger a point, the longer its slowest requests take in all. Dashed lines: the goals.",
     "timeline": "How many requests ran and how many waited, and how full the KV memory was, over time.",
-    "strip": "Who was on the device when. Each row is a request, the first to arrive at the top. A bar: it was on the "
-    "device. A thin grey line: it was alive, but not on the device. The dot: its first token.",
+    "strip": "When each request was on the device. Each row is a request, the first to arrive at the top. A bar: it "
+    "was on the device. A thin grey line: it was alive, but not on the device. The dot: its first token.",
 }
 
 CSS = """

@@ -55,7 +55,7 @@ def draw_strip(runs: Sequence[Run]) -> Figure | None:
     if not known:
         return None
     with styled():
-        figure, panels = make_figure("Who was on the device when", subtitle(runs), len(known), PANEL_INCHES)
+        figure, panels = make_figure("When each request was on the device", subtitle(runs), len(known), PANEL_INCHES)
         for panel, (colour, name, columns) in zip(panels, known, strict=True):
             _draw_rows(panel, columns, colour)
             panel.set_ylabel(f"{name}\n(request)")
@@ -84,6 +84,7 @@ def _draw_rows(panel: Axes, columns: Mapping[str, Sequence[Any]], colour: str) -
         color="#000000", marker="o", markersize=min(3.0, 1.2 + width / 3), linestyle="none", label="first token",
     )  # fmt: skip
     panel.set_ylim(num_rows + 1, 0)
+    panel.yaxis.get_major_locator().set_params(integer=True)
     panel.grid(axis="y", visible=False)
 
 
