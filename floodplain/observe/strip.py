@@ -68,6 +68,8 @@ def draw_strip(runs: Sequence[Run]) -> Figure | None:
 
 
 def _draw_rows(panel: Axes, columns: Mapping[str, Sequence[Any]], colour: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     num_rows = len(columns["arrival_s"])
     width = min(MAX_BAR_POINTS, BAR_SHARE * PANEL_INCHES * POINTS_PER_INCH / num_rows)
     lives = [[pair] for pair in zip(columns["arrival_s"], columns["finished_s"], strict=True)]
@@ -84,7 +86,7 @@ def _draw_rows(panel: Axes, columns: Mapping[str, Sequence[Any]], colour: str) -
         color="#000000", marker="o", markersize=min(3.0, 1.2 + width / 3), linestyle="none", label="first token",
     )  # fmt: skip
     panel.set_ylim(num_rows + 1, 0)
-    panel.yaxis.get_major_locator().set_params(integer=True)
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(axis="y", visible=False)
 
 
