@@ -88,6 +88,10 @@ class Deadlines:
         """Seconds to compute ``num_tokens`` of prompts beside the decodes of one step."""
         return self._view.prices.step_s + self._view.prices.prefill_token_s * num_tokens
 
+    def is_prompt(self, row: SequenceView) -> bool:
+        """Whether a request has no token yet."""
+        return row.num_generated(self._view.step) <= 0
+
     def line_due_s(self, row: SequenceView) -> float:
         """Deadline of the first token of a request in line."""
         return row.order_key[1] + self.most_wait_s

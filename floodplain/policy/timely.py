@@ -1,7 +1,8 @@
 """Admission and preemption by deadlines: serve requests on time where possible, and bound the wait of the others.
 
-While the TPOT goals of all live requests fit into the device and no request has waited for long, ``paced`` ranks. Else
-not every request can keep its goals, and equal shares would make all of them late. Then:
+While the TPOT goals of all live requests fit into the device and no request has waited for long, ``paced`` ranks, and
+long prompts are ordered by their deadlines. Else not every request can keep its goals, and equal shares would make all
+of them late. Then:
 
 - **Admission.** A waiting request is *on time* if its first token can still meet its TTFT goal, else it is *in line*.
   A request on time is admitted if its claim fits beside the claims of all streams (``deadlines``), if its prompt ends
@@ -91,13 +92,24 @@ class TimelyPolicy(SharingPolicy):
         return sum(max(0, row.num_remaining) for row in rows) * view.prices.prefill_token_s > goal_s
 
     def rank(self, view: View, now: float) -> Ranking:
-        """The ranking of ``paced`` while all goals fit, else by deadlines."""
+        """The ranking of ``paced`` while all goals fit, with long prompts by deadlines; else by deadlines."""
         deadlines = Deadlines(view, now, self.settings, self.settings.slice_steps + STEPS_BESIDE)
         most_ttfts = KEYS_LINE_TTFTS if len(view.key_credits) > 1 else LINE_TTFTS
         shows_all = len(view.waiting) == view.num_waiting
-        if view.tiers and shows_all and not self.has_long_prompts(view) and deadlines.fit_all(most_ttfts):
-            return self._paced.rank(view, now)
+        if view.tiers and shows_all and deadlines.fit_all(most_ttfts):
+            ranking = self._paced.rank(view, now)
+            return _prompts_by_deadlines(ranking, deadlines) if self.has_long_prompts(view) else ranking
         return _Ranker(view, now, deadlines).rank(self.settings)
+
+
+def _prompts_by_deadlines(ranking: Ranking, deadlines: Deadlines) -> Ranking:
+    """The ranking with its prompts in another order: those that can be on time, then late ones; by deadlines."""
+
+    def key(row: SequenceView) -> tuple[float, ...]:
+        return row.order_key[0], not deadlines.can_begin_in_time(row), deadlines.first_due_s(row), row.seq_id
+
+    ordered = iter(sorted(filter(deadlines.is_prompt, ranking.rows), key=key))
+    return replace(ranking, rows=[next(ordered) if deadlines.is_prompt(row) else row for row in ranking.rows])
 
 
 class _Ranker:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.goals import Goals
 from floodplain.core.plan import Reason
 from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.policy.admission import MOST_HEADS
@@ -180,6 +181,25 @@ def test_prompts_are_long_if_several_take_longer_than_the_goal() -> None:
     assert policy.has_long_prompts(line(half, waiting(2, 501)))
     assert not policy.has_long_prompts(line(half, waiting(2, 499)))
     assert not policy.has_long_prompts(line(prompt(1, 5000, 8), stream(2)))  # one alone has no order
+
+
+def test_while_goals_fit_long_prompts_are_computed_by_deadlines_and_no_request_waits_in_line() -> None:
+    policy = TimelyPolicy(settings_for("timely", **GOALS))
+    too_long, due_last, due_first = (
+        arrived(waiting(1, 1500), NOW - 0.3),
+        arrived(waiting(2, 600), NOW - 0.2),
+        replace(arrived(waiting(3), NOW - 0.1), goals=Goals(ttft_s=0.7)),
+    )
+    beside = [in_time(stream(4), 3.0, num_tokens=40), in_time(swapped(5), 3.0)]
+    view = line(too_long, due_last, due_first, *beside, num_blocks=2000)
+    shared, ranking = policy._paced.rank(view, NOW), policy.rank(view, NOW)
+    assert [row.seq_id for row in shared.rows] == [3, 1, 2, 4, 5]
+    assert [row.seq_id for row in ranking.rows] == [3, 2, 1, 4, 5]
+    assert replace(ranking, rows=shared.rows) == shared
+    first = arrived(too_long, NOW - 0.3, priority=-1)
+    assert [row.seq_id for row in policy.rank(line(first, due_last, due_first, num_blocks=2000), NOW).rows][0] == 1
+    short = line(arrived(waiting(1), NOW - 0.1), due_first, *beside, num_blocks=2000)
+    assert policy.rank(short, NOW) == policy._paced.rank(short, NOW)
 
 
 def test_long_prompts_without_swap_space_limit_no_step_while_all_fit() -> None:
