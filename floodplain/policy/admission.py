@@ -59,7 +59,8 @@ class Begun:
     def claim(self, row: SequenceView, claim: float, deadlines: Deadlines) -> None:
         """Add a request's claim, and with several API keys the work that it will still be served."""
         self.claimed += claim
-        self.shares.add(row.client, claim, deadlines.pending(row) if self.shares.has_several else 0.0)
+        if self.shares.has_several:
+            self.shares.add(row.client, claim, deadlines.pending(row))
 
     def give_up(self, row: SequenceView, claim: float) -> None:
         """Take a part of a request's claim away."""
@@ -140,22 +141,27 @@ class Admission:
     def _admit_newcomers(self) -> list[SequenceView]:
         """Requests on time whose claim fits, and whose prompt fits into swap space beside the blocks of a turn."""
         deadlines, admitted = self._deadlines, list[SequenceView]()
+        if self.is_full and not self._begun.shares.has_several:
+            return admitted
         num_slots = self._count_free_slots()
         for row in sorted(self._newcomers, key=self._admission_key()):
-            num_blocks = blocks_for(self._view, row.num_tokens)
-            has_room = num_blocks <= num_slots and self._may_claim(row)
+            num_blocks, claim = blocks_for(self._view, row.num_tokens), deadlines.first_claim(row)
+            has_room = num_blocks <= num_slots and self._may_claim(row, claim)
             if has_room and deadlines.can_begin_in_time(row, self._begun.num_ahead):
-                self._begun.claim(row, deadlines.claim(row), deadlines)
+                self._begun.claim(row, claim, deadlines)
                 self._begun.num_ahead += row.num_remaining
                 num_slots -= num_blocks
                 admitted.append(row)
         return admitted
 
-    def _may_claim(self, row: SequenceView) -> bool:
+    def _may_claim(self, row: SequenceView, claim: float) -> bool:
         """Whether a request on time may be admitted; while the device is full, only one of a key that is behind."""
-        if self.is_full and not self._begun.shares.is_behind(row.client, self._deadlines.pending(row)):
+        shares = self._begun.shares
+        if self.is_full and not shares.is_behind(row.client, self._deadlines.pending(row)):
             return False
-        return self._begun.shares.has_room(row.client, self._deadlines.claim(row), PROMISED)
+        if self._begun.claimed + claim <= PROMISED:
+            return True
+        return shares.has_several and shares.has_room(row.client, claim, PROMISED)
 
     def _admission_key(self) -> Callable[[SequenceView], tuple[float, ...]]:
         """By priority, the key that has been served least, and the time when the TTFT goal is due."""
@@ -170,6 +176,8 @@ class Admission:
 
     def _backfill(self, line: Seq[SequenceView]) -> list[SequenceView]:
         """Requests in line that fit: from its young end, or by arrival if its head waits or all fit into the pool."""
+        if not line:
+            return []
         room = FILLED - self._begun.claimed - self._deadlines.newcomers_claim(RESERVED_S, live_rows(self._view))
         found: list[SequenceView] = []
         has_room = count_spare_blocks(self._view, num_steps=1) >= 0

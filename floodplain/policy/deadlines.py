@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
+from typing import NamedTuple
 
-from floodplain.core.goals import UNLOADED_FACTOR
+from floodplain.core.goals import NO_GOALS, UNLOADED_FACTOR
 from floodplain.core.sequence import Status
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.goals import PaceGoals, due_s
-from floodplain.policy.growth import blocks_for
 from floodplain.policy.ranking import live_rows
 from floodplain.policy.settings import SharingSettings
 
@@ -40,6 +40,22 @@ LATE_ANSWERS = 2.0
 
 SILENT_PART = 0.8
 """Part of ``max_gap_s``: streams that have had no token for longer are overdue."""
+
+
+class Standing(NamedTuple):
+    """How a stream stands at the time of the view.
+
+    Attributes:
+        slack_s: Its slack in seconds; negative if it is behind its TPOT goal.
+        silence_s: Seconds since its last token; 0 while it decodes.
+        is_on_time: Whether it meets both goals so far, within the graces.
+        claim: Part of the device that keeps it on time, or ends it when due if it is late.
+    """
+
+    slack_s: float
+    silence_s: float
+    is_on_time: bool
+    claim: float
 
 
 class Deadlines:
@@ -70,6 +86,9 @@ class Deadlines:
         self.turn_s = turn_steps * prices.step_s
         self.most_silence_s = self._goals.most_silence_s(settings.max_gap_s)
         self.most_wait_s = settings.line_patience * demand.longest_wait_s + LINE_GRACE_S
+        self._block_tokens, self._num_blocks = view.block_tokens, view.num_blocks
+        self._least_part, self._has_turns = 1 / view.max_num_seqs, bool(view.tiers)
+        self._num_foreseen = int(FORESEEN * self._mean_output)
         self._least_presence = self._presence(SILENT_PART * self.most_silence_s / turn_steps)
 
     # -- first tokens ----------------------------------------------------------------------------------------------
@@ -98,35 +117,34 @@ class Deadlines:
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
-    def silence_s(self, row: SequenceView) -> float:
-        """Seconds since the last token of a stream; 0 while it decodes."""
-        return 0.0 if row.is_decoding or row.last_token_s is None else self._now - row.last_token_s
-
-    def slack_s(self, row: SequenceView) -> float:
-        """Slack of a stream in seconds; negative if it is behind its TPOT goal."""
-        return self._first_s(row) + row.num_generated(self._view.step) * self._goals.of(row) - self._now
-
-    def is_on_time(self, row: SequenceView) -> bool:
-        """Whether a stream meets both goals so far, within the graces."""
-        if self.slack_s(row) <= -GRACE_TOKENS * self._goals.of(row):
-            return False
-        return self._first_s(row) <= self.first_due_s(row) + TTFT_GRACE_S
+    def stand(self, row: SequenceView) -> Standing:
+        """How a stream stands. One function, since it is called for each stream in each step."""
+        now, num_output, goal_s = self._now, row.num_generated(self._view.step), self._goals.usual_s
+        first_due_s = row.order_key[1] + self.ttft_goal_s
+        if row.goals is not NO_GOALS:
+            goal_s, first_due_s = self._goals.of(row), self.first_due_s(row)
+        first_s = row.first_token_s
+        if first_s is None:  # the first token was under way when the row was made
+            first_s = now - (num_output - 1) * self.step_s
+        slack_s = first_s + num_output * goal_s - now
+        silence_s = 0.0 if row.is_decoding or row.last_token_s is None else now - row.last_token_s
+        if slack_s > -GRACE_TOKENS * goal_s and first_s <= first_due_s + TTFT_GRACE_S:
+            return Standing(slack_s, silence_s, True, self._claim(row.num_prompt, num_output, goal_s, slack_s))
+        return Standing(slack_s, silence_s, False, self.late_claim(row))
 
     def spare_s(self, row: SequenceView) -> float:
         """Seconds before a late request must run at full speed to end when due; negative if it must already."""
-        return self._end_due_s(row) - self._now - self._left(row) * self.step_s
+        return self._end_due_s(row) - self._now - self._left(row.num_generated(self._view.step)) * self.step_s
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    def claim(self, row: SequenceView) -> float:
-        """Part of the device that keeps a request on time; saved slack lowers it."""
-        left, goal_s = self._left(row), self._goals.of(row)
-        slack_s = max(0.0, self.slack_s(row)) if row.num_generated(self._view.step) > 0 else 0.0
-        return self._presence(goal_s + slack_s / left) * self._foreseen_part(row)
+    def first_claim(self, row: SequenceView) -> float:
+        """Part of the device that keeps a request on time from its first token on."""
+        return self._claim(row.num_prompt, row.num_generated(self._view.step), self._goals.of(row), 0.0)
 
     def late_claim(self, row: SequenceView) -> float:
         """Part of the device that ends a late request when due, with gaps below ``max_gap_s``."""
-        token_s = (self._end_due_s(row) - self._now) / self._left(row)
+        token_s = (self._end_due_s(row) - self._now) / self._left(row.num_generated(self._view.step))
         return max(self._least_presence, self._presence(token_s)) * self.whole_claim(row)
 
     def whole_claim(self, row: SequenceView) -> float:
@@ -135,8 +153,9 @@ class Deadlines:
 
     def pending(self, row: SequenceView) -> float:
         """Estimate of the work (``core.served``) that a request will still be served."""
-        num_prompt = max(0, row.num_remaining) if row.num_generated(self._view.step) <= 0 else 0
-        return weighted_work(num_prompt, int(self._left(row)), row.order_key[0])
+        num_output = row.num_generated(self._view.step)
+        num_prompt = max(0, row.num_remaining) if num_output <= 0 else 0
+        return weighted_work(num_prompt, int(self._left(num_output)), row.order_key[0])
 
     def fit_all(self, most_ttfts: float) -> bool:
         """Whether the TPOT goals of all requests fit into the device without saved slack, and no wait is long.
@@ -152,7 +171,7 @@ class Deadlines:
             return False
         part = 1.0
         for row in live_rows(self._view):
-            part -= self._presence(self._goals.of(row)) * self._foreseen_part(row)
+            part -= self.first_claim(row)
             if part < 0:
                 return False
         return True
@@ -170,26 +189,23 @@ class Deadlines:
 
         Without swap space no stream takes turns, so it is always resident.
         """
-        return self.step_s / token_s if self._view.tiers and self.step_s < token_s else 1.0
+        return self.step_s / token_s if self._has_turns and self.step_s < token_s else 1.0
 
-    def _first_s(self, row: SequenceView) -> float:
-        if row.first_token_s is not None:
-            return row.first_token_s
-        num_before = row.num_generated(self._view.step) - 1  # the first token was under way when the row was made
-        return self._now - num_before * self.step_s
+    def _claim(self, num_prompt: int, num_output: int, goal_s: float, slack_s: float) -> float:
+        """Part of the device that keeps a request on time; saved slack lowers it.
 
-    def _left(self, row: SequenceView) -> float:
+        It needs the blocks of its prompt, and of its output so far or of most of a mean answer if that is more.
+        """
+        token_s = goal_s + slack_s / self._left(num_output) if slack_s > 0 else goal_s
+        return self._presence(token_s) * self._of_device(num_prompt + max(num_output, self._num_foreseen) + 1)
+
+    def _left(self, num_output: int) -> float:
         """Estimate of the tokens that remain; at least a third of the mean, however long the answer is already."""
-        return max(self._mean_output - row.num_generated(self._view.step) / 3, self._mean_output / 3)
+        return max(self._mean_output - num_output / 3, self._mean_output / 3)
 
     def _end_due_s(self, row: SequenceView) -> float:
         return self.line_due_s(row) + LATE_ANSWERS * self._mean_output * self.step_s
 
-    def _foreseen_part(self, row: SequenceView) -> float:
-        """Part of the blocks for the prompt and the output so far, or for most of a mean answer if that is more."""
-        num_output = max(row.num_generated(self._view.step), int(FORESEEN * self._mean_output))
-        return self._of_device(row.num_prompt + num_output + 1)
-
     def _of_device(self, num_tokens: int) -> float:
-        view = self._view
-        return max(min(1.0, blocks_for(view, num_tokens) / view.num_blocks), 1 / view.max_num_seqs)
+        part = -(-num_tokens // self._block_tokens) / self._num_blocks
+        return max(min(1.0, part), self._least_part)

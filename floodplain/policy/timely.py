@@ -27,11 +27,11 @@ from dataclasses import replace
 from math import inf
 from operator import attrgetter
 
-from floodplain.core.request import OrderKey
+from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.admission import TURNING, WAITING_WINDOW, Admission, Begun
-from floodplain.policy.deadlines import SILENT_PART, Deadlines
+from floodplain.policy.deadlines import SILENT_PART, Deadlines, Standing
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings
@@ -121,6 +121,7 @@ class _Ranker:
     def __init__(self, view: View, now: float, deadlines: Deadlines) -> None:
         self._view, self._now, self._deadlines = view, now, deadlines
         self._begun = Begun(view)
+        self._standings: dict[SeqId, Standing] = {}
         self._overdue: list[SequenceView] = []
         self._urgent: list[SequenceView] = []
         self._ending: list[SequenceView] = []
@@ -137,12 +138,12 @@ class _Ranker:
 
     def rank(self, settings: SharingSettings) -> Ranking:
         """Streams, prompts and admitted requests; waiting requests that are not admitted are left out."""
-        admission, deadlines = self._admission, self._deadlines
+        admission, deadlines, standings = self._admission, self._deadlines, self._standings
         turn = slice_for(self._view, int(TURNING * self._view.num_blocks), settings, STEPS_BESIDE)
         rows = [
-            *sorted(self._overdue, key=deadlines.silence_s, reverse=True),
+            *sorted(self._overdue, key=lambda row: standings[row.seq_id].silence_s, reverse=True),
             *(admission.on_time if admission.is_full else []),  # of API keys that are behind
-            *sorted(self._urgent, key=deadlines.slack_s),
+            *sorted(self._urgent, key=lambda row: standings[row.seq_id].slack_s),
             *sorted(self._prompts, key=deadlines.first_due_s),
             *([] if admission.is_full else admission.on_time),
             *self._late_prompts,
@@ -171,15 +172,15 @@ class _Ranker:
         if row.status is Status.WAITING:
             (self._newcomers if is_in_time else self._line).append(row)
             return
-        self._claim(row, self._deadlines.claim(row) if is_in_time else self._deadlines.late_claim(row))
+        self._claim(row, self._deadlines.first_claim(row) if is_in_time else self._deadlines.late_claim(row))
         self._begun.num_ahead += max(0, row.num_remaining) if is_in_time else 0
         (self._prompts if is_in_time else self._late_prompts).append(row)
 
     def _sort_stream(self, row: SequenceView) -> None:
         deadlines, is_absent = self._deadlines, row.status is Status.SWAPPED
-        is_on_time, slack_s, silence_s = deadlines.is_on_time(row), deadlines.slack_s(row), deadlines.silence_s(row)
+        slack_s, silence_s, is_on_time, claim = self._standings[row.seq_id] = deadlines.stand(row)
         turn_s, most_s = deadlines.turn_s, deadlines.most_silence_s
-        self._claim(row, deadlines.claim(row) if is_on_time else deadlines.late_claim(row))
+        self._claim(row, claim)
         self._begun.paused += deadlines.whole_claim(row) if is_absent and not is_on_time else 0.0
         is_losing = is_absent and is_on_time and slack_s < CROWDED_TURNS * turn_s
         self._begun.is_crowded |= is_losing or silence_s > CROWDED_PART * most_s
@@ -200,7 +201,7 @@ class _Ranker:
             for row in sorted(on_time, key=_BY_ARRIVAL, reverse=True):
                 if excess <= 0:
                     break
-                given_up = self._deadlines.claim(row) - self._deadlines.late_claim(row)
+                given_up = self._standings[row.seq_id].claim - self._deadlines.late_claim(row)
                 excess -= given_up
                 self._begun.give_up(row, given_up)
                 (self._on_time if row in self._on_time else self._urgent).remove(row)
