@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
 
 from floodplain.core.goals import NO_GOALS, UNLOADED_FACTOR
 from floodplain.core.sequence import Status
@@ -40,22 +39,6 @@ LATE_ANSWERS = 2.0
 
 SILENT_PART = 0.8
 """Part of ``max_gap_s``: streams that have had no token for longer are overdue."""
-
-
-class Standing(NamedTuple):
-    """How a stream stands at the time of the view.
-
-    Attributes:
-        slack_s: Its slack in seconds; negative if it is behind its TPOT goal.
-        silence_s: Seconds since its last token; 0 while it decodes.
-        is_on_time: Whether it meets both goals so far, within the graces.
-        claim: Part of the device that keeps it on time, or ends it when due if it is late.
-    """
-
-    slack_s: float
-    silence_s: float
-    is_on_time: bool
-    claim: float
 
 
 class Deadlines:
@@ -88,7 +71,7 @@ class Deadlines:
         self.most_wait_s = settings.line_patience * demand.longest_wait_s + LINE_GRACE_S
         self._block_tokens, self._num_blocks = view.block_tokens, view.num_blocks
         self._least_part, self._has_turns = 1 / view.max_num_seqs, bool(view.tiers)
-        self._num_foreseen = int(FORESEEN * self._mean_output)
+        self._num_foreseen, self._least_left = int(FORESEEN * self._mean_output), self._mean_output / 3
         self._least_presence = self._presence(SILENT_PART * self.most_silence_s / turn_steps)
 
     # -- first tokens ----------------------------------------------------------------------------------------------
@@ -117,8 +100,14 @@ class Deadlines:
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
-    def stand(self, row: SequenceView) -> Standing:
-        """How a stream stands. One function, since it is called for each stream in each step."""
+    def stand(self, row: SequenceView) -> tuple[float, float, bool, float]:
+        """How a stream stands. One function and a plain tuple, since it is called for each stream in each step.
+
+        Returns:
+            Its slack in seconds, negative if it is behind its TPOT goal; seconds since its last token, 0 while it
+            decodes; whether it meets both goals so far, within the graces; the part of the device that keeps it on
+            time, or ends it when due if it is late.
+        """
         now, num_output, goal_s = self._now, row.num_generated(self._view.step), self._goals.usual_s
         first_due_s = row.order_key[1] + self.ttft_goal_s
         if row.goals is not NO_GOALS:
@@ -129,8 +118,8 @@ class Deadlines:
         slack_s = first_s + num_output * goal_s - now
         silence_s = 0.0 if row.is_decoding or row.last_token_s is None else now - row.last_token_s
         if slack_s > -GRACE_TOKENS * goal_s and first_s <= first_due_s + TTFT_GRACE_S:
-            return Standing(slack_s, silence_s, True, self._claim(row.num_prompt, num_output, goal_s, slack_s))
-        return Standing(slack_s, silence_s, False, self.late_claim(row))
+            return slack_s, silence_s, True, self._claim(row.num_prompt, num_output, goal_s, slack_s)
+        return slack_s, silence_s, False, self.late_claim(row)
 
     def spare_s(self, row: SequenceView) -> float:
         """Seconds before a late request must run at full speed to end when due; negative if it must already."""
@@ -197,15 +186,19 @@ class Deadlines:
         It needs the blocks of its prompt, and of its output so far or of most of a mean answer if that is more.
         """
         token_s = goal_s + slack_s / self._left(num_output) if slack_s > 0 else goal_s
-        return self._presence(token_s) * self._of_device(num_prompt + max(num_output, self._num_foreseen) + 1)
+        num_foreseen = num_output if num_output > self._num_foreseen else self._num_foreseen
+        return self._presence(token_s) * self._of_device(num_prompt + num_foreseen + 1)
 
     def _left(self, num_output: int) -> float:
         """Estimate of the tokens that remain; at least a third of the mean, however long the answer is already."""
-        return max(self._mean_output - num_output / 3, self._mean_output / 3)
+        left = self._mean_output - num_output / 3
+        return left if left > self._least_left else self._least_left
 
     def _end_due_s(self, row: SequenceView) -> float:
         return self.line_due_s(row) + LATE_ANSWERS * self._mean_output * self.step_s
 
     def _of_device(self, num_tokens: int) -> float:
         part = -(-num_tokens // self._block_tokens) / self._num_blocks
-        return max(min(1.0, part), self._least_part)
+        if part > 1.0:
+            return 1.0
+        return part if part > self._least_part else self._least_part

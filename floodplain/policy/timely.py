@@ -25,13 +25,13 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import replace
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
-from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.admission import TURNING, WAITING_WINDOW, Admission, Begun
-from floodplain.policy.deadlines import SILENT_PART, Deadlines, Standing
+from floodplain.policy.deadlines import SILENT_PART, Deadlines
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings
@@ -62,7 +62,7 @@ LEAST_PROMPTS = 0.2
 STEPS_BESIDE = 3
 """Steps beside its slice for which a turn holds its blocks: those of the copies in and out."""
 
-_BY_ARRIVAL = attrgetter("order_key")
+_BY_ARRIVAL, _FIRST = attrgetter("order_key"), itemgetter(0)
 
 
 class TimelyPolicy(SharingPolicy):
@@ -121,9 +121,8 @@ class _Ranker:
     def __init__(self, view: View, now: float, deadlines: Deadlines) -> None:
         self._view, self._now, self._deadlines = view, now, deadlines
         self._begun = Begun(view)
-        self._standings: dict[SeqId, Standing] = {}
-        self._overdue: list[SequenceView] = []
-        self._urgent: list[SequenceView] = []
+        self._overdue: list[tuple[float, SequenceView]] = []  # with its silence
+        self._urgent: list[tuple[float, SequenceView]] = []  # with its slack
         self._ending: list[SequenceView] = []
         self._on_time: list[SequenceView] = []
         self._late: list[SequenceView] = []
@@ -138,12 +137,12 @@ class _Ranker:
 
     def rank(self, settings: SharingSettings) -> Ranking:
         """Streams, prompts and admitted requests; waiting requests that are not admitted are left out."""
-        admission, deadlines, standings = self._admission, self._deadlines, self._standings
+        admission, deadlines = self._admission, self._deadlines
         turn = slice_for(self._view, int(TURNING * self._view.num_blocks), settings, STEPS_BESIDE)
         rows = [
-            *sorted(self._overdue, key=lambda row: standings[row.seq_id].silence_s, reverse=True),
+            *(row for _, row in sorted(self._overdue, key=_FIRST, reverse=True)),
             *(admission.on_time if admission.is_full else []),  # of API keys that are behind
-            *sorted(self._urgent, key=lambda row: standings[row.seq_id].slack_s),
+            *(row for _, row in sorted(self._urgent, key=_FIRST)),
             *sorted(self._prompts, key=deadlines.first_due_s),
             *([] if admission.is_full else admission.on_time),
             *self._late_prompts,
@@ -168,43 +167,44 @@ class _Ranker:
         if row.num_generated(self._view.step) > 0:
             self._sort_stream(row)
             return
-        is_in_time = self._deadlines.can_begin_in_time(row)
+        deadlines, begun = self._deadlines, self._begun
+        is_in_time = deadlines.can_begin_in_time(row)
         if row.status is Status.WAITING:
             (self._newcomers if is_in_time else self._line).append(row)
             return
-        self._claim(row, self._deadlines.first_claim(row) if is_in_time else self._deadlines.late_claim(row))
-        self._begun.num_ahead += max(0, row.num_remaining) if is_in_time else 0
+        begun.claim(row, deadlines.first_claim(row) if is_in_time else deadlines.late_claim(row), deadlines)
+        begun.num_ahead += max(0, row.num_remaining) if is_in_time else 0
         (self._prompts if is_in_time else self._late_prompts).append(row)
 
     def _sort_stream(self, row: SequenceView) -> None:
-        deadlines, is_absent = self._deadlines, row.status is Status.SWAPPED
-        slack_s, silence_s, is_on_time, claim = self._standings[row.seq_id] = deadlines.stand(row)
+        deadlines, begun, is_absent = self._deadlines, self._begun, row.status is Status.SWAPPED
+        slack_s, silence_s, is_on_time, claim = deadlines.stand(row)
         turn_s, most_s = deadlines.turn_s, deadlines.most_silence_s
-        self._claim(row, claim)
-        self._begun.paused += deadlines.whole_claim(row) if is_absent and not is_on_time else 0.0
+        begun.claim(row, claim, deadlines)
+        begun.paused += deadlines.whole_claim(row) if is_absent and not is_on_time else 0.0
         is_losing = is_absent and is_on_time and slack_s < CROWDED_TURNS * turn_s
-        self._begun.is_crowded |= is_losing or silence_s > CROWDED_PART * most_s
+        begun.is_crowded |= is_losing or silence_s > CROWDED_PART * most_s
         if silence_s > SILENT_PART * most_s:
-            self._overdue.append(row)
-        elif is_on_time:
-            (self._urgent if slack_s < URGENT_TURNS * turn_s else self._on_time).append(row)
-        else:
+            self._overdue.append((silence_s, row))
+        elif not is_on_time:
             (self._ending if deadlines.spare_s(row) < 0 else self._late).append(row)
-
-    def _claim(self, row: SequenceView, claim: float) -> None:
-        self._begun.claim(row, claim, self._deadlines)
+        elif slack_s < URGENT_TURNS * turn_s:
+            self._urgent.append((slack_s, row))
+        else:
+            self._on_time.append(row)
 
     def _cut_claims(self) -> None:
         """If API keys claim more than the device, the youngest streams of those above the level count as late."""
         for client, excess in self._begun.shares.find_excess(WHOLE).items():
-            on_time = [row for row in (*self._on_time, *self._urgent) if row.client == client]
+            on_time = [row for row in (*self._on_time, *(row for _, row in self._urgent)) if row.client == client]
             for row in sorted(on_time, key=_BY_ARRIVAL, reverse=True):
                 if excess <= 0:
                     break
-                given_up = self._standings[row.seq_id].claim - self._deadlines.late_claim(row)
+                given_up = self._deadlines.stand(row)[3] - self._deadlines.late_claim(row)
                 excess -= given_up
                 self._begun.give_up(row, given_up)
-                (self._on_time if row in self._on_time else self._urgent).remove(row)
+                self._on_time = [other for other in self._on_time if other is not row]
+                self._urgent = [pair for pair in self._urgent if pair[1] is not row]
                 insort(self._late, row, key=_BY_ARRIVAL)
 
     # -- steps -----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_admissions_fill_the_device_and_no_more() -> None:
 def test_slack_that_a_stream_has_saved_makes_its_claim_smaller() -> None:
     view, row = line(), stream(1)
     deadlines = Deadlines(view, NOW, settings_for("timely", **GOALS), 13)
-    claims = [deadlines.stand(in_time(row, slack_s)).claim for slack_s in (-0.3, 0.0, 1.0, 10.0)]
+    claims = [deadlines.stand(in_time(row, slack_s))[3] for slack_s in (-0.3, 0.0, 1.0, 10.0)]
     assert claims[0] == claims[1] > claims[2] > claims[3] > 0
 
 
@@ -161,7 +161,7 @@ def test_without_swap_space_a_stream_claims_the_device_for_all_of_its_time() -> 
     settings = settings_for("timely", **GOALS)
     turns, none = (Deadlines(line(tiers=tiers), NOW, settings, 13) for tiers in ((host(),), ()))
     row = in_time(stream(1), 0.0)
-    assert none.stand(row).claim == pytest.approx(turns.stand(row).claim * TPOT_S / PRICES.step_s)
+    assert none.stand(row)[3] == pytest.approx(turns.stand(row)[3] * TPOT_S / PRICES.step_s)
 
 
 def test_without_swap_space_newcomers_rank_first_and_no_victim_is_chosen() -> None:
