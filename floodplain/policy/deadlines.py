@@ -146,22 +146,22 @@ class Deadlines:
         num_prompt = max(0, row.num_remaining) if num_output <= 0 else 0
         return weighted_work(num_prompt, int(self._left(num_output)), row.order_key[0])
 
-    def fit_all(self, most_ttfts: float) -> bool:
+    def fit_all(self, most_ttfts: float, room: float) -> bool:
         """Whether the TPOT goals of all requests fit into the device without saved slack, and no wait is long.
 
         False while steps have no price.
 
         Args:
             most_ttfts: Longest wait, in TTFT goals.
+            room: Part of the device for them.
         """
         if not self._view.prices.step_s:
             return False
         if any(self._now - row.order_key[1] > most_ttfts * self.ttft_goal_s for row in self._view.waiting):
             return False
-        part = 1.0
         for row in live_rows(self._view):
-            part -= self.first_claim(row)
-            if part < 0:
+            room -= self.first_claim(row)
+            if room < 0:
                 return False
         return True
 

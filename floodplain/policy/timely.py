@@ -1,8 +1,8 @@
 """Admission and preemption by deadlines: serve requests on time where possible, and bound the wait of the others.
 
-While the TPOT goals of all live requests fit into the device and no request has waited for long, ``paced`` ranks, and
-long prompts are ordered by their deadlines. Else not every request can keep its goals, and equal shares would make all
-of them late. Then:
+While the TPOT goals of all live requests fit into the device and no request has waited for long, ``paced`` ranks. If
+prompts take longer than the TTFT goal, the arrivals of some seconds must fit, too, and prompts are ordered by their
+deadlines. Else not every request can keep its goals, and equal shares would make all of them late. Then:
 
 - **Admission.** A waiting request is *on time* if its first token can still meet its TTFT goal, else it is *in line*.
   A request on time is admitted if its claim fits beside the claims of all streams (``deadlines``), if its prompt ends
@@ -43,6 +43,10 @@ LINE_TTFTS = 2.0
 
 KEYS_LINE_TTFTS = 0.5
 """The same with several API keys: ``paced`` admits by arrival, so one key's requests wait for another key's."""
+
+FORESEEN_S = 4.0
+"""While prompts are long, requests share the device only if it has room for the arrivals of so many seconds, too: that
+many prompts at once are often the beginning of a burst in which not all goals can be kept."""
 
 WHOLE = 1.0
 """Most of the device that API keys can claim together before those above their level are cut."""
@@ -95,10 +99,11 @@ class TimelyPolicy(SharingPolicy):
         """The ranking of ``paced`` while all goals fit, with long prompts by deadlines; else by deadlines."""
         deadlines = Deadlines(view, now, self.settings, self.settings.slice_steps + STEPS_BESIDE)
         most_ttfts = KEYS_LINE_TTFTS if len(view.key_credits) > 1 else LINE_TTFTS
-        shows_all = len(view.waiting) == view.num_waiting
-        if view.tiers and shows_all and deadlines.fit_all(most_ttfts):
+        shows_all, are_long = len(view.waiting) == view.num_waiting, self.has_long_prompts(view)
+        room = 1.0 - (deadlines.newcomers_claim(FORESEEN_S, live_rows(view)) if are_long else 0.0)
+        if view.tiers and shows_all and deadlines.fit_all(most_ttfts, room):
             ranking = self._paced.rank(view, now)
-            return _prompts_by_deadlines(ranking, deadlines) if self.has_long_prompts(view) else ranking
+            return _prompts_by_deadlines(ranking, deadlines) if are_long else ranking
         return _Ranker(view, now, deadlines).rank(self.settings)
 
 

@@ -15,7 +15,7 @@ from floodplain.policy.admission import MOST_HEADS
 from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import settings_for
+from floodplain.policy.settings import SLICE_STEPS, settings_for
 from floodplain.policy.timely import TimelyPolicy
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
@@ -200,6 +200,17 @@ def test_while_goals_fit_long_prompts_are_computed_by_deadlines_and_no_request_w
     assert policy.rank(line(first, due_last, due_first, num_blocks=2000), NOW).rows[0] is first
     short = line(arrived(waiting(1), NOW - 0.1), due_first, *beside, num_blocks=2000)
     assert policy.rank(short, NOW) == policy._paced.rank(short, NOW)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_others", "shares"), [(600, 1, True), (600, 12, False), (8, 12, True)])
+def test_with_long_prompts_the_device_is_shared_if_those_of_the_next_seconds_fit_too(
+    num_prompt: int, num_others: int, shares: bool
+) -> None:
+    """An arrival claims 0.2 of the time for a place of 8; as many as in the last second are expected four times."""
+    rows = [arrived(waiting(number, num_prompt), NOW - 0.1) for number in (1, 2)]
+    others = [arrived(waiting(number), NOW) for number in range(3, 3 + num_others)]
+    view = line(*rows, *others, num_blocks=2000, max_num_seqs=8)
+    assert rank(view).slice_steps == (SLICE_STEPS["paced"] if shares else SLICE_STEPS["timely"])
 
 
 def test_long_prompts_without_swap_space_limit_no_step_while_all_fit() -> None:
