@@ -17,10 +17,10 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
-from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
+from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
-from floodplain.policy.registry import POLICIES
+from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
 """Flags of vLLM set here; also ``--additional-config`` (swap none or vllm), ``--kv-offloading-size`` (swap vllm)."""

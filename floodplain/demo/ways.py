@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from floodplain.engine.config import EngineConfig
 from floodplain.policy.base import Policy
-from floodplain.policy.registry import make_policy
+from floodplain.policy.registry import DEFAULT_POLICY, make_policy
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
@@ -78,12 +78,13 @@ WAYS = (
     ),
     Way(
         name="floodplain",
-        words="First tokens come first. Then as many answers as possible keep the pace of their goal: they take short "
-        "turns, short answers first. When there are too many for that, most of the memory belongs to the oldest "
-        "requests until they are complete. Copies run while others compute, over the slower link to the host's own "
-        "memory (PCIe, emulated). This is the default of floodplain serve.",
-        policy="paced",
+        words="While all answers can keep the pace of their goal, first tokens come first, and answers take short "
+        "turns. When there are too many for that, as many requests as possible are served on time. The others wait in "
+        "line, about as long as under first come, first served. Copies run while others compute, over the slower link "
+        "to the host's own memory (PCIe, emulated). This is the default of floodplain serve.",
+        policy=DEFAULT_POLICY,
         hardware=HOST_LINK,
+        settings=settings_for(DEFAULT_POLICY),
     ),
 )
 

@@ -17,7 +17,7 @@ from floodplain.engine.lease_flags import (
     check_leases,
     read_lend,
 )
-from floodplain.policy.registry import POLICIES
+from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
 
@@ -62,7 +62,7 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
-    policy: str = _flag("paced", "who runs next if not all requests fit", POLICIES)  # type: ignore[assignment]
+    policy: str = _flag(DEFAULT_POLICY, "who runs next if not all requests fit", POLICIES)  # type: ignore[assignment]
     slice: int | None = _flag(  # type: ignore[assignment]
         None, f"least steps that a request stays on the device (default: {_SLICES})"
     )

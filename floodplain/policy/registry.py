@@ -21,6 +21,7 @@ _SHARING: dict[str, type[SharingPolicy]] = {
 }
 
 POLICIES = ("fcfs", *_SHARING)
+DEFAULT_POLICY = "timely"
 
 
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:

@@ -53,7 +53,7 @@ def test_every_way_answers_the_same_requests(runs: dict[str, dict[str, Any]]) ->
 
 def test_every_way_has_the_settings_in_its_result(runs: dict[str, dict[str, Any]]) -> None:
     configs = {name: result["floodplain"]["config"] for name, result in runs.items()}
-    assert [config["policy"] for config in configs.values()] == ["fcfs", "cfs", "paced"]
+    assert [config["policy"] for config in configs.values()] == ["fcfs", "cfs", "timely"]
     assert [config["is_synchronous"] for config in configs.values()] == [False, True, False]
     hardware = {name: result["floodplain"]["hardware"] for name, result in runs.items()}
     assert [[link["name"] for link in each["links"]] for each in hardware.values()] == [

@@ -26,7 +26,7 @@ from tests.fakes.engine import FakeEngine
 class AsyncEngine:
     @staticmethod
     def from_config(config):
-        assert (config.policy, config.swap) == ("paced", "host")
+        assert (config.policy, config.swap) == ("timely", "host")
         return FakeEngine(num_free_tokens=100)
 
 sys.modules["floodplain.engine.async_engine"] = types.SimpleNamespace(AsyncEngine=AsyncEngine)

@@ -121,7 +121,7 @@ def test_emulated_links_of_one_process_are_slowed_by_one_factor() -> None:
 
 
 def test_without_swap_space_nothing_is_opened(caplog: pytest.LogCaptureFixture) -> None:
-    engine = build_tiny(swap="none")
+    engine = build_tiny(swap="none", policy="paced")
     assert "with --swap none it serves by arrival" in caplog.text
     assert (engine.links, engine.loop.state.backups.slots, num_copy_threads()) == ((), {}, 0)
     assert (engine.config.swap_memory, engine.stats().swap_bytes) == (None, {})

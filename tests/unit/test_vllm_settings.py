@@ -19,13 +19,13 @@ def shape(policy: Policy) -> tuple[type, type | None]:
     return type(policy), type(policy._inner) if isinstance(policy, GatedPolicy) else None
 
 
-def test_the_defaults_are_paced_and_four_gibibytes() -> None:
+def test_the_defaults_are_timely_and_four_gibibytes() -> None:
     settings = read_settings({})
-    assert (settings.policy, settings.swap_bytes, settings.seed) == ("paced", DEFAULT_SWAP_BYTES, 0)
+    assert (settings.policy, settings.swap_bytes, settings.seed) == ("timely", DEFAULT_SWAP_BYTES, 0)
     assert DEFAULT_SWAP_BYTES == 4 * 2**30
     assert not settings.sharing and settings.coordinator is None
-    assert shape(settings.make_policy()) == shape(make_policy("paced"))
-    assert shape(PluginSettings().make_policy()) == shape(make_policy("paced"))
+    assert shape(settings.make_policy()) == shape(make_policy("timely"))
+    assert shape(PluginSettings().make_policy()) == shape(make_policy("timely"))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,10 +14,9 @@ from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
 from floodplain.memory.host.named_file import NAME
 from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.policy.base import Policy
-from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 from floodplain.policy.settings import settings_for
 
-DEFAULT_POLICY = "paced"
 DEFAULT_SWAP_BYTES = 4 * 2**30
 
 _SHARING = {
