@@ -42,8 +42,8 @@ ARMS: Mapping[str, Arm] = {
     "drop": Arm((*_FCFS, *_MANUAL), _BOTH),
     "drop, kept": Arm((*_FCFS, *_MANUAL), frozenset({DropMove.DROP})),
     "drop, paced": Arm((*_PACED, *_MANUAL), _BOTH),
-    "relief drop": Arm(("--relief", "drop")),
-    "auto": Arm(("--relief", "auto")),
+    "relief drop": Arm((*_PACED, "--relief", "drop")),
+    "auto": Arm((*_PACED, "--relief", "auto")),
 }
 """By name. Instances preempt by recomputing (``fcfs``), as vLLM does, or take turns over the host's memory (``paced``);
 matrices are packed but in *plain* arms and in those with ``--relief``."""
