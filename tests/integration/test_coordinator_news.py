@@ -38,7 +38,7 @@ def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
-    with coordinating(open_store(tmp_path_factory.mktemp("store"))) as coordinator:
+    with coordinating(open_store(tmp_path_factory.mktemp("store")), ttl_s=NEVER_S) as coordinator:
         yield coordinator
 
 

@@ -37,10 +37,14 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+TTL_S = 3600.0
+"""Beats are a part of it apart, at most: no test is so slow."""
+
+
 @pytest.fixture(autouse=True)
 def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
-        monkeypatch.setattr(agents, name, 60.0)
+        monkeypatch.setattr(agents, name, TTL_S)
 
 
 class Street:
@@ -68,7 +72,7 @@ class Street:
 
     def start_coordinator(self, port: int) -> str:
         """Where it is."""
-        return self._coordinator.enter_context(coordinating(open_store(self._folder), port=port)).url
+        return self._coordinator.enter_context(coordinating(open_store(self._folder), port=port, ttl_s=TTL_S)).url
 
     def end_coordinator(self) -> None:
         self._coordinator.close()
