@@ -37,6 +37,8 @@ def _by_request(
     title: str, unit: str, runs: Sequence[Run], values: Callable[[Mapping[str, Any]], list[float | None]]
 ) -> Figure:
     """Draw one value per request, in the order in which the requests were sent."""
+    from matplotlib.ticker import MaxNLocator
+
     with styled():
         figure, (panel,) = make_figure(title, subtitle(runs))
         for i, (name, result) in enumerate(runs):
@@ -56,6 +58,7 @@ def _by_request(
                     failed, [0.0] * len(failed), color=colour, marker="x", linestyle="none", clip_on=False, label=label
                 )
         panel.set_ylim(bottom=0)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_xlabel("request, in order of sending")
         panel.set_ylabel(unit)
         add_legend(figure, panel, runs)

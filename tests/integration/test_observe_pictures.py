@@ -65,6 +65,14 @@ def life(record: RequestRecord) -> Lifecycle:
 RUNS = [run("FCFS & co", 2.0, has_failure=True), run("fair", 0.5)]
 
 
+def test_the_axes_of_requests_have_whole_numbers() -> None:
+    name, result = run("one", 0.5)
+    few = {key: value[:21] if isinstance(value, list) and len(value) == 30 else value for key, value in result.items()}
+    for figure, axis in ((draw_ttft([(name, few)]), "xaxis"), (draw_strip([(name, result)]), "yaxis")):
+        ticks = getattr(figure.axes[0], axis).get_majorticklocs()
+        assert len(ticks) > 3 and all(float(tick).is_integer() for tick in ticks)
+
+
 def test_saved_pictures_are_whole_files(tmp_path: Path) -> None:
     paths = save_plots(RUNS, tmp_path / "plots")
     assert [path.name for path in paths] == [
