@@ -98,6 +98,32 @@ def test_slack_that_a_stream_has_saved_makes_its_claim_smaller() -> None:
     assert claims[0] == claims[1] > claims[2] > claims[3] > 0
 
 
+def test_the_slack_of_a_long_answer_is_for_a_third_of_the_mean_at_least() -> None:
+    """40 tokens in the mean: 13 more are expected of one that has 400; each takes 20 ms, a block has 4 tokens."""
+    deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
+    row = in_time(stream(1), 1.0, num_tokens=400)
+    part = -(-(row.num_prompt + 401) // 4) / 400
+    assert deadlines.stand(row)[3] == pytest.approx(0.02 / (TPOT_S + 1.0 / (40 / 3)) * part)
+
+
+def test_streams_are_judged_by_their_own_goals() -> None:
+    deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
+    row = in_time(stream(1), 1.0)  # its first token came after 0.5 s; four tokens
+    assert deadlines.stand(row)[0] == pytest.approx(1.0) and deadlines.stand(row)[2]
+    assert deadlines.stand(replace(row, goals=Goals(tpot_s=0.2)))[0] == pytest.approx(1.4)
+    assert not deadlines.stand(replace(row, goals=Goals(ttft_s=0.4)))[2]
+    assert not deadlines.stand(arrived(row, NOW - 3.0))[2]
+
+
+def test_a_stream_that_decodes_is_not_silent_and_one_without_a_time_began_just_now() -> None:
+    deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
+    row = in_time(stream(1), 1.0, silence_s=5.0)
+    assert deadlines.stand(replace(row, is_decoding=False))[1] == 5.0
+    assert deadlines.stand(replace(row, is_decoding=True, since_step=line().step))[1] == 0.0
+    begun = replace(row, first_token_s=None, last_token_s=None)  # three steps of 20 ms ago
+    assert deadlines.stand(begun)[:2] == (pytest.approx(4 * TPOT_S - 3 * 0.02), 0.0)
+
+
 @pytest.mark.parametrize(
     ("other", "is_crowded"),
     [
@@ -147,6 +173,9 @@ def test_if_keys_claim_too_much_the_youngest_of_the_largest_count_as_late() -> N
     youngest = max(large, key=lambda row: row.order_key)
     assert ranked.index(youngest.seq_id) == len(large) > ranked.index(small.seq_id)
     assert sorted(ranked[:5]) == sorted({row.seq_id for row in (*large, small)} - {youngest.seq_id})
+    slack = [keyed(in_time(stream(number), 1.0, num_tokens=470), "large") for number in range(10, 20)]
+    ranked = order(line(OLD, *slack, small, num_blocks=100, key_credits=keys))
+    assert sorted(ranked) == sorted({*ranked}) and ranked.index(19) > ranked.index(small.seq_id)
 
 
 def test_several_keys_share_the_device_until_a_wait_of_half_a_goal() -> None:
@@ -198,8 +227,8 @@ def test_while_goals_fit_long_prompts_are_computed_by_deadlines_and_no_request_w
     assert replace(ranking, rows=shared.rows) == shared
     first = arrived(too_long, NOW - 0.3, priority=-1)
     assert policy.rank(line(first, due_last, due_first, num_blocks=2000), NOW).rows[0] is first
-    short = line(arrived(waiting(1), NOW - 0.1), due_first, *beside, num_blocks=2000)
-    assert policy.rank(short, NOW) == policy._paced.rank(short, NOW)
+    short = line(arrived(waiting(1), NOW - 1.5), arrived(waiting(2), NOW), *beside, num_blocks=2000)
+    assert policy.rank(short, NOW) == policy._paced.rank(short, NOW)  # the late one first, since it arrived first
 
 
 @pytest.mark.parametrize(("num_prompt", "num_others", "shares"), [(600, 1, True), (600, 12, False), (8, 12, True)])
