@@ -22,6 +22,7 @@ _SHARING: dict[str, type[SharingPolicy]] = {
 
 POLICIES = ("fcfs", *_SHARING)
 DEFAULT_POLICY = "timely"
+"""Of engine, simulator, plug-in and demo."""
 
 
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
