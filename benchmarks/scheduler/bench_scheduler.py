@@ -192,7 +192,7 @@ def all_timings(num_steps: int, num_repeats: int) -> Iterator[Timing]:
     for num_running in RUNNING:
         yield under_pressure(num_running, num_steps, num_repeats)
     yield long_prefixes(32, num_steps // 4, num_repeats)
-    for name in ("paced", "fair", "cfs"):
+    for name in ("timely", "paced", "fair", "cfs"):
         for num_live in (60, 300, 900):
             yield taking_turns(name, num_live, num_steps // 4, num_repeats)
 

@@ -68,6 +68,8 @@ class Scene:
         """Lead the group to its state."""
         if self.state in BEFORE:
             self._hold()
+        if self.state is S.EXCHANGING:  # without KV to exchange it is left out
+            self.cluster.wait_for(self._has_running, "no member has a request")
         self._answer = self.ask_drop()
         self.wait_entered(self.state if self.state in BEFORE else S.PIPELINED)
         self._sort_members()
@@ -77,6 +79,9 @@ class Scene:
             self.wait_entered(self.state)
         if self.state is not S.PIPELINED:
             self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
+
+    def _has_running(self) -> bool:
+        return any(row["running"] for row in self.cluster.front.rows() if row["pid"] in self.pids)
 
     def _hold(self) -> None:
         leader, others = self.pids[:1], self.pids[1:]
