@@ -1,4 +1,4 @@
-"""Goals under the default policy, in virtual time: the server's TPOT goal, and those of single requests."""
+"""Goals under ``paced``, in virtual time: the server's TPOT goal, and those of single requests."""
 
 from __future__ import annotations
 

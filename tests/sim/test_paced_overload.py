@@ -1,4 +1,4 @@
-"""The default policy under overload, in virtual time: waits for a first token, and the order in which work finishes."""
+"""``paced`` under overload, in virtual time: waits for a first token, and the order in which work finishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default policy where prompts are most of the work: as in line, for first tokens first would cost too much.
+"""``paced`` where prompts are most of the work: as in line, for first tokens first would cost too much.
 
 A request is then nearly done when it has its first token. A policy that computes all prompts first has many such
 requests waiting for their last few tokens; and a part of a step is not enough for prompts that are most of the work.

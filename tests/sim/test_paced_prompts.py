@@ -1,4 +1,4 @@
-"""The default policy under overload by long prompts, in virtual time: streams do not wait for them.
+"""``paced`` under overload by long prompts, in virtual time: streams do not wait for them.
 
 Prompts of 200 to 400 tokens, four of which would fit into one step beside all the streams: such a step would last ten
 times as long as one that only decodes.

@@ -1,4 +1,4 @@
-"""The default policy where something else than blocks is scarce: places on the device, room for a long context, slots.
+"""``paced`` where something else than blocks is scarce: places on the device, room for a long context, slots.
 
 In virtual time, at twice what the machine can serve. ``tests/sim/test_paced_silence.py`` has the plain case.
 """

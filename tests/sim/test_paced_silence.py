@@ -1,4 +1,4 @@
-"""The default policy under overload, in virtual time: how long a stream is silent, whatever the others ask for."""
+"""``paced`` under overload, in virtual time: how long a stream is silent, whatever the others ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default policy under sustained overload, in virtual time: no request waits longer than in line, and all alike."""
+"""``paced`` under sustained overload, in virtual time: no request waits longer than in line, and all alike."""
 
 from __future__ import annotations
 
