@@ -16,23 +16,23 @@ from tests.support import front_process
 from tests.support.group_in_process import Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 36
-FLAGS = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 128, "max_batched_tokens": 256}
-"""One quantum of KV, so that parameters, and what a group gains, are large beside it."""
+FLAGS = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 128, "max_batched_tokens": 256, "policy": "fair"}
+"""One quantum of KV: parameters, and so a group's gain, are large beside it. No clock decides the turns of ``fair``."""
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + number)] for number in range(28)]
 NUM_SWAPPED = 16
 
 
 @cache
 def expected() -> list[list[int]]:
-    """What one engine gives, with room for all requests."""
+    """Tokens of one engine with room for all requests."""
     return front_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
 
 
 def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple[list[list[int]], int, int, int]:
-    """Four instances, most of whose requests are in swap space, drop layers.
+    """Group four instances, most of whose requests are in swap space.
 
     Returns:
-        All tokens; requests that had KV, those that kept it, and those that had some in swap space.
+        (all tokens, number of requests with KV, of those that kept it, of those with KV in swap space).
     """
 
     async def story() -> tuple[list[list[int]], int, int, int]:
@@ -59,7 +59,7 @@ def count_swapped(one: Ring) -> list[int]:
 
 
 def damage(one: Ring) -> None:
-    """One bit in one layer of one slot of each member that requests will need, once its engine is at rest."""
+    """Flip a bit in a slot that requests will need, in each member, once its engine is at rest."""
 
     def flip(swap: SwapStore, address: str) -> None:
         plan = one.grouping.plan_of(1)

@@ -1,4 +1,4 @@
-"""A front and instances that can drop layers, in one process: real engines and sockets, and their memory at hand."""
+"""A front and instances that can drop layers, in one process: real engines and sockets, with accessible memory."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from tests.fakes.slots import FakeSlots
 
 TOKEN = "secret"
 HANG_S = 100.0
-"""What takes so long hangs: a loaded machine takes a minute for what is done in five seconds."""
+"""Time limit of a hang: a loaded machine takes a minute for five seconds of work."""
 
 
 def ledger_off_the_event_loop(*args: Any, **options: Any) -> BlockLedger:
-    """A ledger grows with the pool: an event loop that made it would miss beats."""
+    """Return a ledger; fails on the event loop, where creating a large ledger delays beats."""
     with pytest.raises(RuntimeError, match="no running event loop"):
         asyncio.get_running_loop()
     return BlockLedger(*args, **options)
 
 
 class Ring:
-    """A front of instances that serve; what it was asked, and what came of it."""
+    """A front of instances that serve; its requests, and their tokens."""
 
     def __init__(self, front: Front, instances: Sequence[Droppable]) -> None:
         self.front, self._instances = front, instances
         group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
         self.counts: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
 
     @property
     def grouping(self) -> Grouping:
@@ -57,7 +58,7 @@ class Ring:
 
     @property
     def members(self) -> list[GroupMember]:
-        """In the order of no epoch."""
+        """Members, in no particular order."""
         return [one._member for one in self._instances]
 
     def ask(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
@@ -66,29 +67,35 @@ class Ring:
             self._streams.append(asyncio.create_task(self._stream(len(self.counts) - 1, prompt, num_tokens)))
 
     async def _stream(self, number: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Read a request's tokens; if this task is cancelled, the front drops the request."""
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(
             request_id=f"r{number}", prompt_token_ids=tuple(prompt), params=params, arrival_s=time.monotonic()
         )
         caller, tokens = Caller(ByteTokenizer(256), request), list[int]()
-        self.front.requests.submit(request, caller)
-        while len(tokens) < num_tokens:
-            delta = await caller.deltas.get()
-            if isinstance(delta, BaseException):
-                raise delta
-            tokens += delta.token_ids
-            self.counts[number] = len(tokens)
+        entry = self.front.requests.submit(request, caller)
+        self.tokens[number] = tokens
+        try:
+            while len(tokens) < num_tokens:
+                delta = await caller.deltas.get()
+                if isinstance(delta, BaseException):
+                    raise delta
+                tokens += delta.token_ids
+                self.counts[number] = len(tokens)
+        except asyncio.CancelledError:
+            self.front.requests.drop(entry)
+            raise
         return tokens
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Return when it is so; it fails if a stream has."""
+        """Return when the condition holds; fails if a stream has failed."""
         while not condition():
             for stream in self._streams:
                 assert not stream.done() or stream.exception() is None, stream.exception()
             await asyncio.sleep(0.002)
 
     async def change(self, number: int, state: GroupState) -> None:
-        """Return when a group, the only one that changes, has come to a state; it fails if the group ends before."""
+        """Return when the only changing group has entered a state; fails if the group ends before."""
         entered, before = self.grouping.counts.num_entered, self.grouping.counts.num_entered[state]
         await self.until(lambda: entered[state] > before or self.grouping.groups.get(number) is None)
         assert entered[state] > before, self.grouping.counts.problems
@@ -96,16 +103,27 @@ class Ring:
     async def results(self) -> list[list[int]]:
         return list(await asyncio.gather(*self._streams))
 
+    async def first_results(self, num_tokens: int) -> list[list[int]]:
+        """The first ``num_tokens`` tokens of each request; requests that have more to come are aborted."""
+        await self.until(lambda: min(self.counts) >= num_tokens)
+        for stream in self._streams:
+            stream.cancel()
+        await asyncio.gather(*self._streams, return_exceptions=True)
+        results = [self.tokens[number][:num_tokens] for number in range(len(self.counts))]
+        self.forget()
+        await self.until(lambda: not any(member.engine.engine.has_unfinished for member in self.members))
+        return results
+
     def forget(self) -> None:
-        """What was asked has been answered."""
-        self._streams, self.counts = [], []
+        """Drop the records of all requests."""
+        self._streams, self.counts, self.tokens = [], [], {}
 
 
 @asynccontextmanager
 async def ring(
     config: EngineConfig, num_instances: int, folder: Path, silence_s: float = 60.0, rule: StallRule = BY_STEPS
 ) -> AsyncIterator[Ring]:
-    """Instances that have joined, under epochs from 1; a bound in time keeps a bug from hanging the suite."""
+    """Yield instances that have joined, under epochs from 1; a time limit keeps a bug from hanging the suite."""
     shape = open_model(config.model).config.shape
     front = Front(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
     async with asyncio.timeout(HANG_S):
