@@ -18,14 +18,14 @@ from tests.support.waiting import HANG_S
 
 __all__ = ["patient_store", "postgres", "postgres_url", "store_url"]
 
-# The same examples in every run: a red test is a change, not luck. HYPOTHESIS_PROFILE=explore looks for new ones.
-# A slow machine is no fault of a strategy.
+# The same examples in every run, so a red test is caused by a change. HYPOTHESIS_PROFILE=explore draws new ones.
+# A slow machine must not fail a strategy.
 settings.register_profile("base", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("default", settings.get_profile("base"), derandomize=True)
 settings.register_profile("explore", settings.get_profile("base"), max_examples=2000)
 settings.load_profile(PROFILE)
 
-# What a test's own HTTP client waits for when the test says nothing: httpx gives up after five seconds.
+# The default timeout of a test's own HTTP client: httpx's is five seconds.
 vars(inspect.signature(httpx.get).parameters["timeout"].default).update(
     dict.fromkeys(("connect", "read", "write", "pool"), HANG_S)
 )
@@ -33,7 +33,7 @@ vars(inspect.signature(httpx.get).parameters["timeout"].default).update(
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """What a verb with ``-q`` in this process sets, the next test does not find."""
+    """Restore the log level after each test: a verb with ``-q`` in this process changes it."""
     ours = logging.getLogger("floodplain")
     before = ours.level
     yield
@@ -42,7 +42,7 @@ def log_level() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """The folder with real traces and timings; tests that need it skip where it is absent."""
+    """Return the folder with real traces and timings; skip the test if it is absent."""
     folder = Path(os.environ.get("FLOODPLAIN_SHARED", Path(__file__).parents[2] / "shared"))
     if not (folder / "data").is_dir():
         pytest.skip("no shared data folder (set FLOODPLAIN_SHARED)")

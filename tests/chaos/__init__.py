@@ -1,1 +1,1 @@
-"""Real processes that are really killed: a coordinator, engines that lend and borrow, and a network that fails."""
+"""Real processes that are killed: a coordinator, engines that lend and borrow, and a network that fails."""

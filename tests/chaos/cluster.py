@@ -29,7 +29,7 @@ COUNTED = ("checked", "wrong", "excused", "num_granted", "num_returned", "num_fo
 
 
 class Process:
-    """One process and the last line that it said."""
+    """One process and its last line of output."""
 
     def __init__(self, command: list[str]) -> None:
         self._process = forks.Popen(
@@ -66,7 +66,7 @@ class Process:
         self._bury()
 
     def end(self) -> int:
-        """As it should; its exit status."""
+        """Close its input, so that it exits; return its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._bury()
@@ -85,7 +85,7 @@ class Cluster:
 
     Args:
         folder: For the store.
-        seed: Of the network's dice.
+        seed: Of the network's faults.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -106,7 +106,7 @@ class Cluster:
         return {"producer": self.producer, "consumer": self.consumer}
 
     def start_coordinator(self) -> Process:
-        """The first time on any port, then on the same one."""
+        """Start the coordinator, the first time on any port, then on the same one."""
         command = ["-c", COORDINATOR, "coordinator", "-q", "--format", "json", "--port", str(self.port)]
         command += ["--ttl", str(TTL_S), "--store", f"sqlite:///{self.folder / 'leases.db'}"]
         process = Process(command)
@@ -122,7 +122,7 @@ class Cluster:
         return f"{self.tag}-{role}"
 
     def listing(self) -> dict[str, Any] | None:
-        """What the coordinator knows; None if it does not answer."""
+        """Return the coordinator's listing; None if it does not respond."""
         client = CoordinatorClient(self.url)
         try:
             return dict(client.list_leases())
@@ -132,18 +132,18 @@ class Cluster:
             client.close()
 
     def note_totals(self, role: str) -> None:
-        """Count what an engine that is about to end has done."""
+        """Add the counts of an engine that is about to end to the totals."""
         said = self.engines[role].said
         self.totals.update({f"{role} {name}": said.get(name, 0) for name in COUNTED})
         assert said.get("wrong", 0) == 0, f"{role} said a wrong token: {said}"
 
     def restart_engine(self, role: str) -> None:
-        """A process of that name that was killed is followed by another one."""
+        """Start another process under the name of a killed one."""
         process = self.start_engine(role)
         setattr(self, role, process)
 
     def is_lending(self) -> bool:
-        """Whether what is lent is what is borrowed: the coordinator and both engines say the same, and it is not 0."""
+        """Whether the coordinator and both engines report the same borrowed bytes, and more than 0."""
         held, listing = self.consumer.said.get("held", 0), self.listing()
         if not held or listing is None:
             return False
@@ -152,7 +152,7 @@ class Cluster:
         return len(lent) == held and len(listing["leases"]) == held and seen == sum(lent)
 
     def wait_for_calm(self) -> None:
-        """Both engines serve right tokens, and memory is lent again."""
+        """Wait until both engines serve right tokens, and memory is lent again."""
         before = {role: process.said.get("checked", 0) for role, process in self.engines.items()}
         for role, process in self.engines.items():
             wait_until(
@@ -163,12 +163,12 @@ class Cluster:
             assert process.is_running and process.said["wrong"] == 0, f"{role}: {process.said}"
 
     def wait_checked(self, role: str, number: int) -> None:
-        """Return when more requests than that had right tokens, those of processes that were killed included."""
+        """Return once more requests had right tokens than ``number``, those of killed processes included."""
         before = self.totals[f"{role} checked"]
         wait_until(lambda: before + self.engines[role].said["checked"] > number, f"the {role} serves nothing", self)
 
     def finish(self) -> None:
-        """All processes end; nothing stays lent."""
+        """End all processes; no lease is left."""
         for role in self.engines:
             self.note_totals(role)
         assert self.consumer.end() == 0 and self.producer.end() == 0
@@ -195,7 +195,7 @@ class Cluster:
 def wait_until(
     condition: Callable[[], object], complaint: str | Callable[[], str], cluster: Cluster | None = None
 ) -> float:
-    """Look again and again; seconds that it took."""
+    """Poll a condition; return the seconds that it took."""
     begin_s = time.monotonic()
     while not condition():
         if time.monotonic() - begin_s > PATIENCE_S:
@@ -206,7 +206,7 @@ def wait_until(
 
 
 def _known(seed: int) -> list[dict[str, Any]]:
-    """Requests and what an engine says to them that nothing ever happens to."""
+    """Return requests and their tokens from an undisturbed engine."""
     from floodplain.core.request import Request
     from floodplain.core.sampling import SamplingParams
 

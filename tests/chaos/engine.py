@@ -1,4 +1,4 @@
-"""The program of one engine under chaos: it serves a load whose every token it knows, and says how it fares.
+"""The program of one engine under chaos: it serves a load with known tokens, and reports its state.
 
 Reads commands from its standard input: ``load N`` (requests alive), ``jump S`` (its lease clock), ``exit``. Writes its
 state as a line of JSON ten times a second.
@@ -33,12 +33,12 @@ POOL_PAGES, BORROWED_PAGES = 32, 8
 MAX_TOKENS = 24
 BASE: dict[str, Any] = {"model": "dummy:tiny-llama", "dtype": "float32", "max_model_len": 128}
 PACE_S = 0.01
-"""Between two steps: two cores are for six processes."""
+"""Seconds between two steps: six processes share two cores."""
 QUICK = LendingSettings(calm_s=0.4, busy_s=0.05, window_s=0.8, rate_window_s=0.4, rise_sigmas=1e9)
 
 
 class State:
-    """What commands change."""
+    """State that commands change."""
 
     def __init__(self, num_live: int) -> None:
         self.num_live = num_live
@@ -46,7 +46,7 @@ class State:
         self.is_over = False
 
     def obey(self) -> None:
-        """Read commands until standard input is closed; the process that sent them has exited then."""
+        """Read commands until standard input is closed, which means that the sender has exited."""
         for line in sys.stdin:
             word, _, value = line.strip().partition(" ")
             if word == "load":
@@ -59,7 +59,7 @@ class State:
 
 
 def build(role: str, url: str, name: str) -> Engine:
-    """An engine that lends nearly all of its pool while it is idle, or one that borrows and swaps all the time."""
+    """Return an engine that lends nearly all of its pool while idle, or one that borrows and swaps all the time."""
     if role == "producer":
         flags = {"kv_memory": POOL_PAGES * PAGE_BYTES, "swap": "none", "policy": "fcfs", "lend": "auto"}
         config = EngineConfig(**BASE, **flags, coordinator=url, device_name=name, recall_deadline=DEADLINE_S)
@@ -71,7 +71,7 @@ def build(role: str, url: str, name: str) -> Engine:
 
 
 class Load:
-    """The known requests over and over."""
+    """Repeats the known requests."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], references: Sequence[Reference]) -> None:
         self._engine, self._prompts, self._references = engine, prompts, references
@@ -100,7 +100,7 @@ class Load:
 
 
 def describe(engine: Engine, load: Load, longest_step_s: float) -> dict[str, Any]:
-    """The state of the process."""
+    """Return the state of the process."""
     assert engine.neighbours is not None
     peer, membership = engine.neighbours.peer_tier, engine.neighbours.agent.membership
     totals = {} if peer is None else {name: getattr(peer.totals, name) for name in peer.totals.__slots__}

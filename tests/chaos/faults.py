@@ -1,4 +1,4 @@
-"""What goes wrong, one thing at a time, and what must hold afterwards."""
+"""The faults, one at a time, and what must hold after each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.chaos.engine import DEADLINE_S, POOL_PAGES, TTL_S
 from tests.support.fault_proxy import NetworkFaults
 
 IO_TIMEOUT_S = 2.0
-"""Of an agent's request (``lending.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
+"""Timeout of an agent's request (``lending.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
 
 
 def consumer_dies(cluster: Cluster, random: Random) -> None:
-    """Its bytes are free by themselves, and the producer's again a TTL later."""
+    """Its bytes are freed by its death, and are the producer's again a TTL later."""
     cluster.note_totals("consumer")
     cluster.consumer.kill()
     took_s = wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
@@ -25,7 +25,7 @@ def consumer_dies(cluster: Cluster, random: Random) -> None:
 
 
 def producer_dies(cluster: Cluster, random: Random) -> None:
-    """The consumer goes on with what it has allocated; a successor finds what it must leave to others."""
+    """The consumer continues with its allocations; a new producer process observes them."""
     cluster.note_totals("producer")
     cluster.producer.kill()
     before = cluster.consumer.said["checked"]
@@ -34,7 +34,7 @@ def producer_dies(cluster: Cluster, random: Random) -> None:
 
 
 def coordinator_dies(cluster: Cluster, random: Random) -> None:
-    """Leases go on, no step waits for the network, and nothing is granted twice."""
+    """Leases remain, no step waits for the network, and no lease is lost."""
     before = cluster.listing()
     cluster.coordinator.kill()
     for process in cluster.engines.values():
@@ -55,12 +55,12 @@ def coordinator_dies(cluster: Cluster, random: Random) -> None:
 def _stop(cluster: Cluster, role: str, seconds: float) -> None:
     process = cluster.coordinator if role == "coordinator" else cluster.engines[role]
     process.signal(signal.SIGSTOP)
-    time.sleep(seconds)  # it stands still for so long, by the clock
+    time.sleep(seconds)  # the fault: it is stopped for this long
     process.signal(signal.SIGCONT)
 
 
 def consumer_stops(cluster: Cluster, random: Random) -> None:
-    """For longer than a TTL: it is taken for dead, frees on waking, and joins anew."""
+    """Stopped for longer than a TTL: it counts as dead, frees its bytes when it resumes, and joins anew."""
     _stop(cluster, "consumer", TTL_S * (1.5 + random.random()))
 
 
@@ -69,16 +69,16 @@ def producer_stops(cluster: Cluster, random: Random) -> None:
 
 
 def coordinator_stops(cluster: Cluster, random: Random) -> None:
-    """For longer than its own tenure."""
+    """Stopped for longer than its own tenure."""
     _stop(cluster, "coordinator", 1.0 + 3 * random.random())
 
 
 def _recall(cluster: Cluster) -> None:
-    cluster.producer.tell("load 90")  # more than its whole pool holds
+    cluster.producer.tell("load 90")  # more than fits into its whole pool
 
 
 def recall(cluster: Cluster, random: Random) -> None:
-    """The producer's load rises in the middle of copies: it has its whole pool again."""
+    """The producer's load rises during copies: it gets its whole pool back."""
     _recall(cluster)
     blocks = POOL_PAGES * 65536 // 8192
     wait_until(lambda: cluster.producer.said["pool_blocks"] >= blocks - 16, "the pool stays small", cluster)
@@ -86,7 +86,7 @@ def recall(cluster: Cluster, random: Random) -> None:
 
 
 def recall_from_one_that_is_stopped(cluster: Cluster, random: Random) -> None:
-    """Too slow for the deadline: the producer serves on with its smaller pool, and gets the bytes later."""
+    """The consumer misses the deadline: the producer serves with its smaller pool, and gets the bytes later."""
     cluster.consumer.signal(signal.SIGSTOP)
     _recall(cluster)
     before = cluster.producer.said["checked"]
@@ -106,7 +106,7 @@ def recall_while_the_coordinator_is_dead(cluster: Cluster, random: Random) -> No
 
 
 def network_fails(cluster: Cluster, random: Random) -> None:
-    """Requests and answers are lost, doubled, late and overtaken for a while; and memory comes and goes meanwhile."""
+    """Messages are lost, doubled, late and reordered for a while; meanwhile memory is recalled and lent again."""
     cluster.proxy.faults = NetworkFaults(lost=0.2, unanswered=0.2, doubled=0.2, delayed=0.3, max_delay_s=0.6)
     recall(cluster, random)
     time.sleep(2 * random.random())

@@ -1,4 +1,4 @@
-"""A front whose instances drop layers, with streams over it, as a chaos run has it."""
+"""A front whose instances drop layers, with streams over it, for a chaos run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024",
 NUM_STREAMS = 6
 PATIENCE_S = 60.0
 HEADER_BYTES = 4096
-"""Of a backstop, which is damaged behind its header: that is what a look at it does not show."""
+"""Bytes of a backstop's header. Damage is behind it: a check of the header does not find it."""
 
 
 class GroupCluster:
     """See the module. ``close`` it.
 
     Args:
-        folder: For the log, the backstop, and what patched processes read.
+        folder: For the log, the backstop, and the control files of patched processes.
         num_instances: Of the front.
         known: Requests of the load.
     """
@@ -53,17 +53,17 @@ class GroupCluster:
         self.load.start()
         self.wait_for_calm()
 
-    # -- what the front says and does ------------------------------------------------------------------------------
+    # -- the front's reports and changes ---------------------------------------------------------------------------
 
     def groups(self) -> Any:
         return self._http.get("/groups").json()
 
     def change(self, name: str) -> int:
-        """How often groups were changed in this way."""
+        """Return the number of changes of this kind."""
         return int(self.groups()["changes"].get(name, 0))
 
     def ask(self, verb: str, body: Any) -> Future[httpx.Response]:
-        """Ask for a drop or a restore, which is answered later."""
+        """Request a drop or a restore; the response comes later."""
         return self._threads.submit(self._http.post, f"/v1/cluster/{verb}", json=body)
 
     def log_bytes(self) -> int:
@@ -80,12 +80,12 @@ class GroupCluster:
     # -- patched processes -----------------------------------------------------------------------------------------
 
     def hold(self, point: str, when: str, pids: Sequence[int]) -> None:
-        """Let these processes wait there."""
+        """Make these processes wait at a point."""
         self._remove("at-*")
         group_hooks.write(self.control, group_hooks.HOLD, {"at": [point, when], "pids": list(pids)})
 
     def held(self) -> set[int]:
-        """Those that wait."""
+        """Return the processes that wait."""
         return {int(path.name.removeprefix("at-")) for path in self.control.glob("at-*")}
 
     def let_go(self) -> None:
@@ -97,16 +97,16 @@ class GroupCluster:
         group_hooks.write(self.control, group_hooks.DAMAGE, what)
 
     def stop_damage(self) -> bool:
-        """Whether bytes were changed."""
+        """Stop the damage; return whether bytes were changed."""
         self._remove(group_hooks.DAMAGE)
         return (self.control / "damaged").exists()
 
     def blind(self) -> None:
-        """From now on chunks are taken whatever their digest is."""
+        """From now on, accept chunks whatever their digest."""
         group_hooks.write(self.control, group_hooks.BLIND, True)
 
     def open_backstop(self) -> int:
-        """A descriptor of the file of layers."""
+        """Open the file of layers; return the descriptor."""
         (path,) = self._backstops.glob("*.layers")
         return os.open(path, os.O_RDWR)
 
@@ -126,12 +126,12 @@ class GroupCluster:
             raise AssertionError(f"{what}: {seen}; see {self.front.log}\n{self.last_words()}") from None
 
     def wait_for_calm(self) -> None:
-        """All instances serve by themselves with all of their memory, every stream goes on, and no token is wrong."""
+        """Wait until all instances are alone with all of their memory, and every stream gets right tokens."""
         self.wait_for(self.is_solo, "not all are back")
         self.wait_for_tokens()
 
     def wait_for_tokens(self) -> None:
-        """Every stream goes on, and no token is wrong."""
+        """Wait until every stream gets more tokens; no token is wrong."""
         before = list(self.load.num_tokens)
         self.wait_for(
             lambda: all(now > then for now, then in zip(self.load.num_tokens, before, strict=True)), "a stream hangs"
@@ -140,14 +140,14 @@ class GroupCluster:
         assert self.front.process.poll() is None
 
     def is_solo(self) -> bool:
-        """Whether all instances serve by themselves with all of their memory."""
+        """Whether all instances serve alone with all of their memory."""
         rows = self.front.rows()
         self.pids |= {row["pid"] for row in rows}
         are_back = all(row["state"] == "serving" and row["blocks"] == self.num_blocks for row in rows)
         return len(rows) == self.front.num_instances and are_back and not self.groups()["groups"]
 
     def finish(self) -> None:
-        """End in order; no process is left."""
+        """End normally; no process is left."""
         self.load.close()
         self.front.process.send_signal(signal.SIGTERM)
         assert self.front.process.wait(START_TIMEOUT_S) == 0

@@ -1,4 +1,4 @@
-"""What goes wrong with a group of instances, in which of its states, and what must hold afterwards."""
+"""Faults of a group of instances, in each of its states, and what must hold after each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.group_scene import BEFORE, STATES, Scene, Story
 
 S = GroupState
 STOP_S = 3.0
-"""How long a process is stopped: three times the silence after which it is taken for dead."""
+"""Seconds for which a process is stopped: three times the silence after which it counts as dead."""
 
 
 def kill_leader(scene: Scene) -> None:
@@ -35,12 +35,12 @@ def _kill(scene: Scene, leads: bool) -> None:
     is_last = scene.is_awaited(victim)
     os.kill(victim, signal.SIGKILL)
     if scene.random.random() < 0.5 and is_last:
-        scene.cluster.let_go()  # what waited acts beside the end of the group, else after it
+        scene.cluster.let_go()  # released members act before the group ends, else after it
     scene.expect_end(victim)
 
 
 def stop_leader(scene: Scene) -> None:
-    """SIGSTOP of the leader for so long that it is taken for dead; what it does when it wakes is late."""
+    """SIGSTOP of the leader until it counts as dead; its messages after it resumes are late."""
     _stop(scene, leads=True)
 
 
@@ -64,7 +64,7 @@ def _stop(scene: Scene, leads: bool) -> None:
 
 
 def hang_up(scene: Scene) -> None:
-    """Clients hang up in the middle of a change, which goes on."""
+    """Clients close their connections during a change, which continues."""
     scene.begin()
     load = scene.cluster.load
     before = load.num_hung_up
@@ -75,7 +75,7 @@ def hang_up(scene: Scene) -> None:
 
 
 def ask_again(scene: Scene) -> None:
-    """A drop and a restore are asked for in the middle of a change: refused in one line each; the change goes on."""
+    """A drop and a restore requested during a change are refused in one line each; the change continues."""
     scene.begin()
     requests = [scene.ask_drop()] if scene.state is S.PIPELINED else [scene.ask_drop(), scene.ask_restore()]
     for answer in [request.result() for request in requests]:
@@ -85,7 +85,7 @@ def ask_again(scene: Scene) -> None:
 
 
 def damage_kv(scene: Scene) -> None:
-    """Chunks of KV come damaged: their requests are computed again, and the group goes on."""
+    """Chunks of KV arrive damaged: their requests are recomputed, and the group continues."""
     before = scene.cluster.groups()["recomputed_requests"]
     scene.cluster.damage("kv")
     scene.begin()
@@ -95,12 +95,12 @@ def damage_kv(scene: Scene) -> None:
 
 
 def damage_parameters(scene: Scene) -> None:
-    """Chunks of parameters come damaged: the layers are read from the backstop."""
+    """Chunks of parameters arrive damaged: the layers are read from the backstop."""
     _damage_parameters(scene, "parameters")
 
 
 def damage_parameters_at_source(scene: Scene) -> None:
-    """A member sends wrong parameters with right digests of their chunks: that of the layer tells."""
+    """A member sends wrong parameters with right digests of their chunks: the layer's digest detects it."""
     _damage_parameters(scene, "source")
 
 
@@ -115,7 +115,7 @@ def _damage_parameters(scene: Scene, what: str) -> None:
 
 
 def cut_backstop(scene: Scene) -> None:
-    """The backstop was cut before a drop: nothing is dropped, and one line says why."""
+    """The backstop was truncated before a drop: nothing is dropped, and one line gives the reason."""
     fd = scene.cluster.open_backstop()
     try:
         size = os.fstat(fd).st_size
@@ -131,19 +131,19 @@ def cut_backstop(scene: Scene) -> None:
 
 
 def overwrite_backstop(scene: Scene) -> None:
-    """The backstop was overwritten, and is needed: instances that cannot repair exit, and start again."""
+    """The backstop was overwritten, and is needed: instances that cannot repair exit, and are restarted."""
     scene.begin()
     fd = scene.cluster.open_backstop()
     try:
         content = os.pread(fd, os.fstat(fd).st_size, 0)
         os.pwrite(fd, bytes(len(content) - HEADER_BYTES), HEADER_BYTES)
-        having = [pid for pid in scene.pids if _has_open(pid, fd)]  # others have an older file, which was mended
+        having = [pid for pid in scene.pids if _has_open(pid, fd)]  # others have an older file, which was repaired
         victim = scene.draw_member(scene.random.random() < 0.5)
         os.kill(victim, signal.SIGKILL)
         scene.cluster.let_go()
         scene.expect_end(victim)
         scene.cluster.wait_for_calm()
-        os.pwrite(fd, content, 0)  # for those that have it open still
+        os.pwrite(fd, content, 0)  # for processes that still have it open
     finally:
         os.close(fd)
     pids = {row["pid"] for row in scene.cluster.front.rows()}
@@ -151,20 +151,20 @@ def overwrite_backstop(scene: Scene) -> None:
 
 
 def _has_open(pid: int, fd: int) -> bool:
-    """Whether a process has a file open."""
+    """Return whether a process has a file open."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
+        with suppress(FileNotFoundError):  # it was closed in the meantime
             if os.path.samestat(path.stat(), os.fstat(fd)):
                 return True
     return False
 
 
 WHOLE = (S.DROPPING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING, S.CLOSING)
-"""Members may have all their parameters still, or again: these need no backstop."""
+"""States in which members may have all their parameters: these need no backstop."""
 
 EVERYWHERE = (kill_leader, kill_other, stop_leader, stop_other, hang_up, ask_again)
 SOMEWHERE: Mapping[Callable[[Scene], None], tuple[GroupState, ...]] = {
-    damage_kv: (S.PIPELINED,) * 6,  # the damage is in exchange and return: the change goes through all states
+    damage_kv: (S.PIPELINED,) * 6,  # exchange and return are damaged: the change goes through all states
     damage_parameters: (S.PIPELINED,) * 4,
     damage_parameters_at_source: (S.PIPELINED,) * 4,
     cut_backstop: (S.SOLO,) * 4,
@@ -176,14 +176,14 @@ STORIES = tuple(
     for fault, states in ((*((one, STATES) for one in EVERYWHERE), *SOMEWHERE.items()))
     for state in states
 )
-"""All of one group: each fault in each state in which it can strike."""
+"""All stories of one group: each fault in each state in which it can happen."""
 
 MERGED = (*BEFORE, S.PIPELINED, S.FILLING, S.HANDOVER)
 MERGES = tuple(
     Story(fault.__name__, state, is_merge=True)
     for fault, states in (
         (kill_leader, MERGED),
-        (kill_other, (*MERGED, S.PREPARING, S.EXCHANGING)),  # of an old group that ends, or of one that goes on
+        (kill_other, (*MERGED, S.PREPARING, S.EXCHANGING)),  # of an old group that ends, or of one that continues
         (stop_leader, (S.PREPARING, S.EXCHANGING, S.FILLING)),
         (stop_other, (S.PREPARING, S.DROPPING, S.SETTLING)),
         (hang_up, (S.EXCHANGING,)),
@@ -196,9 +196,9 @@ MERGES = tuple(
     )
     for state in states
 )
-"""The same of groups that take in others."""
+"""All stories of groups that take in others."""
 
 
 def play(cluster: GroupCluster, story: Story, random: Random) -> None:
-    """Play a story; the cluster is in calm before and after it."""
+    """Play a story; the cluster is calm before and after it."""
     Scene(cluster, story, random).play(FAULTS[story.fault])

@@ -1,7 +1,7 @@
-"""What is patched in the processes of a chaos run of groups: orders wait at gates, and bytes change on their way.
+"""Patches of the processes of a chaos run of groups: orders wait at gates, and bytes are damaged on their way.
 
-The run and the patched processes share a folder. ``hold`` in it says which members wait, in which order; ``damage``
-says which bytes change. The product has no such hooks: ``hooks/sitecustomize.py`` installs them.
+The run and the patched processes share a folder. Its file ``hold`` names the members that wait, and the order;
+``damage`` names the bytes to change. The product has no such hooks: ``hooks/sitecustomize.py`` installs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 FOLDER = "CHAOS_FOLDER"
 POLL_S = 0.005
 PACE_S = 0.01
-"""Before each step of an engine: streams that run as fast as they can take the cores from all else."""
+"""Seconds before each step of an engine: streams at full speed would take all cores."""
 STACKS = signal.SIGUSR1
 """A patched process writes the stacks of its threads to its log."""
 HOLD, DAMAGE, BLIND = "hold", "damage", "blind"
@@ -38,17 +38,17 @@ def install(argv: Sequence[str]) -> None:
     elif "serve" in argv:
         from floodplain.cluster.launch import restarts
 
-        restarts.CALM_S = 0.0  # a hundred kills in a row are no reason to wait longer
+        restarts.CALM_S = 0.0  # a hundred kills in a row must not delay restarts
 
 
 def write(folder: Path, name: str, content: object) -> None:
-    """Make a file of the folder, all at once."""
+    """Write a file of the folder atomically."""
     (folder / f"{name}.new").write_text(json.dumps(content))
     (folder / f"{name}.new").rename(folder / name)
 
 
 def read(folder: Path, name: str) -> Any:
-    """What is in a file of the folder; None without it."""
+    """Return the content of a file of the folder; None without it."""
     try:
         return json.loads((folder / name).read_text())
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def read(folder: Path, name: str) -> Any:
 
 
 class Gate:
-    """Where one process waits until the run says otherwise.
+    """A gate at which one process waits until the run opens it.
 
     Args:
         folder: The shared one.
@@ -66,7 +66,7 @@ class Gate:
         self._folder = folder
 
     def is_shut(self, point: str, when: str) -> bool:
-        """Whether this process is to wait; the run learns that it does."""
+        """Return whether this process must wait; if so, the run is notified."""
         hold = read(self._folder, HOLD)
         if hold is None or [point, when] != hold["at"] or os.getpid() not in hold["pids"]:
             return False
@@ -79,7 +79,7 @@ class Gate:
             time.sleep(POLL_S)
 
     def hold(self, owner: type, name: str, point: str) -> None:
-        """Let a coroutine method wait before and after its work."""
+        """Make a coroutine method wait before and after its work."""
         inner = getattr(owner, name)
 
         @wraps(inner)

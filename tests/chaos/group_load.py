@@ -1,4 +1,4 @@
-"""Streams of the ``openai`` client without end, each of whose tokens is known."""
+"""Endless streams of the ``openai`` client, with known tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support import front_process
 
 MAX_TOKENS = 240
 SILENCE_S = 60.0
-"""A stream that gives no token for so long hangs."""
+"""A stream without a token for this long hangs."""
 HOW: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 11})
 """Greedy and seeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A request, and the tokens that one engine gives to it."""
+    """A request, and the tokens that one engine generates for it."""
 
     prompt: list[int]
     how: dict[str, Any]
@@ -32,7 +32,7 @@ class Known:
 
 
 def known_requests(model: str, flags: dict[str, Any], seed: int) -> list[Known]:
-    """Twelve requests, and what an engine says to them that nothing ever happens to."""
+    """Return twelve requests, and their tokens from an undisturbed engine."""
     random, found = Random(seed), []
     for how in HOW:
         prompts = [[random.randrange(256) for _ in range(random.randrange(20, 160))] for _ in range(6)]
@@ -43,19 +43,19 @@ def known_requests(model: str, flags: dict[str, Any], seed: int) -> list[Known]:
 
 
 class Load:
-    """The known requests over and over, on an event loop of its own. ``start`` it, and ``close`` it.
+    """Repeats the known requests on its own event loop. ``start`` it, and ``close`` it.
 
     Args:
         url: Of the front.
-        model: That it serves.
+        model: The served model.
         known: The requests.
-        num_streams: At a time.
+        num_streams: Concurrent streams.
 
     Attributes:
-        num_tokens: Of each stream, all of its requests.
-        num_checked: Requests that ended as one engine's.
-        num_hung_up: Requests that their client gave up.
-        wrong: What was found of others.
+        num_tokens: Tokens of each stream, over all of its requests.
+        num_checked: Requests with the tokens of one engine.
+        num_hung_up: Requests that their client aborted.
+        wrong: Problems of other requests.
     """
 
     def __init__(self, url: str, model: str, known: Sequence[Known], num_streams: int) -> None:
@@ -73,7 +73,7 @@ class Load:
         self._thread.start()
 
     def close(self) -> None:
-        """End; every stream hangs up. Safe to call twice."""
+        """Abort every stream and stop. Safe to call twice."""
         if self._is_over:
             return
         self._is_over = True
@@ -83,7 +83,7 @@ class Load:
         self._loop.close()
 
     def hang_up(self, streams: Sequence[int]) -> int:
-        """Clients of these streams end their connections, and begin anew: how many, without those between requests."""
+        """Close and restart these streams; return how many were closed, without those between requests."""
         told: Future[int] = Future()
         self._loop.call_soon_threadsafe(lambda: told.set_result(sum(self._cancel(stream) for stream in streams)))
         return told.result(SILENCE_S)

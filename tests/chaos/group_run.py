@@ -23,16 +23,16 @@ from tests.chaos.group_load import known_requests
 from tests.chaos.group_scene import Story
 
 PARTS = {"groups": (STORIES, (2, 3)), "merges": (MERGES, (3, 4))}
-"""Stories, and how many instances the fronts have to which they are dealt in turns."""
+"""Stories, and the numbers of instances of the fronts over which they are distributed in turn."""
 
 
 def deal(part: str, seed: int, num_faults: int | None) -> list[tuple[int, list[tuple[int, Story]]]]:
-    """For each front of a part: how many instances it has, and its stories, in an order by seed, with their numbers.
+    """Return the number of instances and the numbered stories, in an order by seed, for each front of a part.
 
     Args:
         part: Of ``PARTS``.
         seed: See above.
-        num_faults: Of the part, stories beginning anew after the last; None: each once.
+        num_faults: Stories of the part, repeated after the last; None: each once.
     """
     found, fronts = PARTS[part]
     stories = Random(seed).sample(found, len(found))
@@ -41,7 +41,7 @@ def deal(part: str, seed: int, num_faults: int | None) -> list[tuple[int, list[t
 
 
 def run(seed: int, num_faults: int | None, parts: Sequence[str]) -> dict[str, Any]:
-    """The stories of these parts, over one front after the other."""
+    """Play the stories of these parts, over one front after the other."""
     fronts = [front for part in parts for front in deal(part, seed, num_faults)]
     known = known_requests(MODEL, ENGINE, seed)
     seconds, totals = defaultdict[str, list[float]](list), Counter[str]()
@@ -56,7 +56,7 @@ def run(seed: int, num_faults: int | None, parts: Sequence[str]) -> dict[str, An
                 print(f"{number:4} {num_instances} {story!s:48} {seconds[story.fault][-1]:5.1f} s", flush=True)
             totals.update(_count(cluster))
             cluster.finish()
-        shutil.rmtree(folder)  # of a run that failed, the log stays
+        shutil.rmtree(folder)  # the log of a failed run is kept
     played = [story for _, dealt in fronts for _, story in dealt]
     return {
         "seed": seed,

@@ -1,4 +1,4 @@
-"""A group that is led to one of its states, where a fault of a chaos run is to strike."""
+"""A group that is brought to one of its states, for a fault of a chaos run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AFTER = (S.PLANNING, S.SHRINKING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING
 """States of a restore."""
 STATES = (*BEFORE, S.PIPELINED, *AFTER)
 WORDS = ("cancelled", "ended", "restored")
-"""What may become of a group; see ``group_counts``."""
+"""Ends of a group; see ``group_counts``."""
 POINTS: Mapping[GroupState, str] = {
     S.PREPARING: "pause", S.DROPPING: "drop", S.EXCHANGING: "copy", S.SETTLING: "settle", S.PLANNING: "plan",
     S.SHRINKING: "move", S.FILLING: "fill", S.HANDOVER: "return", S.RETURNING: "return", S.ADOPTING: "copy",
     S.CLOSING: "close",
 }  # fmt: skip
-"""Where members wait so that the group stays in a state; see ``group_hooks.py``."""
+"""Points at which members wait, so that the group stays in a state; see ``group_hooks.py``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A fault, and the state of the group in which it strikes; in a merge the group takes in others."""
+    """A fault, and the state of the group in which it happens; in a merge the group takes in others."""
 
     fault: str
     state: GroupState
@@ -42,15 +42,15 @@ class Story:
 
 
 class Scene:
-    """One story as it is played: a group is led to the story's state, which lasts until ``let_go``.
+    """One story: a group is brought to the story's state, which lasts until ``let_go``.
 
     Args:
         cluster: In calm.
-        story: What is played. Of a merge all instances are members: a pair with one that serves alone, or two pairs.
-        random: Draws all that is left open.
+        story: The story. In a merge all instances are members: a pair and a single one, or two pairs.
+        random: Makes all free choices.
 
     Attributes:
-        pids: Of the members, once the group has been asked for: the leader's first.
+        pids: Of the members, once the group has been requested: the leader's first.
     """
 
     def __init__(self, cluster: GroupCluster, story: Story, random: Random) -> None:
@@ -60,15 +60,15 @@ class Scene:
         self.pids = [row["pid"] for row in members]
         self._epochs = {row["pid"]: row["epoch"] for row in members}
         self._is_merge = story.is_merge
-        self._old: dict[int, list[int]] = {}  # pids of the members of groups that are taken in, by number
+        self._old: dict[int, list[int]] = {}  # number -> pids of the members of groups that are taken in
         self._answer: Future[httpx.Response] | None = None
         self._entered: dict[str, int] = cluster.groups()["entered"]
 
     def begin(self) -> None:
-        """Lead the group to its state."""
+        """Bring the group to its state."""
         if self.state in BEFORE:
             self._hold()
-        if self.state is S.EXCHANGING:  # without KV to exchange it is left out
+        if self.state is S.EXCHANGING:  # it is skipped without KV to exchange
             self.cluster.wait_for(self._has_running, "no member has a request")
         self._answer = self.ask_drop()
         self.wait_entered(self.state if self.state in BEFORE else S.PIPELINED)
@@ -87,13 +87,13 @@ class Scene:
         leader, others = self.pids[:1], self.pids[1:]
         pids = {S.PLANNING: leader, S.HANDOVER: leader, S.RETURNING: others}.get(self.state)
         if pids is None and POINTS[self.state] == "copy":
-            pids = self.pids  # which of them have something to copy is not known
+            pids = self.pids  # it is not known which of them have something to copy
         elif pids is None:
             pids = self.random.sample(self.pids, self.random.randint(1, len(self.pids)))
         self.cluster.hold(POINTS[self.state], self.random.choice(("before", "after")), pids)
 
     def _sort_members(self) -> None:
-        """In the order of the pipeline, which a merge chooses."""
+        """Sort the members by the order of the pipeline, which a merge chooses."""
         (group,) = self._new_groups()
         self.pids.sort(key=lambda pid: group["instances"].index(self._epochs[pid]))
 
@@ -101,11 +101,11 @@ class Scene:
         return [row for row in self.cluster.groups()["groups"] if row["number"] not in self._old]
 
     def find_state(self) -> str | None:
-        """Of the story's group; None without it."""
+        """Return the state of the story's group; None without it."""
         return next((row["state"] for row in self._new_groups()), None)
 
     def wait_entered(self, state: GroupState) -> None:
-        """Return when the story's group, or the last of those that it takes in, has come to rest in a state."""
+        """Return when the story's group, or the last of those that it takes in, has entered a state."""
         before = self._entered[state]
         self.cluster.wait_for(lambda: self.cluster.groups()["entered"][state] > before, f"the group is never {state}")
 
@@ -122,15 +122,15 @@ class Scene:
         return self.cluster.ask("restore", {"instance": f"e{self._epochs[pid]}"})
 
     def draw_member(self, leads: bool) -> int:
-        """The leader, or one of the others."""
+        """Return the leader, or one of the others."""
         return int(self.pids[0] if leads else self.random.choice(self.pids[1:]))
 
     def is_awaited(self, pid: int) -> bool:
-        """Whether the group cannot become SOLO, or drop, when the other members have answered."""
+        """Whether the group cannot become SOLO, or drop, once the other members have answered."""
         return self.state not in (S.PREPARING, S.CLOSING) or pid in self.cluster.held()
 
     def expect_end(self, victim: int) -> None:
-        """A member's death ends the group. Before the drop it was never made: old groups of other members go on."""
+        """A member's death ends the group, or cancels it before the drop; then old groups of other members continue."""
         cluster, is_cancelled = self.cluster, self.state is S.PREPARING
         cluster.wait_for(lambda: self.find_state() is None, "the group lives on")
         assert self._answer is not None
@@ -141,7 +141,7 @@ class Scene:
         self._expect_changes(cancelled=int(is_cancelled), ended=num_ended)
 
     def _expect_old(self, numbers: Collection[int]) -> None:
-        """Of the groups that were to be taken in, these go on as they were."""
+        """Of the groups that were to be taken in, exactly these continue unchanged."""
         states = {row["number"]: row["state"] for row in self.cluster.groups()["groups"]}
         assert states == dict.fromkeys(numbers, S.PIPELINED), self.cluster.last_words()
         if states:
@@ -152,12 +152,12 @@ class Scene:
         assert found == dict.fromkeys(WORDS, 0) | changes, self.cluster.last_words()
 
     def expect_refusal(self) -> None:
-        """There is no new group, and all is as before."""
+        """There is no new group, and old groups continue unchanged."""
         assert self.find_state() is None
         self._expect_old(self._old)
 
     def go_home(self) -> None:
-        """Nothing has ended the group: it goes on, and is restored."""
+        """The group continues, and is restored."""
         self.cluster.let_go()
         if self.state in (*BEFORE, S.PIPELINED):
             self.wait_entered(S.PIPELINED)
@@ -166,7 +166,7 @@ class Scene:
         self._expect_changes(restored=1)
 
     def play(self, fault: Callable[[Scene], None]) -> None:
-        """All of it."""
+        """Play the whole story."""
         if self._is_merge:
             self._make_old()
         self._num = {word: self.cluster.change(word) for word in WORDS}
@@ -178,7 +178,7 @@ class Scene:
         self.cluster.wait_for_calm()
 
     def _make_old(self) -> None:
-        """Groups that the story's one takes in."""
+        """Make the groups that the story's group takes in."""
         for pids in (self.pids[:2], self.pids[2:]):
             if len(pids) == 1:
                 continue

@@ -1,4 +1,4 @@
-"""``make chaos``: many faults by seed over a running load; writes what was seen, or fails at the first broken law."""
+"""``make chaos``: many faults by seed over a running load; writes the results, or fails at the first broken law."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.chaos.faults import FAULTS
 
 
 def run(seed: int, num_faults: int) -> dict[str, Any]:
-    """Rounds of all faults in another order each, over one cluster."""
+    """Run rounds of all faults, each in another order, over one cluster."""
     random, seconds = Random(seed), defaultdict[str, list[float]](list)
     done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, closing(Cluster(Path(folder), seed)) as cluster:

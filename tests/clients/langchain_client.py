@@ -1,4 +1,4 @@
-"""LangChain against a server: langchain_client.py URL MODEL. Prints what was seen as JSON; fails loudly."""
+"""LangChain against a server: langchain_client.py URL MODEL. Prints results as JSON; fails loudly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do texts have the tokens that llama.cpp gives them, for every kind of ``.gguf`` tokenizer that is served?
+"""Compares token ids with llama.cpp's, for every kind of ``.gguf`` tokenizer that is served.
 
 ``--write`` makes the data of ``tests/support/llama_texts.py``: merges from our own README, and llama.cpp's ids.
 """
@@ -24,7 +24,7 @@ NUM_COMMITTED, NUM_TRIED = 200, 2000
 
 
 def ids_by_llama_cpp(python: Path, model: Path, of: list[str]) -> list[list[int]]:
-    """What llama.cpp makes of the texts with the tokenizer of a model."""
+    """Return llama.cpp's ids of the texts with a model's tokenizer."""
     done = subprocess.run(
         [str(python), str(Path(__file__).with_name("llama_cpp_ids.py")), str(model)],
         input=json.dumps(of), capture_output=True, text=True, timeout=600, check=True,
@@ -45,7 +45,7 @@ def compare(python: Path = PYTHON) -> dict[str, Any]:
 
 
 def write(python: Path = PYTHON) -> None:
-    """Make the committed data anew."""
+    """Write the committed data again."""
     data = {**_trained(), "texts": texts(0, NUM_COMMITTED), "ids": {}}
     with tempfile.TemporaryDirectory() as folder:
         for name in NAMES:
@@ -56,7 +56,7 @@ def write(python: Path = PYTHON) -> None:
 
 
 def _trained() -> dict[str, Any]:
-    """Two vocabularies whose merges cross every boundary: they are trained on lines that no split has cut."""
+    """Return two vocabularies whose merges cross every boundary, since they are trained on unsplit lines."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     corpus = [(ROOT / "README.md").read_text()[:40_000], *CORPUS_LINES * 30]

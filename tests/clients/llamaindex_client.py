@@ -1,4 +1,4 @@
-"""LlamaIndex against a server: llamaindex_client.py URL MODEL. Prints what was seen as JSON; fails loudly."""
+"""LlamaIndex against a server: llamaindex_client.py URL MODEL. Prints results as JSON; fails loudly."""
 
 from __future__ import annotations
 

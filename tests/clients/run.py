@@ -32,12 +32,12 @@ NOT_RUN = {
     "guidellm run --data kind=huggingface": "its data sets are downloaded",
     "vllm bench serve --dataset-name hf": "its data sets are downloaded",
 }
-"""Ways to run the clients that need the net."""
+"""Variants of the clients that need the network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a client is pointed at, and a folder for what it writes."""
+    """The server and model of a client, and a folder for its output."""
 
     url: str
     model: str
@@ -46,14 +46,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client.
+    """A public client.
 
     Attributes:
-        name: What is run.
+        name: Shown in the results.
         environment: The folder of its Python environment.
-        distributions: What it consists of, for the versions.
-        arguments: What is given to its environment's Python.
-        summary: What was seen, from the target and the standard output. Raises if anything failed.
+        distributions: Packages whose versions are reported.
+        arguments: Arguments of its environment's Python.
+        summary: The result, from the target and the standard output. Raises if anything failed.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Client:
 
 
 def script(name: str) -> Callable[[Target], Sequence[str]]:
-    """A script beside this file, with URL and model."""
+    """Return the arguments of a script beside this file, with URL and model."""
     return lambda target: (str(HERE / name), target.url, target.model)
 
 
 def last_line(_: Target, output: str) -> dict[str, Any]:
-    """What a script of ours printed."""
+    """Return the JSON that a script of ours printed."""
     return dict(json.loads(output.splitlines()[-1]))
 
 
@@ -91,7 +91,7 @@ def vllm_bench(backend: str, endpoint: str) -> Client:
 
 
 def benched(result: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a result of ``vllm bench serve``."""
+    """Return the counts of a result of ``vllm bench serve``."""
     assert (result["completed"], result["failed"]) == (NUM_PROMPTS, 0), result
     assert result["total_output_tokens"] == 8 * NUM_PROMPTS, result["total_output_tokens"]
     return {"completed": result["completed"], "output_tokens": result["total_output_tokens"]}
@@ -118,7 +118,7 @@ def guidellm(path: str) -> Client:
 
 
 def guided(result: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a result of guidellm."""
+    """Return the counts of a result of guidellm."""
     totals = result["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["successful"] == NUM_PROMPTS and not totals["errored"], totals
     return {"completed": totals["successful"]}
@@ -143,7 +143,7 @@ CLIENTS = (
 
 
 def try_client(client: Client, target: Target) -> dict[str, Any]:
-    """How one client did: versions, and what was seen or why not."""
+    """Return one client's status, versions, and result or error."""
     python = ROOT / client.environment / "bin" / "python"
     if not python.exists():
         return {"status": "not run", "why": f"{client.environment} is missing: run make test-clients"}
@@ -166,7 +166,7 @@ def try_client(client: Client, target: Target) -> dict[str, Any]:
 
 
 def try_other(server: OtherServer) -> dict[str, Any]:
-    """How our clients did with one server: versions, and what was seen or why not."""
+    """Return our clients' status with one server, versions, and result or error."""
     if not server.python.exists():
         return {"status": "not run", "why": f"{server.environment} is missing: run make test-clients"}
     facts = {"versions": versions(server.python, server.distributions)}
@@ -178,7 +178,7 @@ def try_other(server: OtherServer) -> dict[str, Any]:
 
 
 def try_llama_cpp() -> dict[str, Any]:
-    """Whether the tokens of ``.gguf`` files are llama.cpp's."""
+    """Return whether the tokens of ``.gguf`` files are llama.cpp's."""
     facts = {"versions": versions(llama_cpp.PYTHON, ("xllamacpp",))}
     try:
         return {"status": "works", **facts, **llama_cpp.compare()}
@@ -187,7 +187,7 @@ def try_llama_cpp() -> dict[str, Any]:
 
 
 def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
-    """The versions that an environment has."""
+    """Return the versions of packages in an environment."""
     program = (
         "import json, sys; from importlib import metadata as m; print(json.dumps([*map(m.version, sys.argv[1:])]))"
     )

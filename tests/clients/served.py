@@ -33,7 +33,7 @@ def make_model(folder: Path) -> None:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, str]]:
-    """(URL, name of the model) of a server, which ends with the context."""
+    """Yield (URL, name of the model) of a server, which ends with the context."""
     floodplain = str(Path(sys.executable).with_name("floodplain"))
     command = [floodplain, "serve", str(folder), "--port", "0", "--format", "json", "--quiet"]
     command += ["--kv-memory", "16MiB", "--dtype", "float32"]

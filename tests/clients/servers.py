@@ -1,4 +1,4 @@
-"""Servers of others, unchanged, that our clients are pointed at: ``bench serve`` and ``profile llm --base-url``."""
+"""Unmodified servers of other projects, as targets of ``bench serve`` and ``profile llm --base-url``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MODEL = "smollm2"
 
 @dataclass(frozen=True, slots=True)
 class OtherServer:
-    """A server of others.
+    """A server of another project.
 
     Attributes:
-        name: What is run.
+        name: Shown in the results.
         environment: The folder of its Python environment.
-        distributions: What it consists of, for the versions.
-        arguments: What is given to its environment's Python, from a free port.
-        says_kv: Whether its metrics say how much KV is in use, so that it can be profiled.
+        distributions: Packages whose versions are reported.
+        arguments: Returns the arguments of its environment's Python, given a free port.
+        says_kv: Whether its metrics report KV use, so that it can be profiled.
     """
 
     name: str
@@ -46,7 +46,7 @@ class OtherServer:
 
     @property
     def python(self) -> Path:
-        """Of its environment."""
+        """The Python of its environment."""
         return ROOT / self.environment / "bin" / "python"
 
 
@@ -72,7 +72,7 @@ SERVERS = (
 
 @contextmanager
 def running(server: OtherServer, log: Path) -> Iterator[str]:
-    """The address of a server that answers; it ends with the context."""
+    """Yield the address of a server that responds; it ends with the context."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -99,7 +99,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def benched(url: str, way: str, out: Path) -> dict[str, Any]:
-    """What ``bench serve`` makes of a server, with prompts in one form. Lengths are those of the workload."""
+    """Run ``bench serve`` with prompts in one form and return its counts. Lengths are those of the workload."""
     words = ["bench", "serve", "--base-url", url, "--model", MODEL, "--send", way, "--out", str(out), "-q"]
     words += ["--num-prompts", str(NUM_PROMPTS), "--request-rate", "4", "--max-input", "32", "--max-output", "8"]
     done = floodplain(*words, "--ignore-eos")
@@ -111,7 +111,7 @@ def benched(url: str, way: str, out: Path) -> dict[str, Any]:
 
 
 def profiled(url: str, out: Path, *, says_kv: bool) -> str:
-    """``profiled``, or the line that says why not."""
+    """Return ``profiled``, or the reason why it cannot be."""
     words = ["profile", "llm", MODEL, "--base-url", url, "--out", str(out), "-q", "--rates", "0.5", "1"]
     words += ["--try-seconds", "4", "--tries", "1", "--ttft-ms", "10000", "--itl-ms", "5000", "--dtype", "float32"]
     done = floodplain(*words, "--max-input", "32", "--max-output", "8")
@@ -125,13 +125,13 @@ def profiled(url: str, out: Path, *, says_kv: bool) -> str:
 
 
 def floodplain(*words: str) -> subprocess.CompletedProcess[str]:
-    """Our command."""
+    """Run our command."""
     command = [str(Path(sys.executable).with_name("floodplain")), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=BENCH_S, check=False)
 
 
 def try_server(server: OtherServer, folder: Path) -> dict[str, Any]:
-    """What our clients make of one server."""
+    """Return our clients' results with one server."""
     with running(server, folder / "log") as url:
         ways = {way: benched(url, way, folder / f"{way}.json") for way in ("tokens", "text")}
         return {"bench serve": ways, "profile llm": profiled(url, folder / "profile.json", says_kv=server.says_kv)}

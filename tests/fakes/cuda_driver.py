@@ -1,8 +1,8 @@
-"""A machine with GPUs that are not there: the driver's calls on virtual memory, over pages of this machine.
+"""A fake machine with GPUs: the driver's calls on virtual memory, over pages of this machine.
 
-Addresses are real, and what is mapped behind them has real bytes: a copy to memory that is gone ends the process, as it
-would there. What the driver would refuse is refused: a device without rights, memory that is mapped or released twice,
-an address range that is still in use.
+Addresses are real, and mapped memory has real bytes: a copy to unmapped memory crashes the process, as on a GPU. Calls
+that the driver refuses are refused: a device without rights, memory that is mapped or released twice, an address range
+that is still in use.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Mapping:
 
 
 class FakeDriver:
-    """What a process sees of the machine. Use it with ``install``.
+    """The machine as one process sees it. Use it with ``install``.
 
     Attributes:
         gpus: In the order of this process's indices.
@@ -196,7 +196,7 @@ class FakeDriver:
         return (OK,)
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, num_bytes: int, stream: int) -> tuple[CUresult]:  # noqa: N802
-        """Copies at once; an address without a mapping here is the home device's own memory."""
+        """Copy at once; an address without a mapping here is the home device's own memory."""
         self.copies.append((target, source, num_bytes, stream))
         for address in (target, source):
             for begin, mapping in self._mappings.items():
@@ -214,17 +214,17 @@ class FakeDriver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything was given back."""
+        """Whether everything was released."""
         return not (self._handles or self._ranges or self._mappings)
 
     def install(self, patch: pytest.MonkeyPatch) -> FakeDriver:
-        """Be the driver of this process."""
+        """Install as the driver of this process."""
         patch.setattr(cuda_driver, "_load_driver", lambda: self)
         patch.setattr(torch.cuda, "init", lambda: None)
         return self
 
     def install_tensors(self, patch: pytest.MonkeyPatch) -> None:
-        """Let torch see mapped memory as this machine's, and the free bytes of the first device."""
+        """Make torch see mapped memory as this machine's, and each device's free bytes."""
 
         def view(arena: Any, dtype: torch.dtype, shape: tuple[int, ...], num_elements: int) -> torch.Tensor:
             memory = (ctypes.c_uint8 * (num_elements * dtype.itemsize)).from_address(arena._address)

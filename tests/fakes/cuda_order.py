@@ -1,7 +1,7 @@
-"""Streams that run beside each other, without a GPU: which one goes on, a die says, and a stream waits where it must.
+"""Concurrent streams without a GPU, in random order: a stream waits only for its events.
 
-What is put on a stream happens when something waits for it, or never. So an order that no event keeps is broken in some
-run. Nothing happens while the host only puts things on streams, and waiting there can be forbidden.
+An operation on a stream runs when something waits for it, or never. So an order that no event enforces is violated in
+some run. Nothing runs while the host only enqueues operations, and host waits can be forbidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @dataclass
 class Op:
-    """What a stream does next, once ``may_run``."""
+    """A stream's next operation, which runs once ``may_run``."""
 
     run: Callable[[], None]
     may_run: Callable[[], bool] = lambda: True
@@ -32,7 +32,7 @@ class Machine:
     Attributes:
         compute: The stream that is current at first.
         may_block: Whether the host may wait now.
-        now_s: Seconds of the device's clock: one for each thing that a stream does.
+        now_s: Seconds of the device's clock: one for each operation.
         deaf: Streams that wait for no event: for controls.
     """
 
@@ -45,7 +45,7 @@ class Machine:
         self.compute = self.current = Stream(self)
 
     def put(self, run: Callable[[], None]) -> None:
-        """On the current stream."""
+        """Enqueue an operation on the current stream."""
         self.current.ops.append(Op(run))
 
     def go_on_until(self, is_done: Callable[[], bool]) -> None:
@@ -57,7 +57,7 @@ class Machine:
             self.now_s += 1
 
     def go_on(self, num_ops: int) -> None:
-        """Time passes beside the host."""
+        """Run up to ``num_ops`` operations while the host does not wait."""
         for _ in range(num_ops):
             ready = [stream for stream in self.streams if stream.ops and stream.ops[0].may_run()]
             if ready:
@@ -77,7 +77,7 @@ class Machine:
         self.current = before
 
     def install(self, patch: pytest.MonkeyPatch) -> Machine:
-        """Be torch's CUDA."""
+        """Install in the place of torch's CUDA."""
         for name, value in {
             "Event": lambda **_: Event(self),
             "Stream": lambda device, priority: Stream(self),
@@ -90,7 +90,7 @@ class Machine:
 
 
 class Stream:
-    """One of a machine's."""
+    """A stream of a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -98,7 +98,7 @@ class Stream:
         machine.streams.append(self)
 
     def wait_event(self, event: Event) -> None:
-        """For what it was recorded behind last; nothing if it never was."""
+        """Wait for the event's last record; for nothing if it was never recorded."""
         number = event.num_recorded
         if self not in self.machine.deaf:
             self.ops.append(Op(lambda: None, lambda: event.num_passed >= number))
@@ -108,7 +108,7 @@ class Stream:
 
 
 class Event:
-    """An event of a machine's."""
+    """An event of a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -132,7 +132,7 @@ class Event:
 
 
 class PieceByPiece:
-    """See ``Copier``: each piece by itself, in any order."""
+    """See ``Copier``: each piece is copied separately, in any order."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

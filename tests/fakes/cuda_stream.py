@@ -1,4 +1,4 @@
-"""A stream without a GPU: staging and blocks lie in this machine's memory, and copies run when a test lets them."""
+"""A stream without a GPU: staging and blocks are in this machine's memory, and the test decides when copies run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class FakeStream:
 
     Attributes:
         gate: Open at first.
-        num_under_way: Copies that were put on it and have not ended.
+        num_under_way: Copies on the stream that have not ended.
         failure: Raised by calls that wait.
-        refusal: Raised by ``run``, when its copies are on the stream already.
-        num_drained: Number of waits for everything.
+        refusal: Raised by ``run``.
+        num_drained: Number of ``drain`` calls.
     """
 
     def __init__(self, direction: Direction, store: BlockStore, wire: Wire, staging_blocks: int) -> None:
@@ -51,7 +51,7 @@ class FakeStream:
         assert not self.num_under_way
 
     def finish(self, batches: Sequence[Batch]) -> np.ndarray:
-        """Do the copies; their digests."""
+        """Run the copies; return their digests."""
         assert self.gate.wait(HANG_S), "the copies were never allowed to run"
         self.num_under_way -= 1
         if self.failure is not None:

@@ -1,7 +1,7 @@
-"""torch's streams and events without a GPU: everything happens at once, in this machine's memory.
+"""torch's streams and events without a GPU: every operation runs at once, in this machine's memory.
 
-With it, the fake driver and Triton's interpreter the real lanes, ends and wires run. Nothing runs beside anything: it
-shows that the right calls are made with the right bytes, and nothing about order.
+With it, the fake driver and Triton's interpreter, the real lanes, ends and wires run. Nothing runs concurrently: it
+tests that the right calls are made with the right bytes, but not their order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stream:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Be torch's CUDA. Memory that should be page-locked, or on a GPU, is this machine's."""
+    """Install in the place of torch's CUDA. Page-locked and GPU memory is this machine's memory."""
     for name, value in {
         "Event": Event,
         "Stream": Stream,

@@ -1,4 +1,4 @@
-"""A deterministic engine, and a real server over it: bytes are tokens, the answer is the prompt, over and over."""
+"""A deterministic engine, and a real server over it: bytes are tokens, the answer is the prompt, repeated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from floodplain.web.listen import bind, url_of
 from tests.support.waiting import HANG_S
 
 FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
-"""Arrival and token times of every finished request, whatever the clock says."""
+"""Arrival and token times of every finished request, independent of the clock."""
 
 
 class ByteTokenizer:
@@ -59,11 +59,11 @@ class ByteTokenizer:
 
 
 class FakeEngine:
-    """Answers with the prompt's own bytes, repeated. A seed shifts them; a temperature does not.
+    """Generates the prompt's own bytes, repeated. A seed shifts them; a temperature does not.
 
     Args:
         max_waiting: More live requests than this are refused with ``QueueFull``; None never refuses.
-        num_free_tokens: After so many tokens a request stalls until it is aborted; None never stalls.
+        num_free_tokens: After this many tokens a request stalls until it is aborted; None never stalls.
     """
 
     model_name = "fake"
@@ -180,7 +180,7 @@ class FakeEngine:
 
 
 class RunningServer:
-    """A server on a thread of its own; ``url`` is where, and ``stop`` is what a signal does."""
+    """A server on its own thread; ``url`` is its address, and ``stop`` has the effect of a signal."""
 
     def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float, ping_s: float) -> None:
         self.engine = engine
@@ -218,7 +218,7 @@ class RunningServer:
 
     @property
     def num_requests(self) -> int:
-        """HTTP requests that run."""
+        """Number of HTTP requests in progress."""
         return len(self._server.server_state.tasks)
 
     def stop(self) -> None:
@@ -234,7 +234,7 @@ class RunningServer:
 def serving(
     engine: FakeEngine, *, keys: KeyRing | None = None, drain_timeout_s: float = 5.0, ping_s: float = PING_S
 ) -> Iterator[RunningServer]:
-    """A server that takes requests; it is stopped, and has ended, when the context is left."""
+    """Yield a server that takes requests; it has ended when the context is left."""
     server = RunningServer(engine, keys, drain_timeout_s, ping_s)
     server.start()
     try:

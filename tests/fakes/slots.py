@@ -1,4 +1,4 @@
-"""The launcher as a front sees it: it lets everything in, and writes down what it hears."""
+"""The launcher as a front sees it: it admits all slots, and records what the front reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ class FakeSlots:
     """``cluster.router.front.Slots``.
 
     Attributes:
-        shut: Slots that are not let in.
-        joined: Slots that joined, and
-        serving: served, and
-        lost: were lost, and why.
+        shut: Slots that are not admitted.
+        joined: Slots that joined.
+        serving: Slots that served.
+        lost: (slot, reason) of lost ones.
     """
 
     def __init__(self) -> None:

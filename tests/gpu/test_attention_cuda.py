@@ -82,7 +82,7 @@ def flashinfer_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
     ("decodes", "prefills"),
     [
         ([], [(0, 33)]),
-        ([], [(9000, 5)]),  # few queries over a long context, which is split over processors
+        ([], [(9000, 5)]),  # few queries over a long context, which is split over multiprocessors
         ([700, 3], [(0, 20), (50, 130), (16, 1), (0, 1), (500, 1000)]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Activations between two GPUs by NCCL: bit for bit, and an end for a transfer whose sender is killed."""
+"""Activations between two GPUs by NCCL arrive bit for bit; a transfer ends if its sender is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: the CPU's greedy tokens in fp32 however it is disturbed, in any thread, and nothing kept."""
+"""The engine on a GPU: the CPU's greedy tokens in fp32 under any disturbance and thread, and no leaked memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_other_weights_are_noticed() -> None:
 
 
 def test_loaded_run_and_closed_in_three_threads() -> None:
-    """A thread that never used CUDA has no current context: none of the three may count on one."""
+    """A thread that never used CUDA has no current context: none of the three may depend on one."""
 
     def in_new_thread(call: Any, *args: Any) -> Any:
         with ThreadPoolExecutor(1) as executor:
@@ -103,18 +103,18 @@ def test_memory_is_given_back_on_close() -> None:
 
     def free_bytes() -> int:
         gc.collect()
-        torch.cuda.empty_cache()  # the embedding and activations lie in torch's own pool
+        torch.cuda.empty_cache()  # the embedding and activations are in torch's own pool
         return torch.cuda.mem_get_info()[0]
 
     def cycle() -> int:
-        """Free memory while an engine is open that has run."""
+        """Return free memory while an engine that has run is open."""
         with load(DEVICE, kv_memory=kv_memory) as llm:
             generate(llm)
             free = free_bytes()
         llm.close()  # a second time
         return free
 
-    cycle()  # loads kernels and makes workspaces, which stay
+    cycle()  # loads kernels and creates workspaces, which remain
     before = free_bytes()
     while_open = [cycle() for _ in range(3)]
     assert all(before - free >= kv_memory for free in while_open)

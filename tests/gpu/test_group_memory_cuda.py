@@ -20,7 +20,7 @@ from tests.support.group_memory_machine import EVEN, ODD, GroupMachine
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 TIMES_PAGE = 32
-"""A page is 2 MiB here, and 64 KiB there: as many blocks to a page with blocks as much longer."""
+"""A page is 2 MiB here, and 64 KiB on the host: blocks are longer by this factor."""
 SETTINGS = settings(max_examples=10, stateful_step_count=15, deadline=None, phases=[Phase.generate])
 
 
@@ -50,7 +50,7 @@ def test_used_blocks_and_parameters_keep_their_bytes_through_groups(machine: typ
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_the_kernel_computes_the_same_over_moved_blocks(forgets: bool) -> None:
-    """With tables that still name the blocks of before, it does not: the control."""
+    """Control: with tables of the old block ids it differs."""
     pytest.importorskip("cuda.bindings")
     pytest.importorskip("triton")
     with open_cuda_device(0, max_bytes=2**28) as device:

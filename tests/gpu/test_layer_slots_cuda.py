@@ -1,5 +1,6 @@
-"""Layers that stream beside a GPU: each is whole in its place, however late compute and copies are, and tokens are
-those of the CPU's resident pool.
+"""Layers that stream beside a GPU are whole in their places, however late compute and copies are.
+
+Tokens are those of the CPU's resident pool.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LINE_LAYERS, NUM_PLACES, NUM_BLOCKS, BLOCK_ROWS, ROW_WORDS = 5, 3, 48, 32, 512
 """Blocks of 64 KiB in rows of 2 KiB, as Llama-3.1-8B has them."""
 SLEEP_CYCLES = 2_000_000
-"""About a millisecond: several times what the host needs for an action."""
+"""About a millisecond: several times the host's time for an action."""
 QUANTUM_BYTES = 512 * BLOCK_BYTES
 """The least pool of that model whose layers are whole pages of 2 MiB: 8,192 tokens."""
 
 
 class There:
-    """Layers that pass through places in any order, and what each row of each must be."""
+    """Layers that pass through places in any order, and the expected content of each row."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.backend = Random(seed), CudaBackend(0)
@@ -73,7 +74,7 @@ class There:
             self.visits[place] = (layer, blocks)
 
     def leave(self, tag: int) -> None:
-        """A layer is compared and written in its place, and the rows go to its copy."""
+        """Compare and write a layer in its place; the rows are written to its copy."""
         if not self.visits:
             return
         place = self.rng.choice(sorted(self.visits))
@@ -118,13 +119,13 @@ def test_control_a_wait_that_is_left_out_shows(there: There, fault: str) -> None
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Twice as many tokens in all as the least pool holds."""
+    """Return requests with twice as many tokens in all as the least pool holds."""
     return make_requests(180, 11, GREEDY)
 
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> list[Reference]:
-    """A resident pool's on the CPU."""
+    """Return the references of a resident pool on the CPU."""
     return run_calmly(requests, **BASE, kv_memory=2**27)
 
 

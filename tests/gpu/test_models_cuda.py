@@ -14,7 +14,7 @@ pytestmark = [
 
 
 class _CpuWeights:
-    """A dummy whose weights are made on the CPU, so that both devices have the same."""
+    """A dummy whose weights are drawn on the CPU, so that they are the same on both devices."""
 
     def __init__(self, name: str) -> None:
         self.dummy = DummyModel(name)

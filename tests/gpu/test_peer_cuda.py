@@ -44,7 +44,7 @@ NEIGHBOURS = range(max(1, torch.cuda.device_count()))
 
 
 class There:
-    """A pool on GPU 0, slots on a neighbour and in page-locked memory, and what copies between them."""
+    """A pool on GPU 0, slots on a neighbour and in page-locked memory, and the engines that copy between them."""
 
     def __init__(self, pool: KVPool, producer: str, folder: Path) -> None:
         self.pool, self.producer = pool, producer
@@ -92,7 +92,7 @@ class There:
         return list(ended[0][1])
 
     def scribble(self, slot: int) -> None:
-        """Write something else into a slot on the neighbour."""
+        """Overwrite a slot on the neighbour."""
         rows = torch.zeros((1, LAYOUT.num_layers, LAYOUT.layer_block_words), dtype=torch.int32, device="cuda")
         PeerWire(self.peer, CudaDriver(0)).copy(OUT, rows.random_(), slot)
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ class There:
 
 @pytest.fixture(params=NEIGHBOURS)
 def producer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An engine that computes on GPU 0, or on another one that GPU 0 reaches."""
+    """Yield an engine that computes on GPU 0, or on another one that GPU 0 reaches."""
     pytest.importorskip("cuda.bindings")
     pytest.importorskip("triton")
     index: int = request.param
@@ -139,7 +139,7 @@ def permuted(count: int, number: int) -> list[int]:
 def test_an_extent_takes_its_bytes_of_the_producers_device_and_frees_them(producer: str, tmp_path: Path) -> None:
     index = int(producer.removeprefix("gpu"))
     memory = CudaPeerMemory(0, tmp_path)
-    memory.allocate(producer, memory.page_bytes).close()  # type: ignore[union-attr]  # whatever the first one costs
+    memory.allocate(producer, memory.page_bytes).close()  # type: ignore[union-attr]  # the first one costs more
     torch.cuda.synchronize(index)
     before, _ = torch.cuda.mem_get_info(index)
     extent = memory.allocate(producer, 2**26 + memory.page_bytes - 1)
@@ -211,7 +211,7 @@ def test_slots_of_a_chunk_that_is_gone_are_a_miss(there: There) -> None:
 
 @pytest.mark.parametrize("direction", [OUT, IN])
 def test_removed_memory_waits_only_for_copies_that_use_it(there: There, direction: Direction) -> None:
-    """The forced path: the copy stands behind a kernel, and no thread polls."""
+    """The forced path: the copy is queued behind a kernel, and no thread polls."""
     there.add(0, 1)
     for warm_up in (OUT, IN):  # compiles the kernels, which takes longer than any sleep
         assert there.copy(warm_up, [0, 1], [0, CHUNK_SLOTS]).is_whole
@@ -296,7 +296,7 @@ def test_a_neighbour_in_another_process_is_found_and_known_to_be_gone(tmp_path: 
         with pytest.raises(UserError, match="does not run any more"):
             memory.allocate("lender", 2**24)
         words = extent.tensor(torch.int32, (2**22,))
-        words.fill_(7)  # its memory was never the producer's
+        words.fill_(7)  # its memory was never part of the producer's
         assert int(words.sum()) == 7 * 2**22
         extent.close()
 

@@ -1,6 +1,6 @@
-"""An engine that swaps to memory which a neighbour on the same GPU lends: the CPU's tokens, whatever is recalled.
+"""An engine that swaps to memory lent by a neighbour on its GPU has the CPU's tokens, whatever is recalled.
 
-The neighbour is an engine that uses nothing: a name, and a member of a real coordinator that lends what it is told to.
+The neighbour is an engine that uses nothing: a name, and a member of a real coordinator that lends as the test sets.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Neighbour:
 
     @property
     def borrowed_bytes(self) -> int:
-        """What the engine under test has taken: it is in this process."""
+        """Bytes that the engine under test, which is in this process, has allocated."""
         extents = [] if self.tier is None else list(self.tier._slots._extents.values())
         return sum(extent.num_bytes for extent in extents)
 
@@ -67,7 +67,7 @@ class Neighbour:
 
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = PATIENCE_S) -> Iterator[tuple[Neighbour, LLM]]:
-    """An engine that has borrowed all that its neighbour lends."""
+    """Yield a neighbour, and an engine that has borrowed all that it lends."""
     patch.setattr(peer_parts, "CHUNK_BYTES", CHUNK_BYTES)
     flags = {"policy": "cfs", "swap_memory": 2**24, "peer_memory": NUM_CHUNKS * CHUNK_BYTES}
     with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
@@ -82,7 +82,7 @@ def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = PATIENCE_S) -> 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Between two calls: until leases have come or gone."""
+    """Poll a condition between two calls."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end_s, "it never happened"

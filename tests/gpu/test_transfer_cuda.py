@@ -1,4 +1,4 @@
-"""Transfers on a GPU: Triton's digests are the host's, and what leaves comes back beside running kernels."""
+"""Transfers on a GPU: Triton's digests equal the host's, and blocks return unchanged beside running kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker side of the plug-in for vLLM on a GPU: what left after a kernel wrote it comes back bit by bit."""
+"""The worker side of the plug-in for vLLM on a GPU: blocks written by a kernel return bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several of these tests need."""
+"""Fixtures that several integration tests share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.support.patience import patience
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For the backstop of a module's instances: the first one of them writes it."""
+    """Folder of the backstop that a module's instances share; the first instance writes it."""
     return tmp_path_factory.mktemp("backstop")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def patient() -> Iterator[None]:
-    """What is slow is not taken for dead."""
+    """Raise the limits of ``patience``: slow processes are not considered dead."""
     with patience():
         yield

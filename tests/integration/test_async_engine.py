@@ -45,7 +45,7 @@ async def collect(engine: AsyncEngine, params: SamplingParams, prompt: tuple[int
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait for the engine's thread to give everything back; a bound in time keeps a bug from hanging the suite."""
+    """Wait until no request and no block is left; the timeout keeps a bug from hanging the suite."""
     async with asyncio.timeout(HANG_S):
         while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
             await asyncio.sleep(0.001)
@@ -79,12 +79,12 @@ def test_all_fields_of_a_callers_request_reach_the_loop(monkeypatch: pytest.Monk
     request = asyncio.run(ask())
     assert (request.request_id, request.prompt_token_ids, request.params) == ("r", PROMPT, greedy(2))
     assert {name: getattr(request, name) for name in said} == said
-    moved = {"known_token_ids", "is_accepted"}  # of requests that another engine began: see ``stream``
+    moved = {"known_token_ids", "is_accepted"}  # for requests that another engine began: see ``stream``
     assert set(Request.__dataclass_fields__) == {"request_id", "prompt_token_ids", "params", "arrival_s", *said, *moved}
 
 
 def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
-    """Tokens of one run, and those that it knew with those of another engine's run that goes on from them."""
+    """(tokens of one run, its first ``known`` tokens and those of another engine that goes on from them)."""
 
     async def both() -> tuple[list[int], list[int]]:
         params = SamplingParams(max_tokens=40, **more)  # type: ignore[arg-type]
@@ -117,13 +117,13 @@ def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
     ],
 )
 def test_a_request_goes_on_in_another_engine_with_the_tokens_of_one(known: int, how: dict[str, object]) -> None:
-    """Greedy and seeded; ``min_tokens`` counts from the beginning."""
+    """Greedy and seeded; ``min_tokens`` counts known tokens, too."""
     tokens, joined = go_on(min(known, how.get("min_tokens", 40) - 1), **how)  # type: ignore[operator, call-overload]
     assert joined == tokens
 
 
 def test_known_tokens_in_the_prompt_would_not_count_as_output() -> None:
-    """Negative control: sent as a part of the prompt, they do not count towards ``max_tokens``."""
+    """Negative control: tokens sent in the prompt do not count towards ``max_tokens``."""
 
     async def forgotten() -> list[OutputDelta]:
         async with running() as engine:
@@ -182,7 +182,7 @@ def test_closed_stream_frees_its_blocks() -> None:
 
 
 def test_cancelled_callers_leave_nothing_behind() -> None:
-    """Cancelled at any moment: before acceptance, while waiting, while streaming."""
+    """Cancels callers before acceptance, while waiting and while streaming."""
 
     async def cancel() -> None:
         async with running(max_num_seqs=2) as engine:
@@ -270,7 +270,7 @@ def test_offline_replay_reports_what_happened() -> None:
 
 @pytest.mark.parametrize("inbox_s", [0.0, 60.0])
 def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps the inbox gets a limited time: here none, so one thing at a time; and for control, enough."""
+    """The inbox's time between two steps is limited: with 0 s it takes one item a step, with 60 s more."""
     monkeypatch.setattr(async_engine, "_INBOX_S", inbox_s)
     steps: list[int] = []
 

@@ -15,7 +15,7 @@ MODEL = "dummy:tiny-llama"
 
 
 def bench(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
-    """The result that a bench printed, and what it said on stderr."""
+    """(the result that a bench verb printed, its standard error)."""
     status = main(["bench", *argv, "--format", "json", "-q"])
     told = capsys.readouterr()
     assert status == 0, told.err

@@ -81,14 +81,14 @@ def test_unauthenticated_connections_are_limited() -> None:
     with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
         address = split_address(server.address, "")
         unauthenticated = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
-        assert unauthenticated[0].recv(1) == b""  # before its time for a hello is over: the oldest
+        assert unauthenticated[0].recv(1) == b""  # the oldest, before its hello times out
         assert client.fetch([whole()], Received()) == [OK]
         for connection in unauthenticated:
             connection.close()
 
 
 def raw_client(server: BulkServer) -> FrameSocket:
-    """A client that says what a test wants."""
+    """A connected client that can send any frame."""
     sock = socket.create_connection(split_address(server.address, ""), timeout=HANG_S)
     sock.sendall(pack_hello(SECRET))
     assert sock.recv(1) == YES
@@ -121,14 +121,14 @@ def test_a_client_that_stops_reading_holds_up_nothing_else() -> None:
     big = random_store(4, num_pieces=MAX_REQUEST_INDICES, index_bytes=2**14)
     with serving(kv=KV, big=big, chunk_bytes=2**18) as server:
         stopped = raw_client(server)
-        for number in range(2):  # 64 MiB: more than all buffers between them
+        for number in range(2):  # 64 MiB: more than all buffers on the way
             stopped.send(pack_request(BulkRequest(number, "big", 0, np.arange(MAX_REQUEST_INDICES))))
         stopped.read()
         with BulkClient(server.address, SECRET) as client:
             assert client.fetch([whole(), item("big", 0, 7)], Received()) == [OK, OK]
         server.withdraw("big")
         server.close()
-        with pytest.raises(PeerLost):  # what is in the buffers, and then the end: the rest was not sent
+        with pytest.raises(PeerLost):  # after the buffered chunks: the rest was not sent
             for _ in range(2 * MAX_REQUEST_INDICES // 16):
                 stopped.read()
         stopped.close()
@@ -151,20 +151,20 @@ def test_withdraw_waits_for_a_read_under_way() -> None:
         with BulkClient(server.address, SECRET, LONG_S) as client:
             fetch = threads.submit(client.fetch, [item("slow", 0, *range(40)), whole()], Received())
             assert slow.began.wait(HANG_S)
-            server.withdraw("kv")  # no read of this one: does not wait
+            server.withdraw("kv")  # no read of this store: does not wait
             withdrawal = threads.submit(server.withdraw, "slow")
             with pytest.raises(TimeoutError):
                 withdrawal.result(0.05)
             slow.may_end.set()
             withdrawal.result(HANG_S)
-            assert fetch.result(HANG_S) == [MISSING, MISSING]  # its later chunks, and the other store
+            assert fetch.result(HANG_S) == [MISSING, MISSING]  # later chunks of "slow", and all of "kv"
             server.serve("kv", KV, KV.index_bytes)
             assert client.fetch([whole()], Received()) == [OK]
-        server.withdraw("slow")  # none of this name: does nothing
+        server.withdraw("slow")  # no store of this name: does nothing
 
 
 def test_bytes_that_were_read_outlive_their_store() -> None:
-    """Chunks are sent after the read has ended, and their memory may be unmapped by then."""
+    """A chunk is sent after its read has ended; the store's memory may be unmapped by then."""
     store = ViewStore(KV.parts[0].copy())
     served, one = ServedStore("view", store, KV.index_bytes), item("view", 0, 0, 1)
     data, view = served.read(0, one.indices), store.read(0, one.indices)
@@ -176,7 +176,7 @@ def test_bytes_that_were_read_outlive_their_store() -> None:
 
 
 class ViewStore:
-    """Gives out its own memory."""
+    """A store whose reads return views of its memory."""
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self.memory = memory

@@ -1,4 +1,4 @@
-"""Bulk transfers between instances: bytes arrive as they were read, and each fault ends what it concerns, no more."""
+"""Bulk transfers between instances: bytes arrive unchanged, and a fault ends only its own item or connection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OK, DAMAGED, MISSING = Outcome.OK, Outcome.DAMAGED, Outcome.MISSING
 
 
 def has(wanted: BulkItem) -> bool:
-    """Whether the stores have all of an item; an oracle of its own."""
+    """Whether the stores have all of an item; independent of the code under test."""
     if not len(wanted.indices):
         return True
     if wanted.store not in STORES or wanted.part > 1:
@@ -90,7 +90,7 @@ def test_the_sink_learns_which_indices_a_chunk_has() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_chunk_damages_its_item_alone(seed: int) -> None:
     random = np.random.default_rng(seed)
-    bad, position = int(random.integers(20, 40)), int(random.integers(0, 1000))  # 20 chunks each; of the second item
+    bad, position = int(random.integers(20, 40)), int(random.integers(0, 1000))  # a chunk of the second item; 20 each
     items, received = [whole(0), whole(1), whole(0)], Received()
     with (
         serving(kv=KV) as server,
@@ -98,13 +98,13 @@ def test_a_damaged_chunk_damages_its_item_alone(seed: int) -> None:
         BulkClient(address, SECRET) as client,
     ):
         assert client.fetch(items, received) == [OK, DAMAGED, OK]
-        assert received.of(items[1]) == expected(KV, items[1])[: (bad - 20) * 2 * KV.index_bytes]  # those before it
+        assert received.of(items[1]) == expected(KV, items[1])[: (bad - 20) * 2 * KV.index_bytes]  # chunks before it
         assert client.fetch([whole()], received) == [OK]
     assert received.of(items[0]) == received.of(items[2]) == expected(KV, items[0])
 
 
 def test_damage_whose_digest_matches_reaches_the_sink() -> None:
-    """The control: without its digest, nothing else would have stopped the damaged chunk."""
+    """Negative control: only the digest stops a damaged chunk."""
     one, received = whole(), Received()
     with (
         serving(kv=KV) as server,
@@ -181,7 +181,7 @@ def test_close_ends_a_fetch_and_a_start_that_wait() -> None:
         starting.close()
         with pytest.raises(PeerLost):
             start.result(HANG_S)
-        with pytest.raises(PeerLost):  # closed before it starts
+        with pytest.raises(PeerLost):  # a closed client cannot start
             starting.start()
 
 

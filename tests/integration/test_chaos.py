@@ -1,6 +1,6 @@
-"""Ten faults by seed over a running load, in real processes: no wrong token, no leaked byte, lent is borrowed.
+"""Ten seeded faults under load, in real processes: no wrong token, no leaked byte, memory is lent again.
 
-``make chaos`` does a hundred and more; its last result is in tests/chaos/result.json.
+``make chaos`` plays a hundred faults or more; its last result is in tests/chaos/result.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo's three ways on a model of random weights: the same requests, and each way is the way that it says."""
+"""The demo's three ways on a model of random weights: the same requests, each with its own settings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -
 
 
 def test_the_ways_that_take_turns_really_do(runs: dict[str, dict[str, Any]]) -> None:
-    """Else the page would compare three runs of one way."""
+    """All three ways preempt; only the two that take turns swap in."""
     facts = {name: result["floodplain"] for name, result in runs.items()}
     assert all(one["preemptions"] > 0 for one in facts.values())
     assert not facts["fcfs"]["swap"]["in_bytes"]
@@ -97,7 +97,7 @@ def test_the_ways_that_take_turns_really_do(runs: dict[str, dict[str, Any]]) -> 
 
 
 def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt step of 2 s and decodes of 0.1 s; texts and lengths of both timings are the same."""
+    """A prompt step takes 2 s and a decode 0.1 s; all timings use the same requests."""
     asked: list[tuple[int, int]] = []
 
     async def time_batch(engine: Any, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
@@ -116,13 +116,13 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
 
 @pytest.fixture
 def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the rest of a page: pictures take seconds."""
+    """Draw one picture of a page only: all of them take seconds."""
     monkeypatch.setattr("floodplain.observe.plots.draw_all", lambda runs: {"ttft": draw_ttft(runs)})
 
 
 @pytest.mark.usefixtures("one_picture")
 def test_a_part_of_the_memory_with_layers_that_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same requests; the pool of the first two ways is a half, and one of them has more blocks in it."""
+    """The first two ways have half of the memory; only the second streams layers."""
     base = replace(BASE, model="dummy:tiny-deep", kv_memory=2**21)
 
     async def serve_all() -> list[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The demo's second part with a model of random weights: three real processes, and nothing of them stays."""
+"""The demo's second part with a model of random weights, in three real processes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ BASE = EngineConfig(
 )
 SAMPLE = WorkloadSpec(num_prompts=60, max_input=40, max_output=64, ignore_eos=True)
 SCENE = replace(QUICK_SCENE, lend_after_s=0.5, end_s=100.0)
-"""Whose course is that of ``Patient``: its end is for a hang only."""
+"""``Patient`` ends this scene; ``end_s`` matters only if it hangs."""
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verbs without the seconds of their imports."""
+    """Fork verbs, which saves the seconds of their imports."""
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)
 
 
 class Patient(DemoServer):
-    """Its users wait for what happens, not for seconds: the crowd for a lease, all others for the crowd's end."""
+    """Its users wait for events: the crowd sends once memory is lent; its first answer ends all users."""
 
     samples: ClassVar[list[LendingSample]]
     is_over: ClassVar[bool]

@@ -28,7 +28,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
-    """One that has two leases, of which one is recalled, and asks for tokens."""
+    """A coordinator that requires tokens and has two leases, one of them recalled."""
     folder = tmp_path_factory.mktemp("coordinator")
     (folder / "tokens").write_text("root\nconsumer bob borrows\n")
     (folder / "tokens").chmod(0o600)
@@ -83,7 +83,7 @@ def test_forgetting_a_device_ends_its_leases_an_unknown_one_is_an_error(
 
 def test_an_unreachable_coordinator_is_one_line_and_status_1() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and no process listens there
+        taken.bind(("127.0.0.1", 0))  # no process listens there
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         for flags in ((), ("--format", "json"), ("--forget", "gpu-0")):
             done = run("leases", "--coordinator", url, *flags)

@@ -46,7 +46,7 @@ def test_the_table_shows_servers_consumers_and_the_proof(cluster: Path, capsys: 
 
 
 def test_what_is_printed_as_json_is_what_is_written(cluster: Path, tmp_path: Path) -> None:
-    """In a process of its own: the solver has a banner for standard output, which would not be JSON."""
+    """Runs a process: the solver's banner on standard output would not be JSON."""
     out, picture = tmp_path / "new" / "placement.json", tmp_path / "placement.png"
     done = run("place", str(cluster), "--out", str(out), "--plot", str(picture), "--format", "json", "-q")
     assert done.returncode == 0, done.stderr

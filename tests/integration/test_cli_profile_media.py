@@ -32,7 +32,7 @@ net = torch.nn.Linear(6, 2)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a module of the user's; torch's threads are here, and would not be in a fork."""
+    """The current folder with a user's module; measures in this process, as a fork lacks torch's threads."""
     monkeypatch.setattr("floodplain.cli.profile_media.in_own_process", lambda work, _: work())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "media_model", raising=False)

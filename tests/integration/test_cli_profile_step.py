@@ -17,7 +17,7 @@ ENGINE = ["--kv-memory=8MiB", "--max-batched-tokens=128", "--max-num-seqs=8", "-
 
 def test_steps_of_an_engine_are_measured_fitted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
-    grid = ["--shapes", "24", "--repeats", "2", "--step-seconds", "600"]  # on a busy machine, too
+    grid = ["--shapes", "24", "--repeats", "2", "--step-seconds", "600"]  # enough on a busy machine
     assert main(["profile", "step", MODEL, *ENGINE, *grid, "--out", str(out), "-q"]) == 0
     profile = read_profile(out, "step")
     cost = read_cost(profile.result)

@@ -25,7 +25,7 @@ def swap(tmp_path: Path, *argv: str) -> Profile:
 
 
 def test_bursts_need_swap_space_and_no_burst_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Negative control: at a rate at which requests do not meet, nothing is preempted."""
+    """Negative control: at a rate at which requests do not overlap, nothing is swapped out."""
     busy = swap(tmp_path, *LINE, "--request-rate", "8", "--policy", "cfs")
     assert 0 < busy.result["bursts"]["2x_bytes"] < busy.result["bursts"]["5x_bytes"]
     assert busy.result["needs_bytes"] == busy.result["bursts"]["3x_bytes"]
@@ -56,7 +56,7 @@ def test_the_rate_of_an_llm_profile_is_the_stable_rate(tmp_path: Path) -> None:
     assert (found.result["stable_rate_rps"], found.machine) == (6.0, "a clock")
     assert (
         found.tries == swap(tmp_path, *LINE, "--request-rate", "6", *bursts).tries
-    )  # the same seeds, the same figures
+    )  # the same seeds give the same figures
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def start(*argv: str, **environ: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def served(*argv: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and the line with which it said that it is ready."""
+    """(the process, the line that reports that it is ready)."""
     with start(*argv, "--port", "0", **environ) as process:
         try:
             assert process.stdout is not None
@@ -69,7 +69,7 @@ def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
         assert process.wait(HANG_S) == 0
         assert process.stderr is not None
         log = process.stderr.read()
-    assert log.count('"drain_timeout": ') == 1  # the server's configuration, once; the engine logs its own
+    assert log.count('"drain_timeout": ') == 1  # the server logs its configuration once
     assert "Traceback" not in log
 
 

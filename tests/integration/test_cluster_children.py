@@ -1,4 +1,4 @@
-"""Children of the front: their token comes by a pipe, they start again, and none is left when the front is gone."""
+"""Children of the front: they read tokens from a pipe, are restarted, and exit when the front exits."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
             launcher.note_joined(0)
             launcher.note_serving(0)
             launcher.note_lost(0, "silent", 0.0)
-            assert not launcher.admits(0)  # lost as it started: not at once
-            launcher.note_joined(0)  # it woke in time
+            assert not launcher.admits(0)  # lost while it started: admitted later
+            launcher.note_joined(0)  # it resumed in time
             os.kill(first, signal.SIGSTOP)
             launcher.note_lost(0, "silent", 1.0)
             while len(children(log)) < 2:
@@ -148,7 +148,7 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
 
 
 class FakeProcesses:
-    """Processes of slots that end when a test says so."""
+    """Processes of slots, which a test ends."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -170,7 +170,7 @@ class FakeProcesses:
 
 
 class EndingProcesses(FakeProcesses):
-    """Each ends at once, as ``ending`` says; after it joined and served for long, if ``joins``."""
+    """Processes that exit at once with ``ending``."""
 
     def __init__(self, num_slots: int, ending: Ending) -> None:
         super().__init__(num_slots)
@@ -190,7 +190,7 @@ def cluster(processes: FakeProcesses) -> ClusterEngine:
 def test_a_front_whose_instance_does_not_start_ends_with_one_line(
     status: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one start if the input is bad: no other one would do better."""
+    """Bad input (status 2) is not tried again; other failures are, up to ``MAX_FAILED_STARTS``."""
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
 
     async def run() -> None:
@@ -248,7 +248,7 @@ def test_a_front_ends_with_one_line_when_its_last_instance_is_given_up(monkeypat
 def test_a_child_that_joins_and_is_lost_again_and_again_is_given_up(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process lives on, and dials: it is let in later each time, and in the end killed, with a reason each time."""
+    """Its process keeps running: it is admitted ``MAX_FAILED_STARTS`` times, then killed; each loss is logged."""
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
     async def run() -> None:
@@ -286,7 +286,7 @@ def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch:
             launcher.note_serving(0)
             for why in [[], ["hung_up"], ["left"], ["pipeline"]][
                 number % 4
-            ]:  # its process is seen to end first, or not
+            ]:  # with [], its process is seen to end first
                 launcher.note_lost(0, why, 0.0)
             processes.endings[-1].set_result(Ending(0 if number % 4 == 2 else -signal.SIGKILL, None))
         await until(lambda: len(processes.endings) == 3 * MAX_FAILED_STARTS + 1)

@@ -36,7 +36,7 @@ def on_stage(play: Callable[[Stage], Awaitable[None]]) -> None:
 
 
 async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
-    """Tokens, text and the reason of the end."""
+    """(tokens, text, finish reason) of a stream."""
     tokens: list[int] = []
     text = ""
     while True:
@@ -55,7 +55,7 @@ async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
 def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
     async def play(some: Stage) -> None:
         early = await some.join(OUTSIDE)
-        assert (early.epoch, early.denied) == (0, "")  # hung up on: it may dial again
+        assert (early.epoch, early.denied) == (0, "")  # disconnected: it may dial again
         assert (await some.join("wrong")).denied.startswith("the front does not know this token")
         assert (await some.join(OWN)).epoch == 1
         assert "start it with --dtype float32" in (await some.join(OUTSIDE, dtype="bfloat16")).denied
@@ -84,7 +84,7 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
 def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     is_scarce: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If there are as many as may be, or no file is left for one more."""
+    """If there are ``MAX_STRANGERS``, or no file descriptor is left."""
 
     async def play(some: Stage) -> None:
         door: Any = some.front._door
@@ -124,7 +124,7 @@ def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> No
 
 
 class ScarceSocket(socket.socket):
-    """Finds no file for the next connection, as long as a test says so."""
+    """Has no file descriptor for the next connection while ``is_scarce()``."""
 
     is_scarce = staticmethod(lambda: False)
 
@@ -169,7 +169,7 @@ def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
 
 
 def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
-    """Each of several instances gives a few tokens and hangs up; a stop string lies across the move."""
+    """Several instances send a few tokens each and disconnect; a stop string spans a move."""
 
     async def play(some: Stage) -> None:
         entry, caller = some.ask(max_tokens=20)
@@ -222,7 +222,7 @@ def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
         entry, caller = some.ask(max_tokens=1, on_accepted=lambda: accepted.append(True))
         first = (await one.read()).ticket
         one.say(Refused(one.epoch, first, "full", "many wait", None))
-        one.say(Accepted(one.epoch, first))  # says nothing of a request that is no longer there
+        one.say(Accepted(one.epoch, first))  # ignored: the request has ended
         with pytest.raises(QueueFull):
             await read_all(caller)
         assert not accepted
@@ -240,7 +240,7 @@ def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
 
 
 class HoldingEngine:
-    """Accepts requests and gives no token; refuses prompts that begin with ``!``."""
+    """Accepts requests and generates no token; refuses prompts that begin with ``!``."""
 
     failure = None
     engine = SimpleNamespace(meter=StepMeter())
@@ -318,7 +318,7 @@ def test_a_dropped_request_is_aborted_on_its_instance() -> None:
         some.front.requests.drop(entry)
         some.front.requests.drop(entry)
         assert isinstance(await one.read(), Abort) and one.aborted == [ticket]
-        one.step(ticket)  # too late: it has no reader
+        one.step(ticket)  # ignored: the request was dropped
         other, caller = some.ask(max_tokens=1)
         await one.read()
         one.step(other.ticket)
@@ -355,7 +355,7 @@ def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
         assert (await read_all(caller))[0] == reference(entry.request)
         one.link.abort()
         await until(lambda: some.front.num_ends == {"left": 1})
-        two.say(Tokens(two.epoch, (TokenRow(other.ticket, None, None, 0, None),)))  # it cannot go on
+        two.say(Tokens(two.epoch, (TokenRow(other.ticket, None, None, 0, None),)))  # cannot go on with it
         assert (await two.read()).ticket == other.ticket > entry.number
 
     on_stage(play)
@@ -375,7 +375,7 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         some.age(one.epoch, HANG_S + 1)
         await until(lambda: some.front.num_ends == {"silent": 1})
         assert some.slots.lost == [(0, "silent")]
-        one.step(old_ticket)  # it wakes, and says what it computed
+        one.step(old_ticket)  # it resumes, and sends what it computed
         assert await one.read() is None
         two = await some.join()
         assert two.epoch > one.epoch

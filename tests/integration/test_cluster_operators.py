@@ -30,7 +30,7 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 JSON = {"Content-Type": "application/json"}
 REACHED = (200, 400)
-"""A route was reached: the front has no instances to drop or to move, and says so."""
+"""Statuses of a reached route; 400: the front has no instances to drop or to move."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def unguarded() -> FastAPI:
 
 
 def ask(app: FastAPI, method: str, path: str, body: str | None = None, **headers: str) -> tuple[int, str]:
-    """The status, and the error's code."""
+    """(status, error code)."""
 
     async def story() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:

@@ -24,7 +24,7 @@ MODEL = "dummy:tiny-llama"
 ENGINE = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 1024}
 FLAGS = ["--dtype", "float32", "--kv-memory", "1MiB", "--max-model-len", "1024"]
 LONG = 900
-"""Tokens of a stream that must not end before something happens to its instance."""
+"""Tokens of a stream that must not end before its instance is killed or stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: Fro
 
 
 def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: FrontProcess) -> None:
-    how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": LONG}  # greedy ones: the next test
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": LONG}  # the next test is greedy
     before = {row["epoch"] for row in front.wait_full()}
     moved = front.listing()["moved_requests"]
     assert [front.stream(do=front.kill_busy, **how)] == one_engine([PROMPT], **how)
     assert front.listing()["moved_requests"] == moved + 1
-    after = {row["epoch"] for row in front.wait_full()}  # a new one has joined
+    after = {row["epoch"] for row in front.wait_full()}  # a new instance has joined
     assert len(before & after) == 1 and max(after) > max(before)
 
 
@@ -64,7 +64,7 @@ def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(front: Front
         os.kill(stopped[0]["pid"], signal.SIGSTOP)
 
     try:
-        tokens = front.stream(do=stop, max_tokens=LONG)  # ends, though its instance is silent and its connection stands
+        tokens = front.stream(do=stop, max_tokens=LONG)  # ends, although its instance is silent and still connected
     finally:
         os.kill(stopped[0]["pid"], signal.SIGCONT)
     assert [tokens] == one_engine([PROMPT], max_tokens=LONG)
@@ -119,7 +119,7 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) ->
 
 
 def test_a_signal_while_instances_load_ends_all() -> None:
-    """These load for seconds: they are no forks."""
+    """The instance is executed, not forked, so that it loads for seconds."""
     command = [*VERB, "serve", MODEL, "--instances", "1", *FLAGS, "--port", "0", "-q"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:

@@ -76,7 +76,7 @@ def test_with_a_failing_store_messages_get_503_and_the_process_is_healthy(store:
 
 @contextmanager
 def stalled(store: HookedStore) -> Iterator[threading.Event]:
-    """From the next write on the store stands still, until the event is set."""
+    """Block the store at its next write until the event is set."""
     is_stalled, may_go_on = threading.Event(), threading.Event()
 
     def hook(moment: str) -> None:
@@ -94,7 +94,7 @@ def stalled(store: HookedStore) -> Iterator[threading.Event]:
 
 @contextmanager
 def asking(running: RunningCoordinator, *messages: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-    """A connection on which these were sent and nothing was read."""
+    """A connection on which ``messages`` were sent and nothing was read."""
     connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=HANG_S)
     try:
         connection.request("POST", "/v1/messages", json.dumps({"messages": messages}), JSON)

@@ -1,4 +1,4 @@
-"""Schemathesis against a coordinator that is served: no 5xx, and every error as the schema promises it.
+"""Schemathesis against a served coordinator: no 5xx, and every error matches the schema.
 
 Operations are driven by ``given``: the library's own pytest plugin uses parts of pytest that 9.2 does not have.
 """
@@ -29,7 +29,7 @@ OPERATIONS = [
 ]
 NOTHING_TO_GET_WRONG = {"/v1/leases", "/health", "/metrics"}
 ASKED_BY_QUERY = {"/v1/changes"}
-"""What is wrong with a value may be gone when it is spelled in an address: of an empty list nothing is left."""
+"""An invalid value may become valid in a query string: an empty list vanishes."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_nothing_that_a_client_sends_breaks_the_coordinator(
 
 
 def with_whole_numbers(body: Any) -> Any:
-    """``1.0`` is an integer to JSON Schema, and none here; and the schema's largest number is rounded, as a float."""
+    """Convert whole floats, integers to JSON Schema only, to integers; cap them at ``MOST``, which floats round up."""
     if isinstance(body, dict):
         return {key: with_whole_numbers(value) for key, value in body.items()}
     if isinstance(body, list):

@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordin
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
-    """One that asks for tokens."""
+    """A coordinator that requires tokens."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "tokens").write_text(TOKENS)
     (folder / "tokens").chmod(0o600)
@@ -54,7 +54,7 @@ def test_head_answers_as_get_without_a_body(running: RunningCoordinator, path: s
 
 
 def names_of(running: RunningCoordinator) -> set[str]:
-    """Of all members, living or not."""
+    """Names of all members, living or not."""
     return {row["name"] for row in httpx.get(f"{running.url}/v1/leases").json()["members"]}
 
 
@@ -274,7 +274,7 @@ def test_json_may_name_its_charset_and_its_own_origin(running: RunningCoordinato
 def test_a_batch_of_many_faults_becomes_a_few_errors(
     running: RunningCoordinator, wide: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many faults a body has, few of them are made into errors on the event loop."""
+    """However many faults a body has, at most 16 become errors on the event loop."""
     found: list[int] = []
 
     def count(error: Any, *headers: Any) -> Response:
@@ -329,7 +329,7 @@ def test_when_too_many_wait_the_next_gets_a_429_with_retry_after(
     assert response.headers["retry-after"] == "1"
 
 
-# -- what it says of itself --------------------------------------------------------------------------------------------
+# -- what it reports of itself -----------------------------------------------------------------------------------------
 
 
 def test_the_openapi_document_has_every_path_and_every_kind_of_answer(running: RunningCoordinator) -> None:

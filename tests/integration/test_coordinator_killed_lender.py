@@ -1,4 +1,4 @@
-"""A lender that is killed while a neighbour holds its memory: its rows go once that is free, and no operator acts."""
+"""A lender killed while a neighbour holds its memory: its rows go once that is freed, without an operator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def killed_at_last(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_rows_of_a_killed_lender_go_when_its_consumer_has_freed_them(tmp_path: Path) -> None:
-    """With a TTL of a second: one to be taken for dead, and one for the consumer's word."""
+    """The TTL is 1 s, and the coordinator forgets a member 1 s after its end."""
     with ExitStack() as stack:
         store_url, flags = f"sqlite:///{tmp_path / 'leases.db'}", ("--ttl", "1", "--forget-after", "1")
         coordinator = CoordinatorProcess(store_url, tmp_path / "log", *flags)
@@ -62,7 +62,7 @@ def test_rows_of_a_killed_lender_go_when_its_consumer_has_freed_them(tmp_path: P
 
 
 def hold(consumer: LeaseAgent, num_bytes: int) -> LeaseId:
-    """Borrow so much, until the coordinator knows that it is held."""
+    """Borrow ``num_bytes``; return once the lease is held."""
     consumer.membership.ask([Shard(num_bytes)])
     [lease] = wait_until(consumer.membership.to_allocate)
     consumer.membership.allocated(lease.lease_id)
@@ -71,5 +71,5 @@ def hold(consumer: LeaseAgent, num_bytes: int) -> LeaseId:
 
 
 def show(operator: CoordinatorClient) -> str:
-    """As ``floodplain leases`` does."""
+    """The table that ``floodplain leases`` prints."""
     return describe(operator.list_leases(), time.time())

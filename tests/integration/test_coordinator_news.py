@@ -1,4 +1,4 @@
-"""A recall is told at once: members wait for news at a real coordinator, over HTTP, and no beat comes while they do."""
+"""Recalls reach members at once: they wait for news at a real coordinator, over HTTP, without heartbeats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_LEASES = 3
 
 @pytest.fixture
 def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members exchange when they have a message to send, or got news, and at no other time."""
+    """Members exchange only when they have a message to send, or got news."""
     for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
         monkeypatch.setattr(agents, name, NEVER_S)
     monkeypatch.setattr(news_watch, "FIRST_PAUSE_S", 0.05)
@@ -43,7 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordin
 
 
 class Pair:
-    """A device that is lent, and a process that has taken all of it; both are real members."""
+    """A lender and a borrower that holds its whole device; both are real members."""
 
     def __init__(self, url: str) -> None:
         self.url, self.taken_bytes = url, 0
@@ -62,7 +62,7 @@ class Pair:
         self.borrower.membership.learn = note  # type: ignore[method-assign]
 
     def share(self) -> None:
-        """Everything is lent."""
+        """Lend the whole device."""
         self.lender.start()
         self.borrower.start()
         self.lender.membership.claim(0, 0)
@@ -77,10 +77,10 @@ class Pair:
             member.allocated(lease.lease_id)
         states = ["held"] * NUM_LEASES
         wait_until(lambda: [known.lease.state.value for known in member._side.known.values()] == states)
-        wait_until(lambda: not self._may_say_more)  # it has learned that, and exchanges no more by itself
+        wait_until(lambda: not self._may_say_more)  # it knows that, and exchanges no more by itself
 
     def give_back(self) -> None:
-        """What the borrower must free it frees."""
+        """Free what the borrower must free."""
         for lease_id in wait_until(self.borrower.membership.to_free):
             self.taken_bytes -= PAGE_BYTES
             self.borrower.membership.freed(lease_id)
@@ -98,7 +98,7 @@ def sharing(url: str) -> Iterator[Pair]:
 
 
 def listing(url: str) -> dict[str, Any]:
-    """Everything that the coordinator knows."""
+    """The coordinator's members and leases."""
     return dict(httpx.get(f"{url}/v1/leases").json())
 
 
@@ -109,7 +109,7 @@ def listed(running: RunningCoordinator) -> list[str]:
 
 @pytest.mark.usefixtures("beatless")
 def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
-    """The borrower gets the recall at once, and the lender news of each freed byte, until all are its own."""
+    """News brings the recall to the borrower and each release to the lender, until all bytes are its own."""
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.lender.membership.lend(0)
         while pair.taken_bytes:
@@ -120,7 +120,7 @@ def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("beatless")
 def test_without_news_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+    """Negative control: without news, the borrower gets no recall."""
     monkeypatch.setattr(NewsWatch, "want", lambda self, is_wanted: None)
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.lender.membership.lend(0)
@@ -135,13 +135,13 @@ def test_without_news_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_lender_gets_news_at_once_of_a_borrower_that_ends(tmp_path: Path) -> None:
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.taken_bytes = 0
-        pair.borrower.close()  # without a word on its leases: they expire
+        pair.borrower.close()  # without a report on its leases: they expire
         wait_until(lambda: listed(running) == [])
 
 
 @pytest.mark.usefixtures("beatless")
 def test_the_next_coordinator_sends_news_of_recalls_like_the_last_one(tmp_path: Path) -> None:
-    """Recalls from the time without a coordinator are news, too, for a member with an older mark."""
+    """Members with a mark of the last coordinator get news from the next one."""
     with ExitStack() as stack:
         first = coordinating(open_store(tmp_path), ttl_s=NEVER_S)
         running = first.__enter__()

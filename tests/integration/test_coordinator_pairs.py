@@ -1,4 +1,4 @@
-"""A coordinator process with a placement: it grants along its pairs, reads it anew at SIGHUP, and recalls the rest."""
+"""A coordinator process with a placement: it grants within pairs, reloads at SIGHUP, and recalls other leases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Town:
     """A coordinator and its members.
 
     Args:
-        folder: For its files.
+        folder: Where its files are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Town:
         return replies[0]
 
     def lend(self, name: str) -> None:
-        """A member offers ten bytes."""
+        """Join as ``name`` and offer ten bytes."""
         member = self.say(Join(name, f"{name}-1")).member
         assert member is not None
         assert self.say(Offer(name, member.stamp, 10)).outcome is Outcome.APPLIED
@@ -69,7 +69,7 @@ class Town:
         return self.say(Heartbeat(consumer, 1)).leases[0]
 
     def reload(self, content: str, told: str) -> None:
-        """Write another placement, say so to the coordinator, and wait for what its log tells."""
+        """Write another placement, send SIGHUP, and wait until ``told`` is logged again."""
         num = self.process.log.read_text().count(told)
         self.placement.write_text(content)
         self.process.send_signal(signal.SIGHUP)
@@ -92,7 +92,7 @@ def test_a_pair_that_a_new_placement_lacks_is_recalled_and_granted_no_more(town:
     consumer, producer = next((c, p) for p, c in pairs if c.startswith("a-"))
     unpaired = next(p for p, _ in pairs if p.startswith("b-"))
     town.lend(unpaired)
-    assert town.borrow(consumer, 1).outcome is Outcome.DEFERRED  # its own producer has offered nothing
+    assert town.borrow(consumer, 1).outcome is Outcome.DEFERRED  # its paired producer has offered nothing
     town.lend(producer)
     (granted,) = town.borrow(consumer, 1).leases
     assert granted.producer == producer

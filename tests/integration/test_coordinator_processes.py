@@ -1,6 +1,6 @@
-"""Coordinators as processes that are killed, stopped and woken while engines talk to them: the laws of leases hold.
+"""Coordinator processes are killed, stopped and resumed under load from engines: the laws of leases hold.
 
-What engines allocate they take from devices in this process, which fail the test when there is no room (``Devices``).
+Engines allocate on devices in this process, which fail the test if there is no room (``Devices``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def rows(listing: dict[str, Any]) -> list[Any]:
-    """What of a listing does not depend on when it was made."""
+    """The members and leases of a listing, without ``due_in_s``, which depends on its time."""
     leases = [{key: value for key, value in row.items() if key != "due_in_s"} for row in listing["leases"]]
     return [listing["members"], leases]
 
@@ -62,7 +62,7 @@ def test_the_laws_hold_while_one_of_two_coordinators_is_killed_or_stopped(postgr
 
 
 def depose(some: Fleet, number: signal.Signals) -> None:
-    """End or stop the leader; another one leads then."""
+    """Kill or stop the leader; return when another one leads."""
     old = some.leader()
     if number is signal.SIGKILL:
         some.kill(old)
@@ -77,7 +77,7 @@ def depose(some: Fleet, number: signal.Signals) -> None:
 
 @contextmanager
 def saying(process: CoordinatorProcess, *messages: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
-    """A connection on which this was sent, whether the process reads it or not."""
+    """A connection on which ``messages`` were sent, read by the process or not."""
     connection = http.client.HTTPConnection(process.url.removeprefix("http://"), timeout=HANG_S)
     try:
         body = json.dumps({"messages": messages})
@@ -123,7 +123,7 @@ def test_a_signal_ends_it_with_0_and_the_other_one_leads_at_once(
 
 
 def wait_for_answer(connection: http.client.HTTPConnection) -> int:
-    """The status; 0 if it hung up."""
+    """The response's status; 0 if the process closed the connection."""
     try:
         return connection.getresponse().status
     except (ConnectionError, http.client.BadStatusLine):

@@ -1,8 +1,7 @@
-"""Copies to a neighbour GPU and back, and of layers, without one: the real lanes, ends, wires and kernels, in a process
-of their own.
+"""Copies to a neighbour GPU and back, and of layers, without a GPU: real lanes, ends, wires and kernels.
 
-The driver, torch's streams and the GPUs are fakes; Triton's interpreter runs the kernels. What is checked is what
-``tests/gpu/test_peer_cuda.py`` and ``test_layer_slots_cuda.py`` check on a GPU.
+The driver, torch's streams and the GPUs are fakes, in a process of their own; Triton's interpreter runs the kernels.
+The laws are those of ``tests/gpu/test_peer_cuda.py`` and ``test_layer_slots_cuda.py``.
 """
 
 from __future__ import annotations

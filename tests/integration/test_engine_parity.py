@@ -34,7 +34,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded_once() -> Iterator[None]:
-    """One copy of the tokenizer and of packed weights, which lie beside an engine's memory, serves all engines here."""
+    """All engines here share one tokenizer and one copy of packed weights, which are outside an engine's memory."""
     load_model, open_model = build.load_model, build.open_model
     load_packed = cache(lambda source, device, dtype: load_model(EngineConfig(model=""), source, None, device, dtype))
 
@@ -55,19 +55,19 @@ def loaded_once() -> Iterator[None]:
 
 
 def check(outputs: Sequence[RequestOutput], num_tokens: int = FEW_TOKENS) -> Verdict:
-    """Judge outputs that end after ``num_tokens``, or where an end token is one."""
+    """Judge outputs by the known answers, cut to ``num_tokens``."""
     references = [known_answers()[tuple(output.prompt_token_ids)].cut(num_tokens) for output in outputs]
     return judge(references, [list(output.outputs[0].token_ids) for output in outputs])
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[Verdict]:
-    """What was judged so far."""
+    """Verdicts of the tests so far."""
     return []
 
 
 def load(**flags: Any) -> LLM:
-    """Swap space is touched when it is opened: no more of it than is needed."""
+    """An LLM with little swap space, since opening it touches all of it."""
     swap = {} if flags.get("swap") == "none" else {"swap_memory": 2**27}
     return LLM("smollm2", dtype="float32", **({"kv_memory": 2**29, "max_model_len": 1024} | swap | flags))
 
@@ -78,20 +78,20 @@ def greedy(**more: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def calm() -> Iterator[LLM]:
-    """With room for all requests."""
+    """An LLM with room for all requests."""
     with load() as llm:
         yield llm
         assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
 
 
 def test_plain_prompts(calm: LLM, texts: list[str], verdicts: list[Verdict]) -> None:
-    """Batched with all others."""
+    """All texts are submitted at once."""
     verdicts.append(check(calm.generate(texts, greedy(), use_tqdm=False)))
     assert not verdicts[-1].wrong
 
 
 def test_cached_prompts(calm: LLM, texts: list[str], verdicts: list[Verdict]) -> None:
-    """Twice, and the second time from the prefix cache."""
+    """The second run takes prefixes of at least half of the prompts from the cache."""
     few = texts[:NUM_DISTURBED]
     calm.generate(few, greedy(max_tokens=1), use_tqdm=False)
     cached = calm.generate(few, greedy(), use_tqdm=False)
@@ -101,7 +101,7 @@ def test_cached_prompts(calm: LLM, texts: list[str], verdicts: list[Verdict]) ->
 
 
 def test_conversations(calm: LLM, verdicts: list[Verdict]) -> None:
-    """To their ends, or twice as long as others."""
+    """Conversations run to an end token, or to ``NUM_TOKENS``."""
     chat = calm.chat(the_chats(), greedy(max_tokens=NUM_TOKENS, ignore_eos=False), use_tqdm=False)
     verdicts.append(check(chat, NUM_TOKENS))
     assert not verdicts[-1].wrong
@@ -130,7 +130,7 @@ SMALL_KV_BYTES = 24 * 16 * 46_080
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_preempted_and_recomputed(caches: bool, texts: list[str], verdicts: list[Verdict]) -> None:
-    """A pool far too small for all: many are preempted, some in the middle of a recomputation."""
+    """The pool is far too small for all requests, so some are preempted and recomputed."""
     flags = {"kv_memory": SMALL_KV_BYTES, "max_model_len": 256, "enable_prefix_caching": caches}
     with load(policy="fcfs", swap="none", **flags) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
@@ -154,7 +154,7 @@ ROOM_FOR_ALL, TOO_FEW = 100, 10
 def test_taking_turns_through_swap_space(
     policy: str, num_slots: int, texts: list[str], verdicts: list[Verdict]
 ) -> None:
-    """The same pool, shared in turns: bytes leave and come back. Where swap space is full, some wait."""
+    """Requests share the same pool in turns; if swap space is too small, it limits some steps."""
     flags: dict[str, Any] = {"kv_memory": SMALL_KV_BYTES, "max_model_len": 256, "swap_memory": num_slots * BLOCK_BYTES}
     with load(policy=policy, **flags) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
@@ -171,9 +171,9 @@ def test_taking_turns_through_swap_space(
 
 
 def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
-    """Over all texts above: two percent of a handful would be none.
+    """Counts over all texts above: two percent of a few texts would be none.
 
-    A near tie is the text's, on this processor: one that is excused in every run counts once, as its text does.
+    A near tie depends on the text and the processor, so an index that is excused in several runs counts once.
     """
     excused = {index for verdict in verdicts for index in verdict.excused}
     total = Verdict(NUM_TEXTS - len(excused), tuple(sorted(excused)), ())
@@ -183,14 +183,14 @@ def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
 
 
 def test_corrupted_kv_is_noticed(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: with the KV zeroed between steps, the judge must see it."""
+    """Negative control: with a layer's KV zeroed after each step, at least half of the outputs are wrong."""
     with load() as llm:
         runner: Any = llm.engine._executor
         forward = runner._model.forward
 
         def forgetful(batch: Any, kv_layers: Any, hooks: Any) -> torch.Tensor:
             logits: torch.Tensor = forward(batch, kv_layers, hooks)
-            kv_layers[15][: llm.stats().num_blocks].zero_()  # beyond these the pool has no memory
+            kv_layers[15][: llm.stats().num_blocks].zero_()  # the pool has no memory beyond these
             return logits
 
         monkeypatch.setattr(runner._model, "forward", forgetful)

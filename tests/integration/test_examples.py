@@ -1,4 +1,4 @@
-"""The examples run, and do what they say."""
+"""The example of elastic tensors: training gives the same loss while their memory moves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real (tiny, random, fp32) model whose layers stream, as many as a die says at each boundary: tokens stay the same.
+"""A real (tiny, random, fp32) model of which a random number of layers streams: tokens stay the same.
 
-Under every policy, with swap space, prefix hits, chunked prompts, preemption by recompute, aborts and slow links.
+With several policies, swap space, prefix hits, chunked prompts, preemption by recompute, aborts and slow links.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Disturb = Callable[["Run", int], None]
 
 
 class Die(ExpansionPolicy):
-    """Any number of layers may stream after any step."""
+    """Changes to a random number of streamed layers after some steps."""
 
     def __init__(self, places: Sequence[LayerPlaces], seed: int, chance: float = 0.3) -> None:
         self._places, self._rng, self._chance = list(places), Random(seed), chance
@@ -56,7 +56,7 @@ class Die(ExpansionPolicy):
 
 @dataclass
 class Run:
-    """An engine whose layers stream, and what came out of it."""
+    """An engine whose layers stream, and its outputs."""
 
     engine: Engine
     outputs: dict[SeqId, list[int]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Run:
         return self.engine.expansion
 
     def drive(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
-        """Run everything to its end; the ledgers balance after every step."""
+        """Run requests to their end; check integrity after every step."""
         for request in requests:
             self.outputs[self.engine.add(request)] = []
         num_steps = 0
@@ -115,7 +115,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> list[Reference]:
-    """What an engine says that has room for all of them."""
+    """Answers of an engine with room for all requests."""
     return run_calmly(requests, **BASE, kv_memory=2**26)
 
 
@@ -179,7 +179,7 @@ def test_clients_that_disconnect_while_layers_stream(requests: list[Request], ex
 
 @pytest.mark.parametrize("expansion", ["6", "auto"])
 def test_a_prompt_longer_than_the_pool(expansion: str) -> None:
-    """Four times what the pool's memory holds of all layers, through two or three slots."""
+    """The prompt is four times as long as the pool holds while no layer streams."""
     rng = Random(5)
     num_tokens = 2_000
     prompt = tuple(rng.randrange(256) for _ in range(num_tokens))
@@ -196,7 +196,7 @@ def test_a_prompt_longer_than_the_pool(expansion: str) -> None:
 def test_auto_grows_while_memory_is_short_and_comes_back_when_it_is_not(
     requests: list[Request], expected: list[Reference]
 ) -> None:
-    """The engine's own controller; copies of a tiny model hide, since its layers take so long beside their bytes."""
+    """Uses the engine's own controller. Copies of a tiny model are hidden: they are short beside its compute."""
     engine = build_engine(EngineConfig(**(BASE | SMALL | {"policy": "fcfs", "swap": "none"})))
     try:
         run = Run(engine)

@@ -39,7 +39,7 @@ OpenLine = Callable[[KVPool], LayerLine]
 
 
 def late(pool: KVPool) -> LayerLine:
-    """Copies when it is waited for; before that, all of the place that is written to is spoiled."""
+    """A line that copies only when it is waited for; until then the whole destination is garbage."""
     line = OrderedLine(NUM_LAYERS)
     line.pool = pool
     return line
@@ -54,7 +54,7 @@ def real(pool: KVPool) -> LayerLine:
 
 
 class Reckless(TwoWayLine):
-    """Every copy counts as ended when it has begun."""
+    """Reports each copy as ended when it has begun."""
 
     def take_ended(self) -> list[Direction]:
         ended = list(self.under_way)
@@ -63,7 +63,7 @@ class Reckless(TwoWayLine):
 
 
 class Forgetful(PieLayers):
-    """Only what a step reads goes out, without what it writes."""
+    """Copies only the blocks that a step reads, without those that it writes."""
 
     def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
         super().begin_step(read_blocks, written_tokens)

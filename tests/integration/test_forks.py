@@ -1,4 +1,4 @@
-"""Forks of ``tests/support/forks.py`` are the processes that were asked for."""
+"""Forks of ``tests/support/forks.py`` behave like executed processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_fork_is_killed_and_waited_for_as_any_process() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--instances"]])
 def test_what_a_fork_starts_is_its_child(words: list[str]) -> None:
-    """A front forks its instances; others execute what they start."""
+    """A front (``--instances``) forks its children; other programs execute them."""
     pid, parent_of_child = json.loads(forks.run([sys.executable, "-c", STARTS, *words], 60.0).stdout)
     assert parent_of_child == pid
 

@@ -1,4 +1,4 @@
-"""Drop and restore over real processes: tokens of one engine, whatever is killed; what is refused, in one line."""
+"""Drop and restore over real processes: streams have the tokens of one engine; refusals are one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
 MAX_TOKENS = 1900
-"""Of a stream: more than come before its client has enough of it."""
+"""Of a stream: more than its client reads."""
 ENGINE = {"dtype": "float32", "kv_memory": 2**24, "max_model_len": MAX_TOKENS + 128}
 FLAGS = ["--dtype", "float32", "--kv-memory", "16MiB", "--max-model-len", str(MAX_TOKENS + 128)]
 FLAGS += ["--max-batched-tokens", "512"]
@@ -34,7 +34,7 @@ def front(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Fr
 
 
 def expected(num_tokens: int) -> list[list[int]]:
-    """What one engine gives."""
+    """Tokens of one engine."""
     return front_process.one_engine(MODEL, PROMPTS, ENGINE, max_tokens=num_tokens)
 
 
@@ -47,7 +47,7 @@ def verb(front: FrontProcess, *words: str) -> int:
 
 
 def wait_solo(front: FrontProcess) -> None:
-    """Both instances serve by themselves again, with all of their memory."""
+    """Wait until both instances are idle, in no group, and have equally many blocks."""
 
     def find() -> bool:
         rows = front.rows()
@@ -58,7 +58,7 @@ def wait_solo(front: FrontProcess) -> None:
 
 
 class Streams:
-    """Streams of all prompts until their client hangs up, and what they gave."""
+    """Streams of all prompts until their client disconnects, and their tokens."""
 
     def __init__(self, front: FrontProcess, threads: ThreadPoolExecutor) -> None:
         self.counts = [0] * len(PROMPTS)
@@ -82,7 +82,7 @@ class Streams:
         return tokens
 
     def wait(self, more: int) -> None:
-        """Return when each stream has so many more tokens."""
+        """Return when each stream has ``more`` additional tokens."""
         wanted = [count + more for count in self.counts]
         wait_until(lambda: all(have >= want for have, want in zip(self.counts, wanted, strict=True)))
 
@@ -117,7 +117,7 @@ def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, c
 
 
 def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -> None:
-    """Nothing is exchanged then; the group passes that state at once."""
+    """Idle instances have no KV to exchange."""
     wait_solo(front)
     assert verb(front, "drop", "0", "1") == 0
     extra = {"ignore_eos": True, "return_token_ids": True}
@@ -145,4 +145,4 @@ def test_an_impossible_change_is_refused_in_one_line(front: FrontProcess, capsys
     assert "instance 1 is in no group" in lines[3]
     assert "backstop" in lines[4] and "was not made" in lines[4]
     assert all("\n" not in line for line in lines)
-    wait_solo(front)  # nothing was half done
+    wait_solo(front)  # refused changes left no trace

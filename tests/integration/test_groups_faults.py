@@ -51,7 +51,7 @@ def test_ten_faults(cluster: GroupCluster) -> None:
 
 
 def test_wrong_tokens_are_seen_if_chunks_are_not_verified(cluster: GroupCluster) -> None:
-    """The negative control of this loop."""
+    """Negative control: unverified damage to KV gives wrong tokens."""
     cluster.wait_for_calm()
     cluster.blind()
     cluster.damage("kv")

@@ -39,7 +39,7 @@ def finish(engine: Engine, outputs: dict[str, list[int]], names: dict[int, str])
 
 
 def move(source: OpenedEngine, target: OpenedEngine, record: Record, known: list[int], *, copies: bool) -> int:
-    """The id of a request in its new engine."""
+    """Move a request, its KV only if ``copies``; return its id in ``target``."""
     engine, ledger = target.engine, target.engine.loop.state.ledger
     seq_id = engine.add(replace(record.request, known_token_ids=tuple(known), is_accepted=True))
     blocks = ledger.allocate(len(record.sources))
@@ -63,7 +63,7 @@ def swap_words(source: OpenedEngine) -> torch.Tensor:
 def move_all(
     asked: Sequence[Request], config: EngineConfig = CONFIG, num_steps: int = STEPS_BEFORE, *, copies: bool
 ) -> tuple[list[list[int]], int, int]:
-    """(the tokens of all requests, how many of them brought KV along, and how many some from swap space)."""
+    """(tokens of all requests, number of requests that had KV, number that had some in swap space)."""
     with ExitStack() as stack:
         engines = []
         for one in (config, CONFIG):
@@ -112,7 +112,7 @@ def test_a_handover_that_copies_no_kv_is_noticed() -> None:
 
 
 def test_requests_that_are_larger_than_a_returning_pool_wait_for_it() -> None:
-    """A member that returns from a group has a part of its blocks at first, and requests in swap space."""
+    """A member that returns from a group has only a part of its blocks at first."""
     config = replace(SWAPPING, kv_memory=3 * 2**19, max_model_len=512)
     asked = [replace(one, prompt_token_ids=(one.prompt_token_ids * 20)[:280]) for one in LONGER[:5]]
     opened = open_engine(config)
@@ -173,7 +173,7 @@ def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
         pause = await engine.pause()
         before = await pause.run(lambda inner: inner.loop.counters.num_steps)
         records = await pause.run(lambda inner: take_records(inner.loop))
-        await asyncio.sleep(0)  # what was dispatched before is read
+        await asyncio.sleep(0)  # tokens dispatched before are read
         num_known = sum(record.num_tokens - len(record.request.prompt_token_ids) for record in records)
         assert num_known == len(tokens) or not records
         after = await pause.run(lambda inner: inner.loop.counters.num_steps)
@@ -188,7 +188,7 @@ def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
 
 
 def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
-    """Its memory may be unmapped by then: a member of a group has returned."""
+    """Its memory may be unmapped by then, as that of a group's member."""
 
     async def story() -> tuple[int, int]:
         engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))

@@ -37,7 +37,7 @@ LONGEST = 128
 BASE: dict[str, Any] = {"dtype": "float32", "max_model_len": LONGEST}
 POOL: dict[str, Any] = {"kv_memory": NUM_BLOCKS * BLOCK_BYTES, "swap": "none", "policy": "fcfs"}
 NUM_STEPS = 400
-"""With a real coordinator leases take their time: a step takes a millisecond or two, an exchange twenty."""
+"""Leases span many steps: a step takes 1 to 2 ms, an exchange with a real coordinator 20 ms."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -69,7 +69,7 @@ def producer_flags(url: str, **flags: Any) -> EngineConfig:
 
 @contextmanager
 def producing(url: str, **flags: Any) -> Iterator[Producer]:
-    """An engine whose clock counts its own looks, and that moves two quanta at a boundary."""
+    """A lending engine whose clock advances at each reading; its pool moves two quanta at a boundary."""
     with closing(build_engine(producer_flags(url, **flags), lending=QUICK)) as engine:
         engine.clock = Ticks()
         producer = Producer(engine)
@@ -85,7 +85,7 @@ def visit(producer: Producer) -> HostDevice:
 
 
 class Load:
-    """The same requests over and over, and what came back."""
+    """Sends the same requests repeatedly, and keeps their tokens."""
 
     def __init__(self, producer: Producer, requests: Sequence[Request]) -> None:
         self.outputs: dict[SeqId, list[int]] = {}
@@ -93,7 +93,7 @@ class Load:
         self._requests = requests
 
     def step(self, num_live: int, *consumers: Consumer) -> None:
-        """One step with so many requests alive, at its begin at least; then the neighbours' turn."""
+        """Take a step that begins with at least ``num_live`` requests; then let consumers act."""
         while len(self._engine._alive) < num_live:
             request = self._requests[len(self.outputs) % len(self._requests)]
             self.outputs[self._engine.add(request)] = []
@@ -105,7 +105,7 @@ class Load:
             consumer.turn()
 
     def step_until(self, is_done: Callable[[], object], num_live: int, *consumers: Consumer) -> None:
-        """Steps under a constant load; a coordinator that others keep from running for seconds may take its time."""
+        """Step under a constant load until ``is_done``; a busy machine may delay the coordinator for seconds."""
         end_s = time.monotonic() + HANG_S
         while True:
             self.step(num_live, *consumers)
@@ -118,13 +118,13 @@ class Load:
         self.step_until(lambda: not self._engine.has_unfinished, 0, *consumers)
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Of all that were sent."""
+        """Judge all requests that were sent."""
         references = [expected[seq_id % len(expected)] for seq_id in self.outputs]
         return judge(references, list(self.outputs.values()))
 
 
 def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expected: list[Reference]) -> None:
-    """AQUA's Figure 12: calm, so it lends and neighbours allocate; a burst, so it recalls and grows; calm again."""
+    """AQUA's Figure 12: when calm it lends and neighbours allocate; in a burst it recalls and grows; then calm."""
     with producing(coordinator) as producer:
         load, device = Load(producer, requests), visit(producer)
         with borrowing(Consumer(coordinator, device, 8 * PAGE_BYTES)) as consumer:
@@ -182,7 +182,7 @@ SWAP = {"swap": "host", "swap_memory": 64 * BLOCK_BYTES}
 def test_tokens_stay_what_they_are_however_the_pool_is_lent(
     flags: dict[str, Any], coordinator: str, requests: list[Request], expected: list[Reference]
 ) -> None:
-    """Targets that no load would ask for, down to the floor, with more requests than even the whole pool holds."""
+    """Targets ignore the load, down to the floor; at times more requests are live than the whole pool holds."""
     with producing(coordinator, **flags) as producer:
         most = NUM_BLOCKS - producer.pool.least_blocks
         lend_wildly(producer, [most, 0, most, 40, most // 2, 0])
@@ -201,7 +201,7 @@ def test_tokens_stay_what_they_are_however_the_pool_is_lent(
 
 
 def ebb_and_flow(step: int) -> int:
-    """Live requests: more than the pool holds, then nearly none, so that the rest is scattered over it."""
+    """Number of live requests: more than the pool holds, then two, which are scattered over it."""
     return 44 if step % 60 < 20 else 2
 
 
@@ -221,7 +221,7 @@ def test_requests_scattered_over_the_pool_survive_its_shrinking(
     expected: list[Reference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And as its control: where blocks are not copied, the judge sees it."""
+    """Negative control: if moved blocks are not copied, tokens differ."""
     if not moves_blocks:
         monkeypatch.setattr(KVPool, "move_blocks", lambda self, moves: None)
     with producing(coordinator, enable_prefix_caching=False) as producer:
@@ -243,11 +243,11 @@ def test_requests_scattered_over_the_pool_survive_its_shrinking(
 
 
 LONG = {"max_model_len": 512, "kv_memory": 256 * BLOCK_BYTES}
-"""Two quanta: the pool could be smaller than the longest request."""
+"""A request needs up to two quanta, so that the pool could be smaller than the longest one."""
 
 
 def serve_longest(url: str, least_blocks: int) -> None:
-    """Four of the longest requests, from a pool that was lent down to its floor as soon as they had come."""
+    """Serve four of the longest requests from a pool that shrinks to ``least_blocks`` before their first step."""
     rng = Random(2)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     longest = [make_request(i, [rng.randrange(256) for _ in range(472)], params) for i in range(4)]
@@ -268,7 +268,7 @@ def serve_longest(url: str, least_blocks: int) -> None:
 
 
 def test_the_longest_requests_are_served_from_the_smallest_pool(coordinator: str) -> None:
-    """FCFS breaks down where the pool is smaller than a live request. The floor keeps it from that, and only just."""
+    """FCFS fails if the pool is smaller than a live request; the floor is just enough to avoid that."""
     serve_longest(coordinator, 32)
     with pytest.raises(InvariantError, match="runs nothing while requests are alive"):
         serve_longest(coordinator, 1)

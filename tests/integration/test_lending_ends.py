@@ -1,6 +1,6 @@
-"""Processes that end one right after the other, between two beats: nothing stays owed, whatever the lender last heard.
+"""Processes that end one right after the other, between two heartbeats: which leases stay owed.
 
-Agents send no heartbeats by themselves here: they send messages when they are woken, and at the end.
+Agents send no periodic heartbeats here, only messages when they are woken, and at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLAGS: dict[str, Any] = {
 
 
 TTL_S = 3600.0
-"""Beats are a part of it apart, at most: no test is so slow."""
+"""Heartbeats are at most a fraction of it apart, which no test lasts."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ class Street:
     """A coordinator, an engine that lends and a consumer that has borrowed some of it.
 
     Args:
-        folder: For the store.
-        name: Of the engine's device; None lets it have one of its own.
+        folder: Where the store is.
+        name: The device's name; None: the engine generates one.
     """
 
     def __init__(self, folder: Path, name: str | None) -> None:
@@ -71,7 +71,7 @@ class Street:
         return open_device(name, device.capacity_pages * PAGE_BYTES)
 
     def start_coordinator(self, port: int) -> str:
-        """Where it is."""
+        """Return its URL."""
         return self._coordinator.enter_context(coordinating(open_store(self._folder), port=port, ttl_s=TTL_S)).url
 
     def end_coordinator(self) -> None:
@@ -81,7 +81,7 @@ class Street:
         assert self.start_coordinator(int(self.url.rpartition(":")[2])) == self.url
 
     def lend(self, num_leases: int) -> None:
-        """Until the coordinator knows that so many are held."""
+        """Step until the coordinator lists ``num_leases`` held leases."""
         end_s = time.monotonic() + HANG_S
         while [lease["state"] for lease in self.listing()["leases"]].count("held") < num_leases:
             assert time.monotonic() < end_s, "the consumer could not borrow"
@@ -154,7 +154,7 @@ def test_one_without_a_name_has_no_successor_so_nothing_stays_owed_to_it(street:
 
 
 def test_it_waits_until_what_was_freed_is_seen_free(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver takes freed memory back a moment later."""
+    """A driver reports freed memory as free a moment later."""
     monkeypatch.setattr(agents, "RETURN_BEAT_S", 0.01)
     looks, foreign_bytes = iter([12 * PAGE_BYTES] * 3), LentPool.foreign_bytes
     assert isinstance(foreign_bytes, property) and foreign_bytes.fget is not None
@@ -176,7 +176,7 @@ def test_it_does_not_wait_for_ever(street: Street, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_its_last_words_leases_stay_owed(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above."""
+    """Negative control: leases stay owed without ``retire``."""
     monkeypatch.setattr(Membership, "retire", lambda _: False)
     street.consumer.close()
     street.engine.close()

@@ -39,7 +39,7 @@ FLAGS = {
 
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch) -> Iterator[tuple[Neighbour, EngineConfig]]:
-    """A neighbour that lends all that it has, with a long deadline for recalls; and the flags of its borrowers."""
+    """(a neighbour that lends all pages with a long recall deadline, the configuration of its borrowers)."""
     patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, NEVER_S)) as neighbour:
         neighbour.lend(NUM_PAGES)
@@ -80,7 +80,7 @@ def prompts_of(seed: int) -> list[dict[str, list[int]]]:
 
 
 def test_an_llm_between_two_calls_gives_back_what_it_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a call after it says the same as before: what was kept there is computed again, or is in host memory."""
+    """A later call gives the same tokens: returned KV is computed again, or is in host memory."""
     with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
         wait_until(lambda: neighbour.taken_pages == NUM_PAGES)
         expected = tokens_of(llm)
@@ -95,7 +95,7 @@ def test_an_llm_between_two_calls_gives_back_what_it_borrowed(monkeypatch: pytes
 
 
 def test_leases_that_an_llm_does_not_use_are_returned_and_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "IDLE_S", 0.05)  # between two looks of an LLM without calls
+    monkeypatch.setattr(shell, "IDLE_S", 0.05)  # between two boundaries of an LLM without calls
     with neighbourhood(monkeypatch) as (neighbour, config), make_llm(replace(config, lease_idle=0.5)) as llm:
         totals = tier_of(llm.engine).totals
         wait_until(lambda: totals.num_granted == NUM_PAGES)
@@ -119,7 +119,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def test_only_one_thread_steps_an_llm_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls and recalls by turns, as quick as they go: all steps are one after the other, and nothing is forced."""
+    """Calls alternate with recalls: steps do not overlap, and no return is forced."""
     with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
         step, inside = llm.engine.step, Lock()
 

@@ -58,7 +58,7 @@ def make_engine(url: str, **flags: Any) -> Engine:
 
 
 def step_until(producer: Producer, is_done: Callable[[], bool], *consumers: Consumer) -> None:
-    """An idle engine's boundaries, one after the other."""
+    """Step an idle engine until ``is_done``."""
     end_s = time.monotonic() + HANG_S
     while not is_done():
         assert time.monotonic() < end_s, "it never came to that"
@@ -94,7 +94,7 @@ def lend_nothing(producer: Producer) -> None:
 def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(IdleSteps, "start", lambda self: None)  # all steps are this test's, and on its clock
+    monkeypatch.setattr(IdleSteps, "start", lambda self: None)  # only this test steps the engine
     with closing(bind("127.0.0.1", 0)) as sock:
         url, port = url_of(sock), sock.getsockname()[1]
     with LLM("dummy:tiny-llama", coordinator=url, **FLAGS) as llm:
@@ -184,7 +184,7 @@ sys.stdin.readline()
 def test_the_next_engine_removes_the_device_file_of_a_killed_one(
     coordinator: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)  # where no other test sweeps
+    monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)  # no other test sweeps there
     command = [sys.executable, "-c", LENDER, coordinator, str(tmp_path)]
     with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None
@@ -256,7 +256,7 @@ def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
 
 
 def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
-    """Its thread sleeps for a second between two looks, but not while memory moves."""
+    """Its thread does not sleep between two boundaries while memory moves."""
     hasty = LendingSettings(calm_s=0.01, busy_s=0.005, window_s=0.05, rate_window_s=0.02, rise_sigmas=1e9)
     config = EngineConfig(model="dummy:tiny-llama", coordinator=coordinator, **FLAGS)
 

@@ -43,7 +43,7 @@ def make_config(url: str, **flags: Any) -> EngineConfig:
 
 
 def count_kept_blocks(engine: Engine, num_boundaries: int = 60) -> int:
-    """Blocks of the pool after some boundaries, hundredths of a second apart."""
+    """Blocks of the pool after ``num_boundaries`` boundaries on a clock of ``Ticks``."""
     assert engine.neighbours is not None
     producer, end_s = Producer(engine), time.monotonic() + HANG_S
     while not engine.neighbours.agent.can_offer:
@@ -66,7 +66,7 @@ def count_kept_blocks(engine: Engine, num_boundaries: int = 60) -> int:
     ],
 )
 def test_the_profile_is_lent_beside_from_the_start(flags: dict[str, Any] | None, num_kept: int, tmp_path: Path) -> None:
-    """A peak of 60 blocks takes 80 % of what is kept; the pool moves by quanta of 16."""
+    """A peak of 60 blocks is 80 % of 75 blocks, which quanta of 16 round up to 80."""
     profile = None if flags is None else write_profile(tmp_path, **flags)
     with coordinating() as url, closing(build_engine(make_config(url, profile=profile))) as engine:
         assert engine.config.profile == profile

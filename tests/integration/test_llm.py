@@ -1,4 +1,4 @@
-"""``LLM`` as a user holds it: bad input says what to change, an interrupted call leaves nothing behind."""
+"""``LLM`` as a user calls it: errors name the problem, an interrupted call leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_interrupt_between_steps_leaves_an_empty_engine(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("place", ["loop.next_plan", "_executor.execute", "loop.complete", "_executor.poll_transfers"])
 def test_an_interrupt_inside_a_step_ends_the_llm_loudly(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever in the step: no result of the plan will ever come."""
+    """At any place in the step: the plan's result never arrives."""
 
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What the system says: shrinking gives memory back, and nothing is left after ten thousand cycles."""
+"""As the kernel reports it: shrinking returns memory, and ten thousand cycles leak nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Footprint:
-    """What this process holds, as the kernel counts it."""
+    """Resources of this process as the kernel counts them."""
 
     num_descriptors: int
     num_mappings: int
@@ -72,7 +72,7 @@ def test_shrinking_gives_memory_back_to_the_system() -> None:
 
 
 def test_unmapping_alone_keeps_the_memory() -> None:
-    """The control of the test above: pages are values, and keep bytes and memory until they are released."""
+    """Negative control of the test above: pages keep their memory until they are released."""
     with open_private_device(16 * MIB) as device:
         arena = device.reserve(256)
         pages = device.allocate(256)

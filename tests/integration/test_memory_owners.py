@@ -130,7 +130,7 @@ def test_released_pages_are_seen_free_while_the_owner_lives(device: HostDevice, 
 
 
 def test_racing_owners_never_hold_the_same_page(device: HostDevice, tmp_path: Path) -> None:
-    taken = device.allocate(NUM_PAGES - 20)  # 20 pages are left for three that want up to 16 each
+    taken = device.allocate(NUM_PAGES - 20)  # leaves 20 pages for three racers, up to 16 for each
     assert taken is not None
     with _child(RACER, tmp_path, 3) as a, _child(RACER, tmp_path, 5) as b, _child(RACER, tmp_path, 7) as c:
         racers = (a, b, c)

@@ -56,7 +56,7 @@ parts = st.sampled_from([*TYPES, *PARAMETERS]) | st.text(
 
 
 class OddEngine(FakeEngine):
-    """Its numbers are what a broken engine's might be, once ``is_broken``."""
+    """Reports invalid numbers once ``is_broken``."""
 
     is_broken = False
     model_name = 'a "path"\n\\of \udcff bytes'

@@ -1,4 +1,4 @@
-"""Running requests move between two instances with their KV, in one process: tokens, and blocks, whatever fails."""
+"""Running requests move between two instances in one process: right tokens, no lost block, whatever fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEEDED = {"temperature": 0.8, "seed": 11}
 
 @cache
 def expected(is_seeded: bool = False) -> list[int]:
-    """What one engine gives."""
+    """Tokens of one engine."""
     flags = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 512}
     how = SEEDED if is_seeded else {}
     (tokens,) = front_process.one_engine(MODEL, [PROMPT], flags, max_tokens=NUM_TOKENS, **how)
@@ -39,7 +39,7 @@ def expected(is_seeded: bool = False) -> list[int]:
 
 
 def story(tell: Callable[[Moving], Awaitable[None]], config: EngineConfig = CONFIG) -> None:
-    """Tell a story with two instances."""
+    """Run ``tell`` with two instances."""
 
     async def run() -> None:
         async with moving(config) as some:
@@ -53,7 +53,7 @@ def states_of(some: Moving) -> list[MigrationState]:
 
 
 class Barrier:
-    """Holds the chunks that an instance sends for a migration in a certain state until it is opened."""
+    """Holds an instance's chunks while a migration is in ``state``, until it is opened."""
 
     def __init__(self, some: Moving, epoch: int, state: MigrationState) -> None:
         self.opened, self.num_held = threading.Event(), 0
@@ -79,14 +79,14 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
         assert some.results() == {"moved": 6}
         counts = some.migrating.counts
         assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < HANG_S
-        assert not some.front.requests.num_moved  # none was computed again
+        assert not some.front.requests.num_moved  # no request was recomputed
         await some.check_at_rest()
 
     story(tell)
 
 
 def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is stopped at the end of a block that was copied has nothing left to copy: it moves, unharmed."""
+    """A request paused at the end of a copied block has no chunk left to damage, so it moves."""
     damaged: list[MigrationState] = []
 
     async def tell(some: Moving) -> None:
@@ -113,7 +113,7 @@ def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.Mon
 
 
 def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: tokens that do not differ show that KV was copied, and not that it does not matter."""
+    """Negative control: without a copy of the last block, tokens differ."""
     real = Puller.copy
 
     async def tell(some: Moving) -> None:
@@ -197,7 +197,7 @@ def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> N
         some.migrating.look(100.0)
         num_begun = len(some.migrating.migrations)
         assert 0 < num_begun < 5
-        some.migrating.look(100.0)  # those under way count where they go
+        some.migrating.look(100.0)  # running migrations count at their target
         assert len(some.migrating.migrations) == num_begun
         await some.ended()
         assert sum(entry.epoch == empty.epoch for entry, _ in asked) == num_begun

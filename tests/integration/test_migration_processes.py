@@ -30,7 +30,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
 
 @cache
 def expected() -> list[int]:
-    """What one engine gives."""
+    """Tokens of one engine."""
     flags = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 512}
     (tokens,) = front_process.one_engine(MODEL, [front_process.PROMPT], flags, max_tokens=NUM_TOKENS, **SEEDED)
     return tokens
@@ -41,7 +41,7 @@ def migrations(front: FrontProcess) -> Any:
 
 
 def pair(front: FrontProcess) -> tuple[Any, Any]:
-    """The rows of the instance that has the only request, and of the other one."""
+    """(row of the instance that has the only request, row of the other one)."""
     source, target = sorted(front.rows(), key=lambda row: -row["requests"])
     assert (source["requests"], target["requests"]) == (1, 0)
     return source, target
@@ -68,18 +68,18 @@ def test_a_stream_moves_in_its_middle(front: FrontProcess, capsys: pytest.Captur
 
     assert front.stream(do=move, max_tokens=NUM_TOKENS, **SEEDED) == expected()
     assert moved == [{"moved": 1}] and migrations(front)["moved_tokens"] >= len(front_process.PROMPT)
-    assert front.listing()["moved_requests"] == 0  # nothing was computed again
+    assert front.listing()["moved_requests"] == 0  # no request was recomputed
     lines = front.http.get("/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("floodplain_migrations_total{") and 'result="moved"' in one)
     assert line.endswith(" 1.0")
 
 
 def test_a_killed_source_costs_no_token_while_kv_is_copied(front: FrontProcess) -> None:
-    """Of the target, and in other states: ``test_migration.py``, in one process."""
+    """For a killed target, and other states, see ``test_migration.py``."""
     front.wait_full()
 
     def kill() -> None:
-        """The target is stopped, so that the copy is under way for as long as this takes."""
+        """Kill the source while the target is stopped, so that the copy cannot end before."""
         source, target = pair(front)
         os.kill(target["pid"], signal.SIGSTOP)
         body = dict(zip(("source", "target"), names(source, target), strict=True))

@@ -1,6 +1,6 @@
-"""Every key of a configuration is changed in turn: our logits are then transformers', or the key is named.
+"""Each key of a configuration is changed in turn: our logits equal transformers', or the error names the key.
 
-A key that is dropped in silence would leave the logits as they were; rules that drop one on purpose are caught below.
+A key that is silently dropped would leave the logits unchanged; the last test drops keys as a negative control.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> EditedFolder:
 
 
 def other_values(value: object) -> Iterator[Any]:
-    """Values of the same type, or the one that a ``null`` might have been."""
+    """Other values of the same type; for ``null``, numbers."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -125,7 +125,7 @@ def test_every_key_changed_or_removed_is_computed_or_named(folder: EditedFolder)
     def edits() -> Edits:
         for key, value in folder.config.items():
             yield from (({key: other}, key) for other in other_values(value))
-            if key != "model_type":  # transformers needs it, and we do not
+            if key != "model_type":  # only transformers needs it
                 yield {key: MISSING}, key
 
     assert faults(folder, edits()) == []

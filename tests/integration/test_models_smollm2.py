@@ -49,7 +49,7 @@ def references(prompts: list[list[int]]) -> list[Reference]:
 
 
 def test_committed_answers_are_those_of_transformers(prompts: list[list[int]], references: list[Reference]) -> None:
-    """With all of its layers in fp32, from the same file, and in one pass."""
+    """transformers runs all layers in fp32, from the same file, in one pass."""
     teacher = Teacher(packaged_smollm2())
     for prompt, reference in zip(prompts, references, strict=True):
         said = teacher.read(prompt, reference.token_ids)
@@ -104,7 +104,7 @@ def test_the_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
 
 
 def test_texts_are_split_as_smollm2s_own_tokenizer_does(tokenizer: Tokenizer) -> None:
-    """Digits one by one, then GPT-2's words, both by the library's own parts."""
+    """The reference splits digits, then GPT-2's words, by parts of the ``tokenizers`` library."""
     some = texts(1, 300)
     found = [tokenizer.encode(text) for text in some]
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,7 +113,7 @@ def test_texts_are_split_as_smollm2s_own_tokenizer_does(tokenizer: Tokenizer) ->
     backend = Backend.from_str(tokenizer._tokenizer.backend_tokenizer.to_str())
     backend.pre_tokenizer = digits
     assert [one.ids for one in backend.encode_batch(some)] == found
-    backend.pre_tokenizer = words  # what an unknown name was taken for before
+    backend.pre_tokenizer = words  # negative control: digits are not split
     assert [one.ids for one in backend.encode_batch(some)] != found
 
 

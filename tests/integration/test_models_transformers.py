@@ -84,7 +84,7 @@ def logits_of(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def write_as_gguf(path: Path, folder: Path, model: Any) -> Path:
-    """The model as a converter of llama.cpp would write it: Llama 3's scaling becomes a tensor."""
+    """Write a model as llama.cpp's converter does: Llama 3's scaling becomes a tensor."""
     config = HfFolder(folder).config
     rope, head_dim = config.rope, config.shape.head_dim
     assert rope is not None

@@ -31,7 +31,7 @@ DTYPES = st.sampled_from(list(TOLERANCES))
 
 @pytest.fixture(scope="module", autouse=True)
 def three_threads() -> Iterator[None]:
-    """Whatever ``OMP_NUM_THREADS`` says: what threads share by mistake shows with several only."""
+    """Use three threads whatever ``OMP_NUM_THREADS`` is: one thread shows no race."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -62,7 +62,7 @@ def test_decode_equals_the_definition(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """With scattered blocks, NaN in every slot that no context reaches, and prefills beside the decodes."""
+    """Blocks are scattered, slots outside all contexts are NaN, and prefills run beside decodes."""
     shape = AttentionShape(*sizes, block_tokens)
     problem = make_problem(shape, decodes, prefills, seed=seed, dtype=dtype)
     solved = problem.solve(CpuAttention(shape, kernels(dtype))).double()
@@ -78,7 +78,7 @@ def test_loading_the_kernels_leaves_the_processor_as_it_was() -> None:
 
 
 def test_decode_kernel_is_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control for the test above: a broken kernel must show."""
+    """Negative control for the decode test: a kernel that returns zeros is noticed."""
     ops = kernels(torch.float32)
     monkeypatch.setattr(NativeOps, "decode", lambda self, q, *rest: q.flatten(1) * 0)
     shape = AttentionShape(9, 3, 64, 16)
@@ -141,7 +141,7 @@ def test_without_a_compiler_one_line_is_logged(
     try:
         with caplog.at_level(logging.WARNING):
             assert native_ops(CPU, torch.float32) is None
-            assert native_ops(CPU, torch.float32) is None  # said once
+            assert native_ops(CPU, torch.float32) is None  # logged once
         assert len(caplog.records) == 1
         assert re.search(message, caplog.text)
     finally:

@@ -1,7 +1,7 @@
 """An engine whose layers stream from a neighbour's memory: a real (tiny, fp32) model, coordinator and lender.
 
-The neighbour lends, recalls in the middle of everything, and is killed: tokens are those of an engine whose layers
-never stream, and nothing stays taken.
+The neighbour lends, recalls at any step, and is killed: tokens are those of an engine whose layers never stream,
+and no borrowed memory stays taken.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def near_of(engine: Engine) -> NearLayers:
 
 
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
-    """Boundaries without requests, until leases have come or gone."""
+    """Step without requests until ``condition`` holds."""
 
     def step() -> bool:
         engine.step()
@@ -91,7 +91,7 @@ def count_near(run: Run) -> int:
 
 
 def go_round(run: Run, requests: Sequence[Request], disturb: Disturb, is_over: Callable[[], bool]) -> int:
-    """The requests again and again, until it is over; how often."""
+    """Run all requests repeatedly until ``is_over``; return the number of rounds."""
     num_rounds, end_s = 0, time.monotonic() + HANG_S
     while not num_rounds or not is_over():
         run.drive(requests, disturb)
@@ -130,7 +130,7 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
 
 
 def test_a_prompt_of_four_pools_from_a_neighbour() -> None:
-    """Its layers pass through two slots, all of them from the neighbour's memory."""
+    """All streamed layers have near copies; over 90 % of loaded bytes come from them."""
     prompt = tuple(Random(5).randrange(256) for _ in range(2_000))
     request = Request(request_id="long", prompt_token_ids=prompt, params=GREEDY, arrival_s=0.0)
     long = {"max_model_len": 2_048, "max_batched_tokens": 512, "policy": "fcfs", "swap": "none"}
@@ -166,7 +166,7 @@ def test_a_recall_is_obeyed_at_once_by_a_loop_that_stands_still(
 
 @contextmanager
 def lending_process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A lender with a process of its own, and the name of its device."""
+    """(a process that lends, the name of its device)."""
     command = [sys.executable, "-c", LENDER, url, str(NUM_PAGES)]
     with forks.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -177,7 +177,7 @@ def lending_process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_a_lender_that_is_killed_loses_nothing(requests: list[Request], expected: list[Reference]) -> None:
-    """Its pages serve on, since they are the borrower's; when its device is said to be gone, layers come from home."""
+    """The borrower keeps its pages until the device is forgotten; then layers load from host copies."""
     with ExitStack() as stack:
         url = stack.enter_context(coordinating())
         process, name = stack.enter_context(lending_process(url))
@@ -239,7 +239,7 @@ def test_swap_space_and_layers_borrow_side_by_side(
 def test_control_a_swap_in_leaves_stale_blocks(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a copy from swap space wrote at home must be filled into near copies."""
+    """Negative control: blocks that a swap-in wrote must become stale in near copies."""
     monkeypatch.setattr(NearCopies, "note_changed", lambda self, blocks: None)
     with borrowing(policy="cfs", slice=2, kv_expansion="2.9", kv_memory=20 * BLOCK_BYTES) as (neighbour, run):
         neighbour.lend(NUM_PAGES)
@@ -250,7 +250,7 @@ def test_control_a_swap_in_leaves_stale_blocks(
 
 
 def test_spare_copies_are_wanted_where_loads_from_home_would_show() -> None:
-    """Else a slow link to the host would hide for good that a neighbour is near."""
+    """Otherwise a slow host link would keep the policy from using a neighbour's faster one."""
     with expanding(policy="fcfs", swap="none") as run:
         expansion: Any = run.expansion
         home_bytes_s = 1e9

@@ -52,7 +52,7 @@ def run(name: str, wait_s: float, *, has_failure: bool = False) -> tuple[str, di
 
 
 def life(record: RequestRecord) -> Lifecycle:
-    """A request that is scheduled when its first token comes, leaves for a quarter of a second, and comes back."""
+    """A request scheduled 0.25 s before its first token, preempted 0.25 s after it, swapped in 0.25 s later."""
     first_s, last_s = record.token_times_s
     request = Lifecycle(record.arrival_s, token_times_s=[first_s, last_s])
     request.record(EventKind.SCHEDULED, first_s - 0.25)
@@ -174,7 +174,7 @@ def test_a_run_without_timeline_or_answers_still_draws() -> None:
 
 
 class Page(HTMLParser):
-    """Collects what matters of a page."""
+    """Collects the tags and attributes of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

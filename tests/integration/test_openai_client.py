@@ -246,7 +246,7 @@ def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> No
 
 
 class HeldEngine(FakeEngine):
-    """Gives no delta before ``release``; of a request whose prompt begins with ``!``, a failure instead."""
+    """Yields no delta before ``release``; a prompt that begins with ``!`` then fails."""
 
     def __init__(self) -> None:
         super().__init__(max_waiting=2)

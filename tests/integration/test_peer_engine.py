@@ -1,7 +1,7 @@
 """An engine that swaps to a neighbour's memory: a real (tiny, fp32) model, coordinator and device of the machine.
 
-Its policy swaps more than any sensible one would, while the neighbour lends, recalls and lends again. Tokens are those
-of an engine that never swapped; nothing stays taken.
+Its policy swaps far more than needed, while the neighbour lends, recalls and lends again. Tokens are those of an engine
+that never swapped; no borrowed memory stays taken.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def expected(requests: list[Request]) -> list[Reference]:
 def neighbourhood(
     patch: pytest.MonkeyPatch, deadline_s: float = HANG_S, host_blocks: int = 64
 ) -> Iterator[tuple[Neighbour, Engine]]:
-    """A neighbour that lends, and an engine that borrows a chunk of one page at a time."""
+    """(a neighbour, an engine that borrows a chunk of one page at a time)."""
     patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
         config = EngineConfig(
@@ -80,7 +80,7 @@ def tier_of(engine: Engine) -> PeerTier:
 def serve(
     engine: Engine, requests: list[Request], at_step: Callable[[int], None], is_over: Callable[[], bool] = lambda: True
 ) -> list[list[int]]:
-    """Run the requests over and over until it is over, a few at a time; their tokens."""
+    """Run all requests repeatedly, at most 8 at a time, until ``is_over``; return their tokens."""
     tokens: list[list[int]] = []
     by_seq: dict[int, int] = {}
     num_open = step = 0
@@ -100,17 +100,17 @@ def serve(
 
 
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
-    """Boundaries without requests, until leases have come or gone."""
+    """Step without requests until ``condition`` holds."""
 
     def step() -> bool:
         engine.step()
         return condition()
 
-    wait_until(step)  # the agent's thread has its turn
+    wait_until(step)  # lets the agent's thread run
 
 
 def verdict(expected: list[Reference], tokens: list[list[int]]) -> Verdict:
-    """The requests came round again and again."""
+    """Judge the tokens of repeated requests."""
     return judge([expected[index % len(expected)] for index in range(len(tokens))], tokens)
 
 
@@ -145,7 +145,7 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
 def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forced path: no step runs while the neighbour waits, and its bytes are free in time."""
+    """The forced path: no step runs while the neighbour waits, and its bytes are still freed."""
     with neighbourhood(monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
         totals = tier_of(engine).totals
         neighbour.lend(NUM_PAGES)
@@ -154,7 +154,7 @@ def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
         def stand_still(step: int) -> None:
             if step == 100:
                 neighbour.lend(0)
-                wait_until(lambda: not neighbour.taken_pages)  # the watch's thread gives everything back
+                wait_until(lambda: not neighbour.taken_pages)  # the watch's thread returns all leases
 
         tokens = serve(engine, requests, stand_still)
         assert verdict(expected, tokens).is_equal
@@ -165,7 +165,7 @@ def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
 
 
 def scribble(neighbour: Neighbour) -> None:
-    """Overwrite all borrowed pages; neither engine is informed."""
+    """Overwrite all borrowed pages without informing the engine."""
     first = PAGE_BYTES
     os.pwrite(neighbour.device._fd, bytes([7]) * NUM_PAGES * PAGE_BYTES, first)
 

@@ -1,4 +1,4 @@
-"""A leader and its stages over real links, in one process: tokens of one engine, times of each stage, and an end."""
+"""A leader and its stages over real links, in one process: tokens of one engine, busy times, and lost links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_STAGES = 3
 def pipeline(
     make_device_link: Callable[[StageLink, StageLink, PlanLimits], tuple[Link, Link]] | None = None,
 ) -> Iterator[tuple[Engine, list[StageWorker], list[tuple[Link, Link]]]]:
-    """(the leader's engine, the other stages, the links in the order of their senders, sender's end first)."""
+    """(the leader's engine, the other stages, the links in the order of their senders, the sender's end first)."""
     with ExitStack() as stack:
         stages = stack.enter_context(stages_of(NUM_STAGES))
         links: list[tuple[Link, Link]] = []
@@ -77,7 +77,7 @@ def test_three_stages_give_one_engines_tokens_and_report_busy_times() -> None:
 
 
 def test_tokens_are_the_same_if_activations_go_from_device_to_device() -> None:
-    """Over gloo here, over NCCL between GPUs. The control: activations that arrive as zeros change tokens."""
+    """Over gloo here, over NCCL between GPUs. Negative control: activations of zeros change tokens."""
     asked = requests(5)
     with pipeline(link_by_gloo) as (engine, _, links):
         assert [end.carries_tensors for pair in links for end in pair] == [True] * 4 + [False] * 2

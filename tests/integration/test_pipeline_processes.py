@@ -35,7 +35,7 @@ def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
 
 @cache
 def expected() -> tuple[int, ...]:
-    """What one engine gives for the prompt of all that follows."""
+    """Tokens of one engine for the prompt of the tests below."""
     return tuple(one_engine([PROMPT])[0])
 
 
@@ -57,7 +57,7 @@ def kill(front: FrontProcess, stage: int) -> None:
 
 
 def count_silent(front: FrontProcess) -> int:
-    """Instances that the front has taken off for silence."""
+    """Number of instances that the front has removed for silence."""
     return int(front.listing()["ends"].get("silent", 0))
 
 
@@ -70,13 +70,13 @@ def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[st
 
 
 def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess) -> None:
-    """Of another stage: ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
+    """For another stage see ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
     before, moved, silent = wait_formed(front), front.listing()["moved_requests"], count_silent(front)
     assert front.stream(do=lambda: kill(front, 0)) == [*expected()]
-    num_held_up = count_silent(front) - silent  # by a busy machine: each moves the request once more
+    num_held_up = count_silent(front) - silent  # on a busy machine: each moves the request again
     assert 1 <= front.listing()["moved_requests"] - moved <= 1 + num_held_up
     after = wait_formed(front)
-    assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, and linked up anew
+    assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, with a new link
     assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
 
 
@@ -100,7 +100,7 @@ def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess)
     try:
         row = wait_until(lambda: next((one for one in front.rows() if one["pid"] == beside.pid), None), timeout_s=120)
         assert isinstance(row, dict) and row["stage"] is None
-        with ThreadPoolExecutor(4) as threads:  # some on either
+        with ThreadPoolExecutor(4) as threads:  # on both instances
             streaming = [threads.submit(front.stream, max_tokens=200) for _ in range(4)]
             wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1))
             kill(front, 1)

@@ -101,7 +101,7 @@ def test_vllms_metrics_are_weighed_by_the_shape_of_the_model(tmp_path: Path) -> 
 
 
 class IdleEngine(FakeEngine):
-    """Says that requests hold blocks while they run, and that none is alive between tries."""
+    """Reports one block for each live request, and none between tries."""
 
     def stats(self) -> EngineStats:
         return EngineStats(

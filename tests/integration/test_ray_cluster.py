@@ -35,7 +35,7 @@ class Nodes:
     """A Ray cluster with a head and one other node, which may be replaced.
 
     Args:
-        folder: For its token and log.
+        folder: Where its token and log are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Nodes:
         self.other = 0
 
     def add(self) -> None:
-        """Another node."""
+        """Start another node."""
         assert self.process.stdin is not None
         self.process.stdin.write("add\n")
         self.process.stdin.flush()
@@ -91,7 +91,7 @@ def front(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def instance_on(front: FrontProcess, raylet: int) -> int:
-    """The process of the only instance on a node."""
+    """Process id of the only instance on a node."""
     (pid,) = (row["pid"] for row in front.rows() if raylet in ancestors(row["pid"]))
     return int(pid)
 
@@ -144,9 +144,9 @@ def test_what_is_killed_comes_back_and_streams_lose_no_token(
     )
     assert isinstance(rows, list)
     assert {row["slot"] for row in rows} == {0, 1}
-    if not is_alive(nodes.other):  # both are on the node that is left
+    if not is_alive(nodes.other):  # both are on the remaining node
         assert all(nodes.head in ancestors(row["pid"]) for row in rows)
-    if kill in (kill_machine, kill_actor, kill_instance):  # at once; the others end an instance after seconds
+    if kill in (kill_machine, kill_actor, kill_instance):  # at once; other kills end it after seconds
         assert front.listing()["moved_requests"] >= 1
     assert [front.stream()] == front_process.one_engine(MODEL, [PROMPT], ENGINE)
 

@@ -1,4 +1,4 @@
-"""What Ray's actors and the front's end of the driver do, without Ray: their processes are real ones."""
+"""Ray's actors and the front's side of the driver, without Ray but with real processes."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_a_repeated_call_follows_the_same_process(tmp_path: Path) -> None:
         keeper, what = Keeper(), order(CHILD, str(tmp_path))
         pid, token, folder = await read_words(keeper, what)
         assert (token, folder) == (SECRET, str(tmp_path))
-        lost = asyncio.create_task(keeper.watch(what))  # its answer never comes; Ray calls again
+        lost = asyncio.create_task(keeper.watch(what))  # as if its answer were lost: Ray calls again
         again = asyncio.create_task(keeper.watch(what))
         await asyncio.sleep(0)
         await keeper.kill()
         assert await lost == ([], -signal.SIGKILL)
-        words = (await again)[0]  # the process had ended: another one was started, once
+        words = (await again)[0]  # the process had ended, so one more was started
         assert words and words[0].split()[0] != pid
         await keeper.end()
 
@@ -105,7 +105,7 @@ def test_a_process_ends_with_its_actor_and_shows_no_secret(monkeypatch: pytest.M
 
 
 def test_an_unread_log_blocks_no_process() -> None:
-    """The last lines are kept; the process ends though it wrote far more than a pipe holds."""
+    """The last lines are kept; the process exits, although it wrote far more than a pipe holds."""
     script = "import sys; [print(i, 'x' * 100, file=sys.stderr) for i in range(5000)]; sys.exit(7)"
 
     async def story() -> None:

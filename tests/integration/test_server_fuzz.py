@@ -1,4 +1,4 @@
-"""Schemathesis against the application in this process: no 5xx, and every error as the schema promises it.
+"""Schemathesis against the application in this process: no 5xx, and every error matches the schema.
 
 One check is left out: ``positive_data_acceptance``. The schema gives types, while ranges depend on each other and on
 the model (``max_tokens`` on the prompt, ``model`` on its name): ``SamplingParams`` and the engine refuse those.
@@ -54,7 +54,7 @@ def test_nothing_that_a_client_sends_breaks_the_server(
 ) -> None:
     takes_body = method == "POST"
     if mode is GenerationMode.NEGATIVE and not takes_body:
-        mode = GenerationMode.POSITIVE  # there is nothing to get wrong
+        mode = GenerationMode.POSITIVE  # no input can be invalid
     statuses: Counter[int] = Counter()
 
     @settings(
@@ -69,10 +69,10 @@ def test_nothing_that_a_client_sends_breaks_the_server(
     )
     def drive(case: schemathesis.Case, name: int, num_kept: int) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and name:
-            case.body["model"] = "fake"  # one in ten keeps its own name, and reaches nothing behind it
+            case.body["model"] = "fake"  # one in ten keeps its own name, which no model has
             if mode is GenerationMode.POSITIVE:
                 drop_options(case.body, num_kept)
-                if name == 1:  # for certain: what else is drawn depends on which modules are loaded
+                if name == 1:  # a sure refusal: other draws depend on which modules are loaded
                     case.body["max_tokens"] = -1
                 elif name == 2:
                     case.body["stream"] = True
@@ -90,7 +90,7 @@ def test_nothing_that_a_client_sends_breaks_the_server(
 
 
 def drop_options(body: dict[str, Any], num_kept: int) -> None:
-    """Leave a few: of twenty values of the right types one is nearly always out of its range, and nothing is served."""
+    """Keep ``num_kept`` options: of twenty, one is nearly always out of its range, and nothing is served."""
     for name in [name for name in body if name not in ("model", "prompt", "messages")][num_kept:]:
         del body[name]
 

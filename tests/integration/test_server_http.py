@@ -1,4 +1,4 @@
-"""What the official client cannot do: hang up, send nonsense, lack a key, and watch the server stop."""
+"""What the official client cannot test: disconnects, invalid input, missing keys, and a server that stops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def asking(server: RunningServer, body: dict[str, Any]) -> Iterator[http.client.
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which must be shaped as OpenAI shapes it."""
+    """The error of a response, which must have OpenAI's fields."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and "\n" not in error["message"]
@@ -146,7 +146,7 @@ def test_wrong_paths_and_methods_have_an_error_body(server: RunningServer, metho
 def test_head_answers_as_get_without_a_body(server: RunningServer, path: str) -> None:
     head, get = httpx.head(server.url + path), httpx.get(server.url + path)
     assert (head.status_code, head.content) == (get.status_code, b"")
-    unsteady = {"date", "content-length"} if path == "/metrics" else {"date"}  # its numbers grow
+    unsteady = {"date", "content-length"} if path == "/metrics" else {"date"}  # its values grow
     assert {k: v for k, v in head.headers.items() if k not in unsteady} == {
         k: v for k, v in get.headers.items() if k not in unsteady
     }
@@ -212,7 +212,7 @@ def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None
 def test_too_many_token_ids_are_refused_before_one_is_looked_at(
     is_nested: bool, num_more: int, server: RunningServer
 ) -> None:
-    """Else the error would be about the one that is none."""
+    """Otherwise the error would be about ``-1``, which is no token id."""
     tokens = [-1] * (FakeEngine.max_model_len + num_more)
     num_before = server.engine.submitted.qsize()
     for num_dropped, code in ((0, "context_length_exceeded"), (num_more + 1, None)):
@@ -225,7 +225,7 @@ def test_too_many_token_ids_are_refused_before_one_is_looked_at(
 
 
 class SlowTokenizer(ByteTokenizer):
-    """Encodes a text that begins with ``slow`` when it is told to."""
+    """Delays the tokens of a text that begins with ``slow`` until ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()

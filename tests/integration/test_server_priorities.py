@@ -1,4 +1,4 @@
-"""What a request may ask for under the ceiling of its key, over HTTP: refused by name, or given to the engine as it is.
+"""Priorities under the ceiling of an API key, over HTTP: refused, or passed to the engine unchanged.
 
 ``Client.priority`` decides which priority a key allows (``tests/unit/test_server_auth.py``). Here: both endpoints
 call it, for whole answers and for streams, and no refused request reaches the engine.
@@ -43,7 +43,7 @@ def ask(server: RunningServer, name: str | None, path: str, **fields: object) ->
 
 
 def reached(server: RunningServer, num_requests: int = 1) -> list[tuple[object, object]]:
-    """(client, priority) of so many requests at the engine, and no more."""
+    """(client, priority) of all requests at the engine, which are ``num_requests``."""
     orders = [server.engine.submitted.get(timeout=HANG_S) for _ in range(num_requests)]
     assert server.engine.submitted.empty()
     return [(order["client"], order["priority"]) for order in orders]

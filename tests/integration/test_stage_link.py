@@ -1,4 +1,4 @@
-"""Links between stages: what is sent arrives, and every fault of the other end is said, and holds nothing else up."""
+"""Links between stages: frames arrive as sent; a fault of the other end is reported and blocks nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_frames_arrive_as_they_were_sent() -> None:
 
 def test_two_stages_that_send_at_once_do_not_wait_for_each_other() -> None:
     with linked() as (to_b, from_a), linked() as (to_a, from_b), ThreadPoolExecutor(2) as threads:
-        sends = [threads.submit(link.send, BIG) for link in (to_b, to_a)]  # neither reads before it has sent
+        sends = [threads.submit(link.send, BIG) for link in (to_b, to_a)]  # both send before either reads
         for send in sends:
             send.result(HANG_S)
         assert is_same(from_a.recv(), BIG) and is_same(from_b.recv(), BIG)
@@ -70,7 +70,7 @@ def test_a_sender_whose_reader_stands_still_is_freed_by_close() -> None:
     ours, other = socket.socketpair()  # the other end reads nothing
     with other, ThreadPoolExecutor(2) as threads:
         link = StageLink(ours, MAX_DATA_BYTES)
-        sending = threads.submit(link.send, BIG)  # more than any buffer between them
+        sending = threads.submit(link.send, BIG)  # more than any buffer on the way
         reading = threads.submit(link.recv)
         assert other.recv(1)
         link.close()
@@ -89,7 +89,7 @@ def test_what_came_before_the_end_is_given_out_and_then_the_end_stays() -> None:
             with pytest.raises(PeerLost, match="hung up"):
                 receiver.recv()
         with pytest.raises(PeerLost):
-            while True:  # the first ones go into buffers of the system
+            while True:  # the first frames go into buffers of the system
                 receiver.send(Frame({}))
 
 
@@ -113,7 +113,7 @@ def raw_frame(body: bytes = b"{}", num_integers: int = 0, num_data: int = 0, tai
     ],
 )
 def test_a_sender_that_ends_in_mid_message_or_sends_garbage_is_lost(sent: bytes, why: str) -> None:
-    """The link ends with the reason, after what was whole before it."""
+    """The link delivers the whole frames before, then ends with the reason."""
     with ExitStack() as stack:
         theirs, ours = socket.socketpair()
         receiver = StageLink(theirs, max_data_bytes=100)
@@ -140,7 +140,7 @@ def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> No
             accepting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
             with pytest.raises(PeerLost, match="does not take this pipeline's secret"):
                 await dial_link(*address, key, MAX_DATA_BYTES)
-            silent = socket.create_connection(address)  # says nothing
+            silent = socket.create_connection(address)  # sends nothing
             half = socket.create_connection(address)
             half.sendall(KEY.hello()[:10])
             sender = await dial_link(*address, KEY, MAX_DATA_BYTES)
@@ -154,7 +154,7 @@ def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> No
 
 
 def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
-    """After any number of turns of the event loop: connections may have been accepted, read or admitted just then."""
+    """Cancelled after 0 to 11 turns of the event loop: connections may be accepted, read or admitted by then."""
     num_links = 0
 
     async def run(num_turns: int) -> None:
@@ -170,7 +170,7 @@ def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
             with suppress(asyncio.CancelledError):
                 (await waiting).close()
                 num_links += 1
-            listener.close()  # the system hangs up on connections that were not accepted
+            listener.close()  # the system closes connections that were not accepted
             for sock in dialled:
                 sock.settimeout(HANG_S)
                 read_all(sock)
@@ -194,7 +194,7 @@ def waiting_at(listener: socket.socket) -> Iterator[asyncio.Task[StageLink]]:
 
 
 async def is_hung_up_on(sock: socket.socket) -> bool:
-    """Waits until the other end has closed."""
+    """Wait until the other end closes or sends; True if it has closed."""
     sock.setblocking(False)
     return not await asyncio.get_running_loop().sock_recv(sock, 1)
 
@@ -251,12 +251,12 @@ def test_of_two_connections_with_the_key_one_is_the_link() -> None:
         link = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), HANG_S))
         link.send(Frame({"step": 1}))
         link.close()
-        listener.close()  # the system hangs up on a connection that was not accepted
+        listener.close()  # the system closes a connection that was not accepted
         assert sum(b"step" in read_all(sock) for sock in (one, other)) == 1
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """What comes until the other end hangs up."""
+    """All bytes until the other end closes."""
     data = b""
     with suppress(ConnectionError):
         while more := sock.recv(2**16):
@@ -279,7 +279,7 @@ def test_an_unreachable_stage_is_one_line_and_accepting_can_be_cancelled() -> No
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            for end in await open_link(other):  # the listener is as it was
+            for end in await open_link(other):  # the listener still works
                 end.close()
 
     asyncio.run(asyncio.wait_for(run(), HANG_S))

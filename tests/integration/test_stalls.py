@@ -1,4 +1,4 @@
-"""Engines that are really blocked while their event loops beat: their requests go on elsewhere with the same tokens."""
+"""Engines blocked while their event loops send heartbeats: their requests go on elsewhere with the same tokens."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 2**22, "max_model_len"
 CONFIG = EngineConfig(model=MODEL, **FLAGS)
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + number)] for number in range(4)]
 RULE = StallRule(2.0)
-"""Real steps take milliseconds."""
+"""Much longer than real steps, which take milliseconds."""
 
 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five times a second, although only what hangs is silent for too long."""
+    """Send five heartbeats a second, although the timeout of silence is ``HANG_S``."""
     monkeypatch.setattr(fronts, "BEATS_PER_TIMEOUT", 5 * HANG_S)
 
 
@@ -57,7 +57,7 @@ def expected() -> list[list[int]]:
 
 
 class Block:
-    """Holds each thread that calls a method of a certain object, while it is shut and until it is opened for good."""
+    """Holds each thread that calls ``pass_by`` while it is shut, until it is opened for good."""
 
     def __init__(self) -> None:
         self.is_shut, self.num_held = False, 0
@@ -75,7 +75,7 @@ class Block:
 
 @contextmanager
 def block(kind: type, name: str, is_bad: Callable[[Any], bool]) -> Iterator[Block]:
-    """A block in a method of those objects of a class that are bad; it opens when this ends."""
+    """Put a block into a method of a class, for objects that are bad; it opens when the context ends."""
     old, one = getattr(kind, name), Block()
 
     def call(self: Any, *args: Any) -> Any:
@@ -95,7 +95,7 @@ def block(kind: type, name: str, is_bad: Callable[[Any], bool]) -> Iterator[Bloc
 async def served(
     members: Sequence[Member], num_stages: int | None = None
 ) -> AsyncIterator[tuple[Ring, list[tuple[int, str]]]]:
-    """A front over members in this process, in slots from 0; slots that were lost, and why."""
+    """(a front over members in this process, in slots from 0; lost slots with their reasons)."""
     slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
     front = Front(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
@@ -117,7 +117,7 @@ async def served(
 
 @pytest.mark.parametrize("where", ["step", "add"])
 def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where: str) -> None:
-    """Within a step, or between two. While it is blocked it does not join again."""
+    """It is blocked within a step, or between two; while it is blocked, it does not join again."""
 
     async def play() -> None:
         members = [Replica(AsyncEngine.from_config(CONFIG)) for _ in range(2)]
@@ -152,7 +152,7 @@ def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monkeypatch
                 blocked.is_shut = True
                 await one.until(lambda: lost)
                 blocked.open()
-                assert await one.results() == expected()  # of the next pipeline
+                assert await one.results() == expected()  # by the next pipeline
                 assert lost == [(1, "stuck"), (0, "pipeline")]
 
     asyncio.run(play())
@@ -185,7 +185,7 @@ CHANGES = {
     GroupState.ADOPTING: (Session, "_collect_one"),
     GroupState.CLOSING: (GroupMemory, "close_group"),
 }
-"""What a member does on a thread in each state that a group passes through."""
+"""The method that a member runs on a thread in each state of a group."""
 
 
 def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
@@ -211,7 +211,7 @@ def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
 
 
 async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens: int) -> None:
-    """A group of all, with requests, comes to a state in which a member blocks: the group is over."""
+    """Group all instances under requests; a member that blocks in ``state`` ends the group."""
     epochs = [instance.epoch for instance in one.front.book.roster]
     is_restore = list(CHANGES).index(state) > list(CHANGES).index(GroupState.SETTLING)
     if is_restore:

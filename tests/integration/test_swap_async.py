@@ -49,7 +49,7 @@ def space_of(engine: AsyncEngine) -> SwapSpace:
 
 
 def slow_down(engine: AsyncEngine, block_s: float) -> None:
-    """Every block takes so long on its way."""
+    """Make the copy of each block take ``block_s`` seconds."""
     tiers = space_of(engine)._tiers
     old = cast(HostTransferEngine, tiers[Tier.HOST].engine)
     curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / block_s),))
@@ -60,7 +60,7 @@ def slow_down(engine: AsyncEngine, block_s: float) -> None:
 
 
 def hold_copies(engine: AsyncEngine) -> HeldTransferEngine:
-    """No copy ends before the test says so."""
+    """Hold all copies until the test releases them."""
     tiers = space_of(engine)._tiers
     held = HeldTransferEngine(tiers[Tier.HOST].engine)
     tiers[Tier.HOST] = SwapTier(tiers[Tier.HOST].slots, held)
@@ -73,7 +73,7 @@ async def generate(engine: AsyncEngine, prompt: tuple[int, ...], max_tokens: int
 
 
 def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps wait for minutes here, and the copy for the newcomer's end: only its own arrival can start it sooner."""
+    """Waits last minutes here, and the copy ends after the newcomer: only its arrival can start it sooner."""
     monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
 
     async def play() -> None:
@@ -120,7 +120,7 @@ def test_a_replay_reports_what_its_swaps_moved() -> None:
 
     async def replay(policy: Policy) -> OfflineRun:
         async with running(policy, hardware="emulated-pcie4") as engine:
-            await run_offline(engine, requests[:3], progress=False)  # what was before does not count
+            await run_offline(engine, requests[:3], progress=False)  # earlier traffic does not count
             before = engine.stats()
             run = await run_offline(engine, requests, progress=False)
             after = engine.stats()

@@ -1,7 +1,7 @@
-"""A real (tiny, random, fp32) model whose KV leaves and comes back at random: greedy tokens stay what they were.
+"""A real (tiny, random, fp32) model whose KV is swapped out and in at random: greedy tokens stay the same.
 
-The policy does anything that a view allows. Copies run on their own threads, so no two runs decide alike; the laws hold
-in every run: tokens are those of an undisturbed engine, the ledgers balance after every step, nothing is kept.
+The policy does anything that a view allows. Copies run on their own threads, so runs differ. In every run, tokens are
+those of an undisturbed engine, the ledgers balance after every step, and no block stays in use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Disturb = Callable[["Run", int], None]
 
 
 def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
-    """Greedy ones, in this order."""
+    """Greedy requests, in this order."""
     return [
         Request(request_id=str(index), prompt_token_ids=prompt, params=GREEDY, arrival_s=float(index))
         for index, prompt in enumerate(prompts)
@@ -57,7 +57,7 @@ def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
 
 @dataclass
 class Run:
-    """An engine under the random policy, and what came out of it."""
+    """An engine under the random policy, and its outputs."""
 
     engine: Engine
     outputs: dict[SeqId, list[int]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def slots(self) -> SwapSlots:
-        """The bytes in swap space."""
+        """The slots of swap space, with their bytes."""
         executor: Any = self.engine._executor
         slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
         return slots
@@ -78,7 +78,7 @@ class Run:
         return policy.num_refusals
 
     def whole_slots(self) -> list[int]:
-        """Slots whose content could be asked for."""
+        """Slots of whole backups, which may be read."""
         backups = self.engine.loop.state.backups
         seqs = self.engine.loop.state.sequences.values()
         kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
@@ -86,12 +86,12 @@ class Run:
         return [backup.location.slot for backup in kept if backup.is_whole]
 
     def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """All at once."""
+        """Submit all prompts at once."""
         for request in as_requests(prompts):
             self.outputs[self.engine.add(request)] = []
 
     def drive(self, prompts: Sequence[tuple[int, ...]], disturb: Disturb | None = None) -> EngineStats:
-        """Run everything to its end; the engine is then as empty as it was."""
+        """Run all prompts to their end; check that no block or slot stays in use."""
         engine = self.engine
         self.submit(prompts)
         num_steps = 0
@@ -112,7 +112,7 @@ class Run:
         return stats
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare with the undisturbed run; what was aborted, with its beginnings."""
+        """Compare with the undisturbed run; aborted requests, with its beginnings."""
         return judge_with_aborted(expected, self.outputs, None, self.aborted)
 
 
@@ -221,7 +221,7 @@ def test_a_flipped_bit_in_swap_space_is_a_miss(prompts: list[tuple[int, ...]], e
 def test_wrong_bytes_with_right_digests_change_tokens(
     prompts: list[tuple[int, ...]], expected: list[Reference]
 ) -> None:
-    """Negative control: what comes back is what is computed with, and the judge sees it."""
+    """Negative control: steps compute with swapped-in bytes, so wrong ones change tokens."""
 
     def zero(run: Run, step: int) -> None:
         slots = run.whole_slots()

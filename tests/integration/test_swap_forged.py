@@ -1,7 +1,7 @@
-"""How sharp is the proof that bytes are right? One wrong block of one sequence, once, and its digest fits.
+"""Sensitivity of the swap tests: one wrong block of one sequence, once, with a digest that matches.
 
-So nothing but the outputs can tell. Zeroing all of swap space in every step is noticed by anything; this is the size of
-mistake that a proof is for. Tokens alone would miss most of the small ones; logprobs miss none.
+Only the outputs can show it. Zeroing all of swap space in every step is easy to notice; a real mistake is smaller.
+Tokens alone miss most of the small mistakes; logprobs miss none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def zeros(slots: SwapSlots, slot: int, dice: Random) -> None:
 
 
 def the_block_of_another_slot(slots: SwapSlots, slot: int, dice: Random) -> None:
-    """As if the books had named the wrong slot: every word is KV, but not this KV."""
+    """As if bookkeeping named the wrong slot: every word is KV, but of another block."""
     others = [i for i, digest in enumerate(slots.digests) if digest not in (EMPTY_DIGEST, slots.digests[slot])]
     slots.words[slot] = slots.words[dice.choice(others)]
 
@@ -46,13 +46,13 @@ def its_tokens_one_place_further(slots: SwapSlots, slot: int, dice: Random) -> N
 
 
 def a_forgotten_token(slots: SwapSlots, slot: int, dice: Random) -> None:
-    """The K and V of its first token are zero, all others are right."""
+    """The K and V of the block's first token are zero, all others are right."""
     slots.words[slot].view(2, 2, BLOCK_TOKENS, TOKEN_WORDS)[:, :, 0] = 0
 
 
 @dataclass
 class Forger:
-    """Waits for its moment, forges one block on its way in, and sees whether a token is computed with it."""
+    """Forges one block while it is swapped in, and notes whether a token is computed with it."""
 
     one: LateStorm
     forge: Forgery
@@ -63,7 +63,7 @@ class Forger:
     is_read: bool = False
 
     def strike(self, one: LateStorm) -> None:
-        """Once, after some steps, when the first copy is coming in while swap space has other blocks."""
+        """Forge once: after ``patience`` steps, at an inbound copy while swap space has other blocks."""
         self.patience -= 1
         slots = one.slots
         if self.patience > 0 or self.forged is not None or not one.copies.coming or len({*slots.digests}) < 3:
@@ -78,7 +78,7 @@ class Forger:
         self.forged = slots.words[slot].clone()
 
     def watch(self, plan: StepPlan) -> None:
-        """Whether this step samples a token of the victim with the forged block in its context."""
+        """Note if this step samples a token of the victim with the forged block in its context."""
         seq = self.victim
         if seq is None or self.forged is None or seq.seq_id not in plan.sampled:
             return
@@ -121,7 +121,7 @@ def expected(requests: list[Request]) -> list[Reference]:
 def test_every_storm_notices_one_forged_block(
     forge: Forgery, share_of_tokens: float, requests: list[Request], expected: list[Reference]
 ) -> None:
-    """By logprobs: all in which a token was computed with it. By tokens alone: at least this share of them."""
+    """Logprobs show it in all storms that compute a token with it; tokens in at least ``share_of_tokens``."""
     num_read = num_by_tokens = 0
     for seed in range(NUM_STORMS):
         forger, one = forge_in_a_storm(seed, forge, requests)

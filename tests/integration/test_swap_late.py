@@ -1,4 +1,4 @@
-"""Blocks in flight are not used: copies that move their bytes late, in part or never leave every token as it was.
+"""Blocks in flight are not used: tokens stay the same if copies move their bytes late, in part or never.
 
 ``test_swap_engine.py`` runs the engine's own copy threads, which are done before a block could be handed out again.
 Here the bytes are under way for many steps, so code that reuses or reads a block too early computes with wrong bytes.
@@ -33,14 +33,14 @@ Story = tuple[Sequence[Request], Sequence[Reference]]
 
 @pytest.fixture(scope="module")
 def crowd() -> Story:
-    """Requests that leave and come back."""
+    """Requests that are preempted and resumed; their references."""
     requests = make_requests(20, 12, num_prefixes=2, num_own_tokens=50)
     return requests, run_calmly(requests, **FLAGS)
 
 
 @pytest.fixture(scope="module")
 def returning() -> Story:
-    """Short requests behind more prefixes than the pool holds: swap space keeps some, and gives them back."""
+    """Short requests with more prefixes than the pool holds, so that some are fetched from swap space."""
     requests = make_requests(40, 8, num_prefixes=8, num_own_tokens=24)
     return requests, run_calmly(requests, **FLAGS)
 
@@ -132,6 +132,6 @@ def test_every_storm_notices_a_loop_that(
 def test_most_storms_notice_a_prefix_that_is_given_away_while_it_is_saved(
     returning: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not all: what was saved wrong must be fetched before need takes its slot (18 of the first 24 seeds)."""
+    """Not all: a wrong backup must be fetched before its slot is reused (18 of the first 24 seeds)."""
     forgets_pins_of_cached_blocks(monkeypatch)
     assert count_wrong_storms(PREFIX_SEEDS, returning, saves_prefixes=True) > len(PREFIX_SEEDS) / 2

@@ -1,4 +1,4 @@
-"""A real engine learns what its link costs from the copies that it makes."""
+"""A real engine learns the cost of its link from its copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 pytestmark = pytest.mark.slow
 BLOCK_S = 1e-3
-"""Of the modelled link: much more than the bytes themselves take."""
+"""Seconds for a block on the modelled link: much more than its copy takes."""
 FLAGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,
@@ -43,9 +43,9 @@ def link() -> EmulatedLink:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, link: EmulatedLink) -> Iterator[Engine]:
-    """An engine under a policy that swaps at any moment, on a link that is priced as it is.
+    """An engine whose policy swaps at any moment, over a link with the right price.
 
-    Copies themselves take no time here, however busy the machine is: only the link does.
+    The copies' clock stands still: only the link takes time, however busy the machine is.
     """
     clock = SimpleNamespace(perf_counter=lambda: 0.0)
     monkeypatch.setattr(host_transfer, "time", clock)
@@ -84,7 +84,7 @@ def test_copies_as_priced_change_nothing_and_slow_ones_raise_the_price(engine: E
 
 
 def test_every_copy_is_learned_once(engine: Engine) -> None:
-    """Blocks whose times were learned are the blocks that moved."""
+    """As many blocks have learned copy times as have moved."""
     heard: list[int] = []
     links = engine.loop.state.links
     learn = links.learn
@@ -98,6 +98,6 @@ def test_every_copy_is_learned_once(engine: Engine) -> None:
 
 @pytest.mark.parametrize("hardware", [None, "emulated-pcie5"])
 def test_what_was_measured_at_the_start_is_not_learned_from(hardware: str | None) -> None:
-    """The machine was idle then, and the first copies cold."""
+    """At the start the machine is idle, and the first copies are cold."""
     with closing(build_engine(EngineConfig(model="dummy:tiny-llama", hardware=hardware, **FLAGS))) as engine:
         assert engine._executor.take_copy_times() == []

@@ -27,12 +27,12 @@ BASE: dict[str, Any] = {"dtype": "float32", "max_model_len": 128}
 SWAPPING: dict[str, Any] = {
     "kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": 24 * BLOCK_BYTES, "enable_prefix_caching": False,
 }  # fmt: skip
-"""Nothing stays on the device of what leaves it, so that all of it must come back."""
+"""Swapped blocks do not stay cached on the device, so all of them must be swapped in."""
 
 
 @dataclass
 class Outcome:
-    """Of a request that left the device once; ``place`` is that of the damaged block, of ``num_blocks``."""
+    """Of a request that was swapped once; ``place`` is the damaged block's index, of ``num_blocks``."""
 
     token_ids: list[int]
     place: int | None = None
@@ -50,7 +50,7 @@ def make_request(seed: int) -> Request:
 
 
 def run_with_damage(request: Request, dice: Random | None) -> Outcome:
-    """Zeros one slot, by dice, when all of the request lies in swap space; none without dice."""
+    """Run a request; once all of it is in swap space, zero a random slot, or none without dice."""
     with closing(build_engine(EngineConfig(model=MODEL, **BASE, **SWAPPING), SwapOncePolicy())) as engine:
         executor: Any = engine._executor
         slots = executor._swap._tiers[Tier.HOST].slots

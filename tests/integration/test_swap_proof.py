@@ -1,9 +1,9 @@
-"""The proof that bytes are right: 200 requests, everything that can go wrong at once, and the tokens of a calm run.
+"""200 requests under all faults at once have the tokens of a calm run.
 
-A tiny random model in fp32, so that a wrong byte anywhere in a context shows in the logprobs of the tokens that follow
-(how well, is shown in test_swap_forged.py). The policy does anything that a view allows, at any moment, the middle of
-prompts included. Swap space is too small, its link slow and uneven (it holds results back; in test_swap_late.py the
-bytes are late), every fifth copy fails, bits flip in its slots, clients hang up, and texts end at stop strings.
+The model is tiny, random and in fp32, so that a wrong byte in a context shows in logprobs of later tokens (how well:
+test_swap_forged.py). The policy does anything that a view allows, also in the middle of prompts. Swap space is too
+small, its link is slow and uneven (results are late; in test_swap_late.py the bytes are), every fifth copy fails, bits
+flip in slots, clients disconnect, and texts end at stop strings.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ pytestmark = pytest.mark.slow
 NUM_REQUESTS, NUM_TOKENS = 200, 20
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 37, "max_num_seqs": 37}
 DAMAGE_EVERY = 50
-"""One inbound copy in so many reads a damaged slot, whatever the link's thread does. Most slots that are hit by chance
-are never read again."""
+"""Of so many inbound copies one reads a damaged slot: most slots that are damaged by chance are never read again."""
 STOPS = ["e", "a", "\u00e9"]
-"""Strings that random bytes contain now and then; what counts is that both runs stop alike."""
+"""Strings that random bytes sometimes contain; both runs must stop alike."""
 
 
 class UnevenLink(EmulatedLink):
-    """Slow, and up to three times as slow as that, by dice."""
+    """A slow link, at random up to three times as slow."""
 
     def __init__(self, seed: int) -> None:
         curve = LinkCurve(1e-4, ((BLOCK_BYTES, BLOCK_BYTES / 4e-4),))
@@ -62,7 +61,7 @@ class UnevenLink(EmulatedLink):
 
 
 class DamagingTransferEngine(FaultyTransferEngine):
-    """Damages the first slot of every ``DAMAGE_EVERY``-th inbound copy before the copy, while ``is_on`` says so.
+    """Damages the first slot of every ``DAMAGE_EVERY``-th inbound copy before the copy, while ``is_on()``.
 
     Args:
         engine: Makes the copies.
@@ -84,10 +83,10 @@ class DamagingTransferEngine(FaultyTransferEngine):
 
 @dataclass
 class Storm:
-    """Requests that arrive one after the other at an engine to which everything happens.
+    """Requests that arrive one after the other at an engine under all faults.
 
     Attributes:
-        quits: Which of them hang up, by number, and after how many tokens.
+        quits: After how many tokens requests are aborted, by their numbers.
     """
 
     engine: Engine
@@ -106,7 +105,7 @@ class Storm:
         return slots
 
     def make_unreliable(self, seed: int) -> None:
-        """A link of its own, on which every fifth copy fails, and some read damaged slots."""
+        """Swap over an uneven link, on which every fifth copy fails and some read damaged slots."""
         executor: Any = self.engine._executor
         tiers, slots = executor._swap._tiers, self.slots
         old = tiers[Tier.HOST].engine
@@ -115,7 +114,7 @@ class Storm:
         old.close()
 
     def rage(self, requests: Sequence[Request]) -> EngineStats:
-        """Until no request is live; laws are checked after every step."""
+        """Run until no request is live; check integrity after every step."""
         arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
         while arriving or engine.has_unfinished:
             while arriving and len(engine.loop.state.sequences) < 24 and self.dice.random() < 0.5:
@@ -132,7 +131,7 @@ class Storm:
         return engine.stats()
 
     def _strike(self) -> None:
-        """Clients hang up, and bits flip."""
+        """Abort requests, and flip bits."""
         seqs = list(self.engine.loop.state.sequences.values())
         for seq in seqs:
             is_over = len(self.outputs[seq.seq_id]) >= self.quits.get(seq.seq_id, NUM_TOKENS + 1)
@@ -157,7 +156,7 @@ class Storm:
         return policy.num_refusals
 
     def num_preempted_in_prompts(self) -> int:
-        """Requests that left before their first token."""
+        """Number of requests that were preempted before their first token."""
         count = 0
         for seq in self.lives.values():
             first_s = seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else float("inf")
@@ -165,7 +164,7 @@ class Storm:
         return count
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare with the calm run; what was aborted, with its beginnings."""
+        """Compare with the calm run; aborted requests, with its beginnings."""
         return judge_with_aborted(expected, self.outputs, self.logprobs, self.aborted)
 
 
@@ -185,7 +184,7 @@ def storm(seed: int, **flags: Any) -> Iterator[Storm]:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Prompts of 1 to 100 tokens, a third of which begin with one of four prefixes; every fourth has stop strings."""
+    """Prompts of 1 to 99 tokens, a third of which begin with one of four prefixes; every fourth has stop strings."""
     dice = Random(11)
     prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(4)]
     made = []
@@ -237,7 +236,7 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
 
 
 def test_zeroed_blocks_are_noticed(requests: list[Request], expected: list[Reference]) -> None:
-    """Negative control: wrong bytes whose digests were forged to fit. Smaller mistakes are for test_swap_forged.py."""
+    """Negative control: zeros with digests that match. For smaller mistakes see test_swap_forged.py."""
     with storm(seed=2) as one:
         one.is_honest = False
         one.rage(requests[:60])

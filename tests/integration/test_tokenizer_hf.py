@@ -1,4 +1,4 @@
-"""Tokenizers of transformers: real ones of both kinds, loaded as a user's are."""
+"""Real tokenizers of transformers, byte-level and SentencePiece-like, loaded as a user's are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _byte_level() -> Backend:
 
 
 def _sentencepiece_like() -> Backend:
-    """As Llama 2's: spaces become a letter, one stands before the text, unknown characters fall back to bytes."""
+    """Like Llama 2's: spaces become a letter, one is prepended, unknown characters fall back to bytes."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<s>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?<!\u2581)(?=\u2581)"), "isolated")
@@ -100,7 +100,7 @@ def _words(decoder: decoders.Decoder | None, vocab: dict[str, int]) -> Backend:
 
 
 def _gemma_like() -> Backend:
-    """As Gemma's: bytes fall back, and no space is stripped."""
+    """Like Gemma's: with fallback to bytes, and no space is stripped."""
     backend = _sentencepiece_like()
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
@@ -144,7 +144,7 @@ def streamed(tokenizer: HfTokenizer, prompt: list[int], output: list[int], **opt
 
 
 def shows_a_character_of_a_broken_run(tokenizer: HfTokenizer, prompt: list[int], output: list[int]) -> bool:
-    """The exception: byte tokens of which some were characters before a wrong one came."""
+    """Whether an invalid run of byte tokens begins with whole characters, which are shown before."""
     places = [(tokenizer.fallback_byte(token), i) for i, token in enumerate([*prompt, *output])]
     for is_run, items in itertools.groupby(places, key=lambda place: place[0] is not None):
         run = list(items)
@@ -182,7 +182,7 @@ def test_prompt_and_streamed_text_are_the_decoded_whole(
     before, whole = tokenizer.decode(kept[0]), tokenizer.decode([*kept[0], *kept[1]])
     text = streamed(tokenizer, prompt, output, skip_special_tokens=skips)
     if kind == "byte-level in a sequence" and "\ufffd" in whole:
-        return  # broken bytes look as they do behind the last few tokens: only ``ByteLevel`` alone is known to be bytes
+        return  # broken bytes look as they do after the last few tokens: only ``ByteLevel`` alone is known to be bytes
     if whole.startswith(before):
         assert text == whole[len(before) :]
     else:  # the prompt ends within a character, which the output completes
@@ -228,7 +228,7 @@ def test_no_piece_of_a_whole_text_holds_a_part_of_a_character(text: str, kind: s
         (b"\xe2\x82", b"\xac", "\u20ac"),
         (b"\xe2\x82", b"", ""),
         (b"\xe2\x82", b"\xff", "\ufffd"),
-        (b"", b"\xc3\xa9\xff", "\u00e9\ufffd"),  # the whole would be three U+FFFD; the letter was shown already
+        (b"", b"\xc3\xa9\xff", "\u00e9\ufffd"),  # decoded whole: three U+FFFD; but the letter was shown already
     ],
 )
 def test_byte_tokens_are_characters_or_one_broken_character_each(
@@ -242,7 +242,7 @@ def test_byte_tokens_are_characters_or_one_broken_character_each(
 
 @pytest.mark.parametrize("end", [[0] * 300, "\u6cb3" * 200, "the plain"])
 def test_a_long_prompt_is_continued_as_a_short_one(end: list[int] | str) -> None:
-    """Special tokens, one run of bytes, or words: wherever the end of a prompt is cut for speed."""
+    """The part that is kept for speed may begin in special tokens, in a run of bytes, or in words."""
     tokenizer = tokenizer_of("sentencepiece")
     words = tokenizer.encode("the river " * 100, add_special_tokens=False)
     tail = tokenizer.encode(end, add_special_tokens=False) if isinstance(end, str) else end

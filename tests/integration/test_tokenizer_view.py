@@ -1,4 +1,4 @@
-"""What a folder says of a tokenizer is read as AutoTokenizer reads it; what it says of code is not read at all."""
+"""Tokenizer settings of a folder are read as AutoTokenizer reads them; code that they name is never run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write(folder: Path, architecture: str, tokenizer_class: str | None, backend:
 
 
 def split(folder: Path) -> None:
-    """The older form of a byte-level tokenizer: a vocabulary and its merges."""
+    """Rewrite a byte-level tokenizer in its older form: a vocabulary and its merges."""
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))

@@ -1,6 +1,6 @@
-"""What the plug-in borrows for vLLM's worker: managed at boundaries, and by a thread while no request is live.
+"""Memory borrowed for vLLM's worker: managed at boundaries, and by a thread while no request is live.
 
-A real coordinator and a device that lends; a worker over caches like vLLM's, without vLLM.
+With a real coordinator and lending device, and a worker over caches like vLLM's, without vLLM.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_with_live_requests_only_boundaries_change_the_books(monkeypatch: pytest
 
 
 def test_after_the_last_request_the_thread_returns_borrowed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No boundary follows the last abort; no news comes any more, either."""
+    """Neither a boundary nor news follows the last abort."""
     with neighbourhood(monkeypatch) as (neighbour, inside):
         inside.arrive()
         neighbour.lend(0)
@@ -106,7 +106,7 @@ def test_after_the_last_request_the_thread_returns_borrowed_memory(monkeypatch: 
 
 
 def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last request ends while its copy comes nearer: its slots are free again, without a boundary or news."""
+    """The last request ends while its copy is promoted: its slots are freed without a boundary or news."""
     with neighbourhood(monkeypatch) as (_, inside):
         books, tier = inside.desk.books, inside.borrowing._tier
         inside.arrive()
@@ -115,7 +115,7 @@ def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.Mon
         (transfer,) = books.take_due()
         books.settle(transfer.transfer_id, frozenset())
         with monkeypatch.context() as patch:
-            patch.setattr(tier._mover, "poll", list)  # the copy takes a while
+            patch.setattr(tier._mover, "poll", list)  # the copy does not end yet
             with inside.desk.lock:
                 tier.look()
             assert inside.borrowing.num_moving == 1
@@ -130,7 +130,7 @@ def test_at_the_deadline_memory_is_returned_despite_live_requests(monkeypatch: p
         inside.arrive()
         neighbour.lend(0)
         wait_until(lambda: neighbour.taken_pages == 0)
-        wait_until(lambda: inside.borrowing.facts().num_borrowed["forced"] == NUM_PAGES)  # counted after it is told
+        wait_until(lambda: inside.borrowing.facts().num_borrowed["forced"] == NUM_PAGES)  # counted after the report
         inside.borrowing.at_boundary()
         assert not inside.desk.books.backups.slots[next(iter(inside.desk.books.backups.slots))].num_slots
 

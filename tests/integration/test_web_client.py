@@ -1,4 +1,4 @@
-"""Our HTTP client against servers that mean harm: it ends in one line, within bounds, and is led nowhere."""
+"""Our HTTP client against hostile servers: one line of error, within bounds, and no redirect is followed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_server_that_accepts_no_connection_is_named_with_the_timeout() -> None
     with socket.socket() as server, closing(socket.socket()) as first, closing(socket.socket()) as second:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
-        for other in (first, second):  # those that the system accepts for it
+        for other in (first, second):  # connections that the system accepts for it
             other.setblocking(False)
             other.connect_ex(server.getsockname())
         with pytest.raises(NoServer, match=r"no server at http://127.0.0.1:\d+: no connection within 0.2 s$"):
@@ -164,7 +164,7 @@ def test_a_load_against_a_hostile_server_fails_in_one_line(handle: Handler, need
 
 
 def test_pings_are_no_tokens() -> None:
-    """Time without a token counts, whatever else comes; so does time in all."""
+    """Pings extend neither the time without a token nor the total time."""
 
     async def ping(asked: Asked) -> None:
         await asked.say(STREAM_HEAD)
@@ -225,7 +225,7 @@ def test_prompts_are_sent_in_the_form_that_the_server_takes(
     records = against(taking(takes, seen, status), one_by_one)
     assert seen == sent
     assert all((record.error is None) == is_whole for record in records)
-    assert len(caplog.records) == (way == "auto" and is_whole and takes is str)  # told once
+    assert len(caplog.records) == (way == "auto" and is_whole and takes is str)  # logged once
 
 
 # -- addresses and proxies ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def server() -> Iterator[LimitedServer]:
 
 
 def read_all(client: socket.socket) -> bytes:
-    """Everything until the server closes the connection."""
+    """The last 10,000 bytes until the server closes the connection."""
     data = b""
     with suppress(ConnectionResetError):
         while chunk := client.recv(2**20):
@@ -97,7 +97,7 @@ def test_bodies_for_old_clients_end_with_the_connection(version: str, connection
     b"Transfer-Encoding: chunked, gzip\r\n", b"Transfer-Encoding : chunked\r\n", b"Transfer-Encoding:\x0bchunked\r\n",
 ])  # fmt: skip
 def test_a_request_of_two_lengths_is_refused(lengths: bytes, server: LimitedServer) -> None:
-    """A proxy may take the other length, and what follows for a request of another client."""
+    """A proxy may use the other length, and take the rest for a request of another client."""
     before = len(server.paths)
     with server.connect(
         b"POST /x HTTP/1.1\r\nHost: a\r\n" + lengths + b"\r\n0\r\n\r\nGET /y HTTP/1.1\r\n\r\n"
@@ -109,7 +109,7 @@ def test_a_request_of_two_lengths_is_refused(lengths: bytes, server: LimitedServ
 
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_connection_with_an_unread_request_is_not_closed(is_stopping: bool, server: LimitedServer) -> None:
-    """Its bytes are in the kernel when its time is over, or the server stops."""
+    """The request is in the kernel when the idle time is over, or the server stops."""
     with server.connect(HEAD + b"\r\nabc") as client:
         assert read_answer(client)
         server.settle(1)
@@ -130,7 +130,7 @@ def test_a_connection_with_an_unread_request_is_not_closed(is_stopping: bool, se
 
 
 def test_asyncio_serves_whatever_other_loop_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As beside vLLM, whose uvloop uvicorn would take."""
+    """For example vLLM's uvloop, which uvicorn would use."""
     other = ModuleType("uvloop")
     other.new_event_loop = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "uvloop", other)
@@ -256,7 +256,7 @@ def test_running_requests_are_never_closed_to_make_room(caplog: pytest.LogCaptur
 
 
 class ShortOfFiles(socket.socket):
-    """A listening socket of a process that has no file left, for so many times."""
+    """A listening socket that has no file descriptor left, ``num_failures`` times."""
 
     num_failures = 4
 
@@ -298,7 +298,7 @@ def test_a_client_that_closed_while_nothing_was_read_ends_quietly(is_stopped: bo
         client = server.connect(b"POST /deaf HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000))
         while server.paths != ["/deaf"] or not paused(server):
             server.settle(1)
-        client.close()  # what is sent to it now is answered by a reset at once
+        client.close()  # data that is sent to it now is answered by a reset
         if is_stopped:
             server.call(server.stop)
         else:
@@ -309,7 +309,7 @@ def test_a_client_that_closed_while_nothing_was_read_ends_quietly(is_stopped: bo
 
 
 def paused(server: LimitedServer) -> bool:
-    """Whether the server has read all that it wants for now."""
+    """Whether the server has paused reading on all connections."""
     flows: list[bool] = []
     server.call(lambda: flows.extend(one.flow.read_paused for one in server.server_state.connections))
     return all(flows)

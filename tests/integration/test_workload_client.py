@@ -97,7 +97,7 @@ def test_without_a_server_each_request_fails_and_the_load_goes_on() -> None:
 
 
 def test_a_stuck_server_does_not_delay_later_requests() -> None:
-    """No answer is given before the last request has come: a closed loop would never end."""
+    """The server answers once the last request has arrived: a closed loop would never end."""
     arrivals = [0.0, 0.02, 0.04, 0.06]
 
     async def scenario() -> list[RequestRecord]:

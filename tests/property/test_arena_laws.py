@@ -1,4 +1,4 @@
-"""Random mapping and unmapping over two arenas: every page keeps its bytes wherever it goes, and none is lost."""
+"""Random mapping and unmapping over two arenas: every page keeps its bytes at every address, and none is lost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PLACES = st.integers(0, NUM_PLACES - 1)
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """The model knows what is where: a page carries its own number, written when it was allocated."""
+    """The model tracks the place of each page; a page contains its own number, written at allocation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.device = open_private_device(NUM_PAGES * PAGE_BYTES)
         self.arenas = [self.device.reserve(NUM_PLACES) for _ in range(2)]
         self.views = [arena.tensor(torch.int64, (NUM_PLACES, PAGE_BYTES // 8)) for arena in self.arenas]
-        self.desk = self.device.reserve(6)  # where fresh pages get their number
+        self.desk = self.device.reserve(6)  # fresh pages are mapped here to get their number
         self.desk_view = self.desk.tensor(torch.int64, (6, PAGE_BYTES // 8))
         self.tables: list[dict[int, Page]] = [{}, {}]
         self.loose: list[Page] = []
@@ -39,7 +39,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert (pages is not None) == (count <= num_free)
         if pages is not None:
             self.desk.map(0, pages)
-            assert not self.desk_view[:count].any()  # zeroed, whatever they held before
+            assert not self.desk_view[:count].any()  # zeroed, whatever their earlier contents
             self.desk_view[:count] = torch.tensor(pages)[:, None]
             self.loose += self.desk.unmap(0, count)
 

@@ -1,4 +1,4 @@
-"""The compiled mover against numpy's: the same bytes in the same places, and the digests that the definition gives."""
+"""The compiled mover against numpy's: the same bytes in the same places, and digests that match the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front's book under any order of joins, deaths, stops, late and repeated messages: no wrong token, none lost."""
+"""The front's book under joins, deaths, stops, and late or repeated messages: no wrong token, no lost request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 64
 
 @dataclass
 class Said:
-    """A message on its way to the front; it may come late, twice, or never."""
+    """A message on its way to the front; it may arrive late, twice, or never."""
 
     epoch: int
     ticket: int
@@ -30,7 +30,7 @@ class Said:
 
 @dataclass
 class FakeInstance:
-    """A process: it goes on from what it was told, whatever the front believes of it."""
+    """An instance's process: it acts on the orders it received, whatever state the front has recorded."""
 
     epoch: int
     is_stopped: bool = False
@@ -67,7 +67,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def die(self, data: Any) -> None:
-        """Its connection ends; what it had said before may or may not have come."""
+        """An instance's connection ends; its earlier messages may or may not have arrived."""
         epoch = data.draw(st.sampled_from(sorted(self.processes)))
         self.bury(epoch)
         del self.processes[epoch]
@@ -79,7 +79,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule()
     def pass_time(self) -> None:
-        """Running instances send beats; a stopped one is silent for too long, and goes on later with an old epoch."""
+        """Running instances send beats; a stopped one misses its beats, is ended, and may resume with its old epoch."""
         for _ in range(7):
             self.now += SILENCE_S / 4
             for epoch, one in self.processes.items():
@@ -94,7 +94,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(zombie.tokens for zombie in self.zombies))
     @rule()
     def wake(self) -> None:
-        """A stopped instance goes on where it was: it says more tokens in its old epoch."""
+        """A stopped instance resumes from its old state: it sends more tokens in its old epoch."""
         zombie = next(zombie for zombie in self.zombies if zombie.tokens)
         for ticket, tokens in zombie.tokens.items():
             tokens.append(next_token(tuple(tokens)))
@@ -143,7 +143,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(one.tokens and not one.is_stopped for one in self.processes.values()))
     @rule(data=st.data())
     def compute(self, data: Any) -> None:
-        """A step of one instance: each of its requests gets a token, or one of them is given back."""
+        """One step of one instance: each of its requests gets a token, unless one of them is given back."""
         busy = sorted(epoch for epoch, one in self.processes.items() if one.tokens and not one.is_stopped)
         one = self.processes[data.draw(st.sampled_from(busy))]
         for ticket, tokens in one.tokens.items():
@@ -177,7 +177,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.wire)
     @rule(is_repeated=st.booleans(), num=st.integers(1, 5))
     def deliver(self, is_repeated: bool, num: int) -> None:
-        """In the order of each connection; sometimes one more that came before, as only a forged peer would send."""
+        """Deliver in the order of each connection; a repeated old message stands for a forged peer."""
         for said in self.wire[:num]:
             self.hear(said)
         self.past += self.wire[:num]
@@ -227,7 +227,7 @@ class BookMachine(RuleBasedStateMachine):
                 assert output == wanted
 
     def teardown(self) -> None:
-        """One more instance, and everything that still lives ends with its own tokens."""
+        """Join one more instance: every live request ends with its reference tokens."""
         if not hasattr(self, "book"):
             return
         for epoch in list(self.processes):
@@ -246,7 +246,7 @@ class BookMachine(RuleBasedStateMachine):
 
 
 class TrustfulMachine(BookMachine):
-    """The control: a front that accepts any message about one of its requests, from any instance."""
+    """Negative control: a front that accepts any message about one of its requests, from any instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ TestBook = BookMachine.TestCase
 
 
 def test_a_front_that_accepts_old_epochs_is_noticed() -> None:
-    """Negative control: a story by hand, in which a stopped instance resumes and sends tokens of a moved request."""
+    """Negative control: a hand-written run in which a stopped instance resumes and sends tokens of a moved request."""
     wrong = []
     for machine in (BookMachine(), TrustfulMachine()):
         machine.begin()
@@ -279,7 +279,7 @@ def test_a_front_that_accepts_old_epochs_is_noticed() -> None:
         first.is_stopped = True
         machine.join()
         machine.pass_time()
-        machine.deliver(False, 5)  # what it had said, too late: the request goes on elsewhere without it
+        machine.deliver(False, 5)  # its late messages: the request continues elsewhere without them
         (two,) = machine.processes.values()
         for ticket, tokens in two.tokens.items():
             tokens.append(next_token(tuple(tokens)))

@@ -1,4 +1,4 @@
-"""A store that is damaged in any way is led as a coordinator left it, or refused in one line: nothing else."""
+"""A damaged store is either led, with consistent rows, or refused in one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def say(service: LeaseService, *messages: Message) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A store with leases in several states, as a coordinator that resigned left it."""
+    """A store with leases in several states, written by a coordinator that resigned."""
     path = tmp_path_factory.mktemp("whole") / "leases.db"
     with closing(Store.open(f"sqlite:///{path}")) as store:
         service = LeaseService(store, "http://me", 10.0, lambda: 100.0)
@@ -82,7 +82,7 @@ def execute(folder: Path, statement: str) -> None:
 
 
 def lead(url: str) -> int:
-    """How many leases a coordinator takes over; whatever it raises passes."""
+    """Return how many leases a coordinator takes over; its errors propagate."""
     with closing(Store.open(url)) as store:
         service = LeaseService(store, "http://me", 10.0, lambda: 100.0)
         service.tick()
@@ -118,7 +118,7 @@ def test_rows_that_no_coordinator_writes_are_one_line(statement: str, whole: byt
     with stored(tmp_path, whole) as url:
         try:
             execute(tmp_path, statement)
-        except sqlite3.IntegrityError:  # the table's own rules
+        except sqlite3.IntegrityError:  # the table's own constraints
             return
         assert is_led_or_refused(url), statement
 
@@ -134,7 +134,7 @@ def test_a_file_that_was_cut_or_overwritten_is_one_line(
 
 
 def test_without_the_checks_the_law_is_broken(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control."""
+    """Negative control: without ``sound``, a damaged store raises an unhandled database error."""
     with stored(tmp_path, whole) as url, closing(Store.open(url)) as store:
         execute(tmp_path, f"DELETE FROM {BOOK.name}")
         with pytest.raises(DamagedStore):

@@ -1,4 +1,4 @@
-"""The marks of news: a member that sends its last mark gets all news since then."""
+"""The marks of news: a member that sends its last mark gets all news since that mark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 
 def run(steps: list[tuple[str, object]], make: Callable[[], NewsMarks]) -> list[str]:
-    """What was missed: members that had news and were told that there was none."""
+    """Return the members that had news and got the reply that there was none."""
     marks, held, unheard, missed = make(), dict.fromkeys(NAMES, ""), set(NAMES), list[str]()
     for kind, what in steps:
         if kind == "note":
@@ -38,7 +38,7 @@ def run(steps: list[tuple[str, object]], make: Callable[[], NewsMarks]) -> list[
             unheard.discard(what)
             held[what] = marks.mark
         else:
-            marks, unheard = make(), set(NAMES)  # the next coordinator may have granted and recalled meanwhile
+            marks, unheard = make(), set(NAMES)  # the next coordinator may have granted and recalled in between
     return missed
 
 
@@ -60,7 +60,7 @@ def test_a_member_at_the_latest_mark_has_no_news_until_the_next_note(asked: list
 
 
 class Forgetful(NewsMarks):
-    """Negative control: forgets names, and that it has."""
+    """Negative control: drops names, and the record that names were dropped."""
 
     def note(self, names: object) -> None:
         super().note(names)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Forgetful(NewsMarks):
 
 
 class Nameless(NewsMarks):
-    """Negative control: marks that do not name their member."""
+    """Negative control: marks that do not identify the coordinator's life."""
 
     def __init__(self, most_names: int) -> None:
         super().__init__(most_names)

@@ -1,7 +1,7 @@
-"""A lender changes its offer while its coordinator exits, restarts, and answers too late: what is granted of it.
+"""What is granted of an offer that changes while its coordinator exits, restarts, and answers late.
 
-Law: after a grant consumers count on no more than the lender wanted to lend when it said its newest words that this
-coordinator has heard. Words with a change that was stale do not count.
+Law: after a grant, consumers count on at most the bytes that the lender wanted to lend in its newest batch that this
+coordinator received. A batch with a stale change does not count.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Steps = list[tuple[str, int]]
 
 
 class Words(NamedTuple):
-    """A batch of the lender: its number, and what the lender wanted to lend then."""
+    """A batch of the lender: its number, and the bytes that the lender wanted to lend when it was sent."""
 
     number: int
     wish: int
 
 
 class Shop:
-    """A service on a store, a real membership that lends, and a consumer that says what it may.
+    """A service on a store, a real membership that lends, and a consumer that sends every report it may.
 
     Attributes:
-        num_granted: How often something was granted.
+        num_granted: Number of grants.
     """
 
     def __init__(self, store: HookedStore) -> None:
@@ -69,7 +69,7 @@ class Shop:
         self.step("speak", 0)
 
     def step(self, what: str, number: int) -> None:
-        """One of the things that happen."""
+        """Execute one event."""
         self._now += 0.1
         match what:
             case "want":
@@ -92,7 +92,7 @@ class Shop:
                 self._report(number)
             case "restart":
                 self._service.resign()
-                self._late.clear()  # their connections have ended with that coordinator
+                self._late.clear()  # their connections ended with that coordinator
                 self._lead()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Shop:
         return replies
 
     def _words(self) -> Words:
-        """Of a batch that was collected just now."""
+        """Return the number and wish of a batch that was just collected."""
         self._said = Words(self._said.number + 1, self._wish)
         return self._said
 
@@ -133,7 +133,7 @@ class Shop:
             assert counted_on <= self._heard.wish, f"{counted_on} bytes are lent: it wanted {self._heard.wish}"
 
     def _report(self, number: int) -> None:
-        """The next thing that the consumer can say of a lease; or the lender sees what is owed free."""
+        """Send the consumer's next allowed report of a lease; an owed lease is observed as free by the lender."""
         leases = self._leases()
         if not leases:
             return

@@ -1,7 +1,7 @@
-"""The world of the lease laws, with real coordinators in it: two services on one SQLite store, spoken to in JSON.
+"""The lease laws against real coordinators: two services on one SQLite store that receive JSON messages.
 
-Each of them exits and restarts, or pauses for a while and goes on, by seed; members use whichever they reach.
-The laws are the world's own: what others hold, or may allocate, is leased, under any leader.
+By seed, each of them exits and restarts, or pauses and resumes; members use any one that they reach.
+The laws are those of ``LeaseWorld``: what others hold or may allocate is leased, under any leader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STOPS_PER_S, CRASHES_PER_S = 0.05, 0.02
 
 
 class WatchedStore(Store):
-    """Tells the world what was committed."""
+    """Reports each commit to the world."""
 
     world: ServedWorld
 
@@ -45,7 +45,7 @@ class WatchedStore(Store):
 
 
 class Coordinator:
-    """One that may have exited (no service), or be paused."""
+    """A coordinator that may have exited (no service), or be paused."""
 
     def __init__(self) -> None:
         self.service: LeaseService | None = None
@@ -65,7 +65,7 @@ class ServedWorld(LeaseWorld):
         self.time.after(TICK_S, self._tick_all)
 
     def note(self, changes: Changes) -> None:
-        """Rows were committed: what the world's own book would have told it."""
+        """Record committed rows in the place of the world's own book."""
         self.book = type("Committed", (), {"take_changes": lambda _: changes, "rows": self.book.rows})()  # type: ignore
         self._commit(self.message, dict(self.stored_members))
 
@@ -84,7 +84,7 @@ class ServedWorld(LeaseWorld):
             one.service = None
 
     def _tick(self) -> None:
-        """The world's own book does nothing here."""
+        """Do nothing: the world's own book is not used here."""
 
     def _tick_all(self) -> None:
         for one in self.coordinators:
@@ -103,7 +103,7 @@ class ServedWorld(LeaseWorld):
         self.time.after(TICK_S, self._tick_all)
 
     def _ask(self, job: Any) -> Any:
-        """One coordinator after the other, as clients do; None if all have exited, are paused, or do not lead."""
+        """Try coordinators in turn, as clients do; None if all have exited, are paused, or do not lead."""
         for one in self.random.sample(self.coordinators, 2):
             if one.service is None or one.stopped_until_s > self.time.now:
                 continue
@@ -153,7 +153,7 @@ def test_the_laws_hold_across_leader_changes(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_leader_that_answers_for_too_long_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a leader that stood still goes on as if nothing had happened."""
+    """Negative control: a leader that was paused keeps leading after its lease has ended."""
     monkeypatch.setattr(leadership, "LEASE_S", 1e9)
     monkeypatch.setattr("floodplain.coordinator.leadership.BEAT_S", 1e9)
     with pytest.raises(AssertionError):

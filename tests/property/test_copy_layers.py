@@ -1,4 +1,4 @@
-"""A copy may name a range of layers: it moves those and nothing else, and is proven by the digests of that range."""
+"""A copy may name a range of layers: it moves only those, and is verified by the digests of that range."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bench:
             words[:] = torch.randint(-(2**31), 2**31, words.shape, generator=generator).int()
 
     def read(self) -> torch.Tensor:
-        """All of the pool: [blocks, layers, words]."""
+        """Return the whole pool: [blocks, layers, words]."""
         return torch.stack([words[:NUM_BLOCKS] for words in self.pool.words], dim=1)
 
     def copy(
@@ -55,7 +55,7 @@ class Bench:
 
 @pytest.fixture(scope="module", params=["native", "numpy"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """With each way in which this machine may copy."""
+    """Run with each mover that this machine has."""
     with pytest.MonkeyPatch.context() as patch, open_private_device(2**24) as device:
         if request.param == "numpy":
             patch.setattr(block_mover, "load_library", lambda *_: None)
@@ -69,7 +69,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 def check_range(bench: Bench, blocks: tuple[int, ...], slots: tuple[int, ...], layers: range, seed: int) -> None:
-    """Out, and into blocks with other contents: of all bytes of pool and slots, only those of the range move."""
+    """Copy out, then in to blocks with other contents: only bytes of the range change in pool and slots."""
     bench.fill(seed)
     left, before = bench.read(), bench.slots.words.clone()
     result = bench.copy(OUT, blocks, slots, layers)
@@ -123,7 +123,7 @@ def test_ranges_of_one_block_are_proven_each_for_itself(bench: Bench) -> None:
 def test_a_digest_holds_until_one_of_its_layers_is_written(
     bench: Bench, first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    """What was written in part is not whole, and what was written whole is proven whole alone."""
+    """A partly rewritten slot is not whole; a range that was written whole is valid by itself."""
     bench.fill(3)
     one, two = range(*first), range(*second)
     assert bench.copy(OUT, (4,), (6,), None).is_whole

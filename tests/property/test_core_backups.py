@@ -1,7 +1,7 @@
-"""Backups and slots against plain sets: a slot has one tenant, and only what arrived whole is ever an answer.
+"""Backups and slots against plain sets: a slot has one tenant, and only completely written backups are found.
 
-A whole backup that no request keeps and no copy touches is idle: it can be found until its slot is needed, the least
-recently used first. Any other slot is free when no request keeps its backup (or it is lost) and no copy touches it.
+A whole backup that no request keeps and no copy uses is idle: it is found until its slot is needed. The least recently
+used is evicted first. Any other slot is free when no request keeps its backup (or it is lost) and no copy uses it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BackupMachine(RuleBasedStateMachine):
         self.moves: list[list[tuple[Backup, Location]]] = []
         self.there = {tier: set(range(size)) for tier, size in self.sizes.items()}
         self.kept: Counter[Backup] = Counter()
-        self.known: list[Backup] = []  # all that ever were
+        self.known: list[Backup] = []  # every backup ever made
         self.written: set[Backup] = set()
         self.lost: set[Backup] = set()
 
@@ -54,7 +54,7 @@ class BackupMachine(RuleBasedStateMachine):
         return backup not in self.lost and (self.kept[backup] > 0 or self.is_touched(backup) or backup in self.idle)
 
     def settle(self, touched: Iterable[Backup]) -> None:
-        """A backup that no request keeps and no copy touches is idle from now on if it is whole, else lost."""
+        """A backup that no request keeps and no copy uses becomes idle if it is whole, else lost."""
         for backup in touched:
             if backup not in self.lost and not (self.kept[backup] or self.is_touched(backup)):
                 stays = backup.location.slot in self.there[backup.location.tier]
@@ -64,7 +64,7 @@ class BackupMachine(RuleBasedStateMachine):
                     self.lost.add(backup)
 
     def tenants(self) -> list[Location]:
-        """Slots of backups and of moves that are under way."""
+        """Return slots of backups and targets of moves in flight."""
         targets = [location for move in self.moves for _, location in move]
         return [b.location for b in self.known if self.is_alive(b) or self.is_touched(b)] + targets
 
@@ -227,7 +227,7 @@ TestBackupMachine = BackupMachine.TestCase
 
 
 def tour(machine: BackupMachine) -> None:
-    """Every corner of the table once, with its laws checked after each step."""
+    """Every case of the table once, with its laws checked after each step."""
 
     def do(name: str, *args: object) -> None:
         getattr(machine, name)(*args)
@@ -260,7 +260,7 @@ def tour(machine: BackupMachine) -> None:
 
 
 def move_tour(machine: BackupMachine) -> None:
-    """Every corner of moving between tiers."""
+    """Every case of a move between tiers."""
 
     def do(name: str, *args: object) -> None:
         getattr(machine, name)(*args)
@@ -274,12 +274,12 @@ def move_tour(machine: BackupMachine) -> None:
     do("add_slots", Tier.PEER, 2)
     do("begin_move", KEYS[:2], Tier.PEER)
     do("begin_read", KEYS[:1])
-    do("end_move", 0, True)  # one is read, and stays
+    do("end_move", 0, True)  # one is read, and is not moved
     do("finish_read", 0)
     do("begin_move", KEYS[:1], Tier.PEER)
     do("release", 0)  # no request keeps it while it moves
     do("end_move", 0, True)
-    do("retire_slots", Tier.PEER, {0, 1})  # the idle one is forgotten, the kept one stays
+    do("retire_slots", Tier.PEER, {0, 1})  # the idle one is dropped, the kept one remains
     do("begin_move", KEYS[1:2], Tier.HOST)
     do("end_move", 0, True)
     do("add_slots", Tier.PEER, 1)

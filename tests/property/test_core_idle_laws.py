@@ -1,4 +1,4 @@
-"""Memory that is returned to the system: never of blocks in use, all that is due, and no more than a look may."""
+"""Idle memory is returned to the system: never that of blocks in use, all that is due, at most a bound per check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 
 IDLE_S, NUM_QUANTA, NUM_SLOTS = 60.0, 8, 8
 LAYOUT = KVLayout(num_layers=2, block_tokens=16, num_kv_heads=2, head_dim=64, dtype=torch.float32)
-"""A layer's block has 16 KiB: four are a page, and a slot is whole system pages."""
+"""A layer's part of a block is 16 KiB: a page has four, and a slot is whole system pages."""
 
 
 @given(
@@ -36,7 +36,7 @@ LAYOUT = KVLayout(num_layers=2, block_tokens=16, num_kv_heads=2, head_dim=64, dt
 def test_a_unit_goes_when_its_last_use_is_long_over(
     ends: list[tuple[int, int]], looks: list[tuple[int, int]], num_kept: int
 ) -> None:
-    """Against a dictionary that is sorted anew each time."""
+    """Compared with a dictionary that is sorted anew at each check."""
     units, now = IdleUnits(60.0, num_kept), 0.0
     ended: dict[int, float] = {}
     for step, most in looks:
@@ -54,7 +54,7 @@ def test_a_unit_goes_when_its_last_use_is_long_over(
 
 
 class World:
-    """A pool, swap space, their books, and every byte that was written, in virtual time."""
+    """A pool, swap space, their books, and all bytes written, in virtual time."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.now = pool, 0.0
@@ -88,7 +88,7 @@ class World:
             self.ledger.free(self.held.pop(index % len(self.held)))
 
     def back_up(self) -> None:
-        """A block goes to swap space, and is kept there."""
+        """A block is copied to swap space, and its backup is kept."""
         self.num_keys += 1
         made = self.backups.begin_write(Tier.HOST, [self._key()])
         if made is not None:
@@ -99,12 +99,12 @@ class World:
             self.kept.append(made[0])
 
     def give_up(self, index: int) -> None:
-        """What lies in swap space is needed no more, and is retained."""
+        """A kept backup is released, and becomes idle."""
         if self.kept:
             self.backups.release(self.kept.pop(index % len(self.kept)))
 
     def look(self, seconds: float, *, is_busy: bool) -> None:
-        """Time passes, and the memory is looked at."""
+        """Advance the clock and run one check of idle memory."""
         self.now += seconds
         self.memory.look(self.now, is_busy=is_busy)
 
@@ -112,7 +112,7 @@ class World:
         return BlockKey(self.num_keys.to_bytes(8, "little"))
 
     def check(self) -> None:
-        """Whatever is in use, or can still be found, has its bytes; the books agree."""
+        """Blocks in use or still findable have their bytes; the books agree."""
         self.ledger.check_integrity(self.held)
         self.backups.check_integrity()
         readable = {*self.ledger.cached_blocks(), *(block for blocks in self.held for block in blocks)}

@@ -1,4 +1,4 @@
-"""Batches of messages: they do what their messages would do one by one, and tell each member the truth, once."""
+"""A batch has the effect of its messages one by one, and returns each member's leases once, after the batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def book_with_an_offer() -> LeaseBook:
 @settings(max_examples=examples(60))
 @given(batches=BATCHES)
 def test_a_batch_does_what_its_messages_do_one_by_one(batches: list[list[Message]]) -> None:
-    """But for copies of a request within a batch, which are answered as the first one was."""
+    """Except copies of a request within a batch: each gets the answer of the first one."""
     together, apart = book_with_an_offer(), book_with_an_offer()
     for now, batch in enumerate(batches):
         replies = together.handle_all(batch, float(now))

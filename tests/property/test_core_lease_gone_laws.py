@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(range(9)), st.integers(0, 7)), max_si
 
 
 class Town:
-    """A book and members that send allowed messages, each with its current rows."""
+    """A book, and members that send allowed messages, each with its current rows."""
 
     def __init__(self) -> None:
         self.book, self.now, self.seen = LeaseBook(TTL_S, 0.0), 0.0, Counter[str]()
@@ -101,6 +101,6 @@ def test_nothing_is_owed_to_a_device_that_is_gone(steps: list[tuple[int, int]]) 
 
 
 def test_consumers_are_seen_to_hold_memory_of_devices_that_are_gone() -> None:
-    """The control: such a run is found, and so is one in which a device that may come back is owed something."""
+    """Control: some run has memory lent by a device that is gone; some run has memory owed to one that may return."""
     for wanted in ("lent by one that is gone", "owed"):
         find(STEPS, lambda steps, wanted=wanted: drive(steps).seen[wanted] > 0)

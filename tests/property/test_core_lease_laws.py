@@ -1,6 +1,6 @@
-"""Laws of leases, on a world in which everything goes wrong; which of it is drawn, how often, and by which seed.
+"""Laws of leases in a world with every fault; which faults, how often, and the seed are drawn.
 
-``LeaseWorld`` asserts them after every event. That it can see a broken rule is shown by breaking them, one at a time.
+``LeaseWorld`` asserts them after every event. Negative controls break one rule at a time.
 """
 
 from __future__ import annotations
@@ -275,8 +275,9 @@ BROKEN_RULES = [
 def test_a_broken_rule_is_seen(
     breaking: Callable[[pytest.MonkeyPatch], None], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two take too rare accidents: that an expiry raises the revision of the producer's row (the book's own tests), and
-    that the word of an ended lender's consumer may stand for other bytes (``test_core_lease_word_laws``)."""
+    """Two rules need accidents too rare to find here: an expiry raises the revision of the producer's row (the book's
+    own tests), and a report about an ended lender may be for other bytes (``test_core_lease_word_laws``).
+    """
     breaking(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(60):

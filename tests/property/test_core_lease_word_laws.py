@@ -1,4 +1,4 @@
-"""Lenders that are killed for good, and consumers that are not: their word alone settles, and never too much."""
+"""If a lender is killed for good, consumers' reports alone settle its leases, and never more than is free."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ STEPS = st.lists(st.tuples(st.sampled_from(DOINGS), st.sampled_from(CONSUMERS)),
 class Quay:
     """A book, one device and the bytes that are really taken of it.
 
-    A consumer that is silent may hold its bytes, and says later what it has freed; one that is killed holds nothing,
-    and says nothing more.
+    A silent consumer may hold its bytes, and reports later what it has freed; a killed one holds nothing,
+    and sends nothing more.
 
     Attributes:
         held: Bytes that are taken, by lease.
-        seen: What has happened.
+        seen: Counts of events.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Quay:
             self._allocate(name)
 
     def step(self, what: str, name: str) -> None:
-        """One of the things that happen."""
+        """Execute one event."""
         match what:
             case "borrow":
                 self._borrow(name)
@@ -79,18 +79,18 @@ class Quay:
         self.check()
 
     def end(self) -> None:
-        """The lender is killed for good; consumers that live free everything and say so, one after the other."""
+        """The lender is killed for good; one after the other, live consumers free everything and report it."""
         self.step("kill lender", "")
         for name in reversed(CONSUMERS):
             for what in ("allocate", "free", "report", "wait", "wait", "wait"):
                 self.step(what, name)
 
     def leases(self) -> list[Lease]:
-        """All that have not ended."""
+        """All leases that have not ended."""
         return list(self.book.rows.leases.values())
 
     def check(self) -> None:
-        """What is held, or may be allocated, is leased; so is what ended leases are thought to hold at most."""
+        """Bytes held or allocatable are leased; so is the upper bound of bytes that ended leases hold."""
         self.book.rows.check_integrity()
         leased = self.book.rows.leased_bytes(LENDER)
         allocatable = sum(lease.num_bytes for lease in self.leases() if self._may_allocate(lease))
@@ -135,7 +135,7 @@ class Quay:
             self._say(Observe(LENDER, self._row(LENDER).stamp, sum(self.held.values())))
 
     def _pass_time(self, silent: set[str]) -> None:
-        """A TTL and more, in which all say that they live but the silent and the dead. The silent join anew."""
+        """Let more than a TTL pass; all but the silent and the dead send heartbeats. The silent then join anew."""
         for _ in range(3):
             self.now += TTL_S / 2
             for name in {LENDER, *CONSUMERS} - silent - self._dead:
@@ -178,7 +178,7 @@ def _breaks(steps: list[tuple[str, str]]) -> bool:
 
 
 def test_word_that_stands_for_other_bytes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: were what ended leases may hold left out, held bytes would count as free."""
+    """Control: if bytes that ended leases may hold are left out, held bytes count as free."""
     monkeypatch.setattr(EndedLenders, "_settle_device", _word_settles_everything)
     find(STEPS, _breaks, settings=SEARCH)
 

@@ -1,8 +1,8 @@
-"""The block ledger against a model that shares nothing with it: plain sets, lists and dicts, and readable bytes.
+"""The block ledger against an independent model: plain sets, lists and dicts, and readable bytes.
 
-Laws: every block is exactly one of absent, free, owned, cached, loading, draining; refcounts equal references; what a
-table or the index points to still holds its bytes, also after a shrink moved them; the least recently used prefix goes
-first; the fullest quantum is filled first; u used blocks fit into the fewest quanta that can hold them.
+Laws: every block is exactly one of absent, free, owned, cached, loading, draining; refcounts equal references; blocks
+in a table or the index hold their bytes, also after a shrink moved them; the least recently used prefix is evicted
+first; the fullest quantum is filled first; after a shrink, u used blocks are in the fewest quanta that can hold them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TestLedgerMachine = LedgerMachine.TestCase
 
 
 def tour(machine: LedgerMachine) -> None:
-    """Every corner of the ledger once, by the machine's own rules, with its laws checked after each."""
+    """Every case of the ledger once, by the machine's own rules, with its laws checked after each."""
 
     def do(name: str, *args: object) -> None:
         getattr(machine, name)(*args)
@@ -73,7 +73,7 @@ def tour(machine: LedgerMachine) -> None:
     do("share", a)
     do("grow", 0, 12)
     do("pass_through", [c, d])
-    do("allocate", machine.ledger.num_available - 1)  # d goes, c stays
+    do("allocate", machine.ledger.num_available - 1)  # d is evicted, c stays
     do("shrink", 0, True)
     do("share", c)
 
@@ -82,7 +82,7 @@ def test_a_tour_of_every_corner() -> None:
     tour(LedgerMachine())
 
 
-# -- negative controls: the machine notices a ledger that is subtly wrong --------------------------------------------
+# -- negative controls: the machine finds a ledger with one subtle fault ---------------------------------------------
 
 
 def forgets_pins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ SCALES = {
     "base_s": 1e-2, "decode_s": 1e-3, "context_token_s": 1e-6, "chunk_s": 1e-3, "prefill_token_s": 1e-4,
     "self_pair_s": 1e-7, "prefix_token_s": 1e-5, "prefix_pair_s": 1e-7,
 }  # fmt: skip
-"""About what each part costs a small model on a CPU."""
+"""Approximate costs of a small model on a CPU."""
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -55,7 +55,7 @@ def test_errors_on_held_out_steps_are_about_the_noise(cost: StepCost, seed: int,
     dice = Random(seed)
     rows = [StepRow(work, cost.time_s(work) * (1 + dice.gauss(0, noise))) for work in works(dice, 120)]
     fit = fit_steps(rows)
-    assert 0.4 * noise < fit.median_error < 1.1 * noise  # of a normal deviation the median is 0.67
+    assert 0.4 * noise < fit.median_error < 1.1 * noise  # the median of a normal deviation is 0.67
     assert fit.median_error < fit.p95_error < 3.5 * noise
 
 
@@ -70,11 +70,11 @@ def test_stalled_steps_change_nothing_and_are_counted(cost: StepCost, seed: int)
     assert [getattr(fit.cost, name) for name in PARTS] == pytest.approx(
         [getattr(cost, name) for name in PARTS], rel=1e-4
     )
-    assert fit.p95_error > 0.5  # a stall that was held out was not foreseen
+    assert fit.p95_error > 0.5  # a stall among the held-out steps cannot be predicted
 
 
 def test_no_part_is_negative() -> None:
-    """Negative control: plain least squares would say that a decode earns time."""
+    """Negative control: plain least squares gives a decode a negative time."""
     rows = [StepRow(StepWork.of([1] * count, []), 0.02 - 0.001 * count) for count in (1, 2, 3, 4, 5, 6) * 2]
     fit = fit_steps(rows, ("base_s", "decode_s"))
     assert fit.cost.decode_s == 0

@@ -1,7 +1,7 @@
-"""The line of a GPU without one: streams go on in any order that its events allow, and every layer is whole in time.
+"""The line of a GPU without one: with streams in any order that events allow, every layer is whole in time.
 
-The streams are fakes that a die drives (``tests.fakes.cuda_order``). First the line alone against its promise, then
-under ``LayerSlots``.
+The streams are fakes in random order (``tests.fakes.cuda_order``). The line is tested alone, then under
+``LayerSlots``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def memory() -> torch.Tensor:
 
 
 class Story:
-    """Layers that pass through places in any order, and what each piece of each must be.
+    """Layers that pass through places in any order, and the expected content of each piece.
 
     Attributes:
         visits: place -> the layer in it, and which of its pieces were loaded.
         last: place -> the last copy from or to it.
-        gone: Nearer copies that were taken away, and belong to others now.
+        gone: Near copies that were taken away, and now belong to other engines.
     """
 
     def __init__(self, machine: Machine, line: CudaLayerLine) -> None:
@@ -89,7 +89,7 @@ class Story:
             self.visits[place] = (layer, pieces)
 
     def leave(self) -> None:
-        """A layer is computed in its place, and what it wrote there goes to its copies."""
+        """A layer computes in its place, and its new rows are written to its copies."""
         if not self.visits:
             return
         place = self.rng.choice(sorted(self.visits))
@@ -111,7 +111,7 @@ class Story:
         place[written] = after[written][:, None]
 
     def switch(self, layer: int) -> None:
-        """A layer gets a nearer copy, or loses it: nothing may touch what it had any more."""
+        """A layer gets or loses a near copy: no later copy may touch the lost one."""
         gone, self.nears[layer] = self.nears[layer], memory() if self.nears[layer] is None else None
         self.line.place(layer, self.homes[layer], self.nears[layer])
         with self.machine.host_does_not_wait():
@@ -141,7 +141,7 @@ def test_a_layer_is_whole_in_its_place_and_so_are_its_copies(seed: int) -> None:
 
 
 class _Never(dict[Any, Any]):
-    """Remembers nothing."""
+    """Discards every item."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -180,7 +180,7 @@ def test_control_each_wait_is_needed(fault: str) -> None:
 
 
 class LateWorld(World):
-    """One whose steps run behind the host, as on a GPU; each has ended when its tokens are wanted."""
+    """A world whose steps run behind the host, as on a GPU; each step ends before its tokens are read."""
 
     machine: Machine
 
@@ -198,7 +198,7 @@ class LateWorld(World):
 
 
 def _live_on_streams(seed: int, kind: type[LayerSlots] = LayerSlots) -> int:
-    """Returns the bytes that were loaded."""
+    """Return the number of bytes loaded."""
     with pytest.MonkeyPatch.context() as patch, open_private_device(2**24) as device:
         machine = Machine(seed).install(patch)
         one = LateWorld(device, open_line(machine, LAYOUT.num_layers), seed, kind)
@@ -218,7 +218,7 @@ def test_layers_stream_beside_a_gpu_and_the_host_never_waits_in_a_step() -> None
 
 
 class _Hasty(LayerSlots):
-    """See the control."""
+    """Control: compute does not wait for loads."""
 
     def before_layer(self, index: int) -> None:
         pass

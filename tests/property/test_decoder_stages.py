@@ -1,4 +1,4 @@
-"""A decoder in two stages, layers [0, k) and then [k, n), has the bits of the whole: activations, logits and KV."""
+"""A decoder in two stages, layers [0, k) and [k, n), equals the whole bit for bit: activations, logits and KV."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(name: str, dtype: torch.dtype, seed: int) -> Decoder:
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[Step]:
-    """Each step computes a chunk or a decode of some sequences; the first ones can only be chunks."""
+    """Draw steps that compute a chunk or a decode of some sequences; a sequence begins with a chunk."""
     lengths, steps = [0] * NUM_SEQUENCES, []
     tokens = st.integers(0, 255)
     for _ in range(draw(st.integers(1, 4))):
@@ -59,7 +59,7 @@ def stories(draw: st.DrawFn) -> list[Step]:
 
 
 def run_staged(model: Decoder, sequences: Sequences, step: Step, stages: Sequence[range]) -> torch.Tensor:
-    """One step by stages, each of which sees its own layers' KV only."""
+    """Run one step by stages; each stage has only the KV of its own layers."""
     batch = sequences.next_batch(step.decodes, step.chunks)
     x = model.embed(batch)
     for layers in stages:
@@ -70,7 +70,7 @@ def run_staged(model: Decoder, sequences: Sequences, step: Step, stages: Sequenc
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """As equal as NaN can be: that of an unwritten slot."""
+    """Compare bits: unwritten slots are NaN."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

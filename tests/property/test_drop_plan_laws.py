@@ -1,4 +1,4 @@
-"""Drop plans: they gain what is needed with the fewest merges, and are almost always as even as any."""
+"""Drop plans gain the need with the fewest merges, and are almost always as even as any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POOL = 60
 
 
 def make_loads(num_stages: Sequence[int], demands: Sequence[int], pool: int = POOL) -> list[GroupLoad]:
-    """Groups of so many instances each."""
+    """Return groups with these numbers of instances."""
     loads, epoch = [], 0
     for stages, demand in zip(num_stages, demands, strict=True):
         loads.append(GroupLoad(tuple(range(epoch, epoch + stages)), (pool,) * stages, demand))
@@ -41,7 +41,7 @@ CROWDS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 400)), min_size=1,
 
 
 def count_blocks(pools: Sequence[int], sizes: DropSizes) -> int:
-    """Blocks of a group: the most that fit beside the kept layers of each member, by trying."""
+    """Blocks of a group: the most that fit beside the kept layers of each member, by search."""
     kept = max(len(range(place, sizes.num_layers, len(pools))) for place in range(len(pools)))
     fitting = []
     for pool in pools:
@@ -60,7 +60,7 @@ def gain_of(merges: Sequence[Sequence[GroupLoad]], sizes: DropSizes = SIZES) -> 
 
 
 def partitions(items: list[GroupLoad]) -> Iterator[list[list[GroupLoad]]]:
-    """All ways to divide them into sets."""
+    """Yield all partitions of the items into sets."""
     if not items:
         yield []
         return
@@ -122,11 +122,11 @@ def test_instances_that_begin_alone_get_a_plan_as_good_as_any(num_instances: int
 
 
 FINE = DropSizes(num_layers=720_720, layer_bytes=40, block_bytes=1)
-"""Up to 16 stages share these layers without a rest, so that every merge gains as much."""
+"""The layers divide evenly over up to 16 stages, so every merge gains the same."""
 
 
 def test_the_plan_is_seldom_worse_than_the_best_and_the_greedy_one_often() -> None:
-    """Groups of 1 to 3 that exist already; the published greedy plan is the control: it is seen to be worse."""
+    """Existing groups of 1 to 3 instances. The published greedy plan is the control: it is worse more often."""
     dice = Random(42)
     num_worse, num_greedy_worse = 0, 0
     for _ in range(370):
@@ -147,7 +147,7 @@ def test_overloaded_instances_are_grouped_each_with_one_of_the_freest() -> None:
 
 
 def test_the_greedy_plan_can_leave_out_the_overloaded_group() -> None:
-    """Control of the law above that each group relieves an overloaded one: the law can be broken."""
+    """Control of the law that each group relieves an overloaded one: the greedy plan breaks it."""
     loads = make_loads([1, 1, 2], [10, 10, 900])
     greedy, plan = plan_greedily(loads, 30, SIZES), plan_drop(loads, 30, SIZES)
     assert greedy is not None and greedy.groups == ((0, 1),)

@@ -1,4 +1,4 @@
-"""When to drop and to restore: after how long, never in quick succession, and each drop with its restore."""
+"""Timing of drops and restores: after enough need or calm, never in quick succession, each drop with its restore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT = DropTimingSettings()
 
 @dataclass(frozen=True)
 class Move:
-    """A move as it was made, and the demands of all looks up to it."""
+    """A move, and the demands of all checks up to it."""
 
     when_s: float
     move: DropMove
@@ -33,7 +33,7 @@ def run(
     transition_s: float = 0.2,
     failing: frozenset[int] = frozenset(),
 ) -> list[Move]:
-    """All moves under (seconds until the look, blocks demanded), where moves of these numbers are not carried out."""
+    """Return all moves under (seconds to the next check, blocks demanded); moves in ``failing`` do not happen."""
     timing, moves = DropTiming(chosen), []
     now, is_grouped, until_s = 0.0, False, -math.inf
     seen: list[tuple[float, int]] = []
@@ -103,14 +103,14 @@ def test_a_wave_is_one_drop_and_one_restore() -> None:
 
 
 def test_without_a_gap_and_without_calm_it_would_flap() -> None:
-    """Control of the laws above: the same waves, with the times that prevent flapping set to nothing."""
+    """Control of the laws above: with the times that prevent flapping set to 0, it flaps."""
     demands = [(0.1, 1500 if index // 10 % 2 else 300) for index in range(300)]
     loose = DropTimingSettings(overload_s=0.0, calm_s=0.0, gap_s=0.0)
     assert len(run(demands)) <= 3 < 10 < len(run(demands, loose))
 
 
 def test_an_overload_that_ends_before_a_drop_would_pay_is_waited_out() -> None:
-    falling = [(0.1, 1400 - 8 * index) for index in range(50)]  # 80 blocks a second: over in 5 s
+    falling = [(0.1, 1400 - 8 * index) for index in range(50)]  # 80 blocks a second: ends in 5 s
     timely = run(falling, transition_s=2.0)
     assert timely and timely[0].move is DropMove.DROP
     assert not run(falling, transition_s=6.0)

@@ -1,7 +1,7 @@
-"""Laws of elastic tensors: real bytes on two real host devices, whose owners lend, recall and grow, as it comes.
+"""Laws of elastic tensors: real bytes on two real host devices, whose owners lend, recall and grow at random.
 
-A shadow of every tensor is kept aside; the owners of pages are read from the devices. That the machine can see a broken
-rule is shown by breaking them, one at a time.
+Every tensor has a reference copy; the owners of pages are read from the devices. Negative controls break one rule at a
+time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self.pool = ElasticPool(self.client, HostPeerMemory(directory))
         self.shadows: dict[ElasticTensor, torch.Tensor] = {}
 
-    # -- what the program does -------------------------------------------------------------------------------------
+    # -- what the consumer does ------------------------------------------------------------------------------------
 
     @initialize(num_tensors=st.integers(1, 4))
     def begin_among_neighbours(self, num_tensors: int) -> None:
@@ -78,7 +78,7 @@ class ElasticMachine(RuleBasedStateMachine):
         elastic = self.pool.to_elastic(tensor)
         assert elastic.location is Tier.HOST
         self.shadows[elastic] = tensor.clone()
-        tensor.zero_()  # the elastic tensor has bytes of its own
+        tensor.zero_()  # the elastic tensor has its own copy of the bytes
 
     @precondition(lambda self: self.shadows)
     @rule(data=st.data(), seed=SEEDS)
@@ -113,11 +113,11 @@ class ElasticMachine(RuleBasedStateMachine):
         del self.shadows[elastic]
         elastic.close()
 
-    # -- what the others do ----------------------------------------------------------------------------------------
+    # -- what other processes do -----------------------------------------------------------------------------------
 
     @rule(which=WHICH, num_pages=st.sampled_from([0, 1, 3, NUM_PAGES]), seconds=st.sampled_from([0.0, DEADLINE_S + 1]))
     def lend(self, which: int, num_pages: int, seconds: float) -> None:
-        """Put more up, or recall, perhaps what was just granted; grow by what is seen free; let a deadline pass."""
+        """Offer more, or recall, perhaps a lease just granted; grow by bytes seen free; a deadline may pass."""
         self.client.beat()
         producer = self.producers[which]
         producer.lend(num_pages)
@@ -129,7 +129,7 @@ class ElasticMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.client.pending())
     @rule(num_left=st.integers(0, 2))
     def steal(self, num_left: int) -> None:
-        """In the moment between a grant and its allocation."""
+        """A process without a lease takes pages between a grant and its allocation."""
         self._beat_all()
         for visitor, stolen in zip(self.visitors, self.stolen, strict=True):
             stolen += visitor.allocate(max(0, visitor.num_free_pages() - num_left)) or []
@@ -143,7 +143,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
     @rule(hears_of_grants=st.booleans(), seconds=st.sampled_from([DEADLINE_S + 1, TTL_S / 2, TTL_S + 1]))
     def consumer_is_cut_off(self, hears_of_grants: bool, seconds: float) -> None:
-        """For longer than a TTL its leases expire, and the producers look on; it may hear of it before it responds."""
+        """After a TTL its leases expire, and producers observe; the consumer may learn of grants before it responds."""
         if hears_of_grants:
             self._beat_all()
         self.coordinator.pass_time(seconds / 2)
@@ -153,7 +153,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
     @rule()
     def calm(self) -> None:
-        """Producers lend all, and all send beats: no tensor waits for which there is room."""
+        """Producers lend all, and all send beats: no tensor stays on the host if there is room for it."""
         self.return_what_was_stolen()
         for _ in range(6):
             for which in range(2):
@@ -203,7 +203,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self.seen["late"] += any(left_s < 0 for left_s in recalls)
 
     def _num_taken(self, which: int) -> int:
-        """Pages that are neither free nor the producer's nor stolen: the consumer's, as observed."""
+        """Pages that are not free, the producer's or stolen: the consumer's, as observed."""
         return self.producers[which].num_foreign_pages - len(self.stolen[which])
 
     def _num_moved(self, before: dict[ElasticTensor, Tier], source: Tier, target: Tier) -> int:
@@ -220,7 +220,7 @@ class ElasticMachine(RuleBasedStateMachine):
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values without NaN, which no comparison would find equal."""
+    """Return values without NaN, which never compares equal."""
     values = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
     return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
 
@@ -245,7 +245,7 @@ def _bytes_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
         if isinstance(extent := elastic._extent, HostExtent):
             arena = extent._arena
             arena._release([Page(page) for page in arena._table.tolist()])
-            arena._table[:] = -1  # mapped still, so that reading is no fault
+            arena._table[:] = -1  # still mapped, so that reading is no fault
         return original(elastic)
 
     original = ElasticTensor.move_to_host
@@ -296,7 +296,7 @@ def test_a_broken_rule_is_seen(
 
 
 def tell_of_a_late_look() -> None:
-    """What is granted, and recalled before the pool looks, ends a request: its tensor must be asked for again."""
+    """A lease granted and recalled before the pool sees it ends a request: the pool must request again."""
     machine = ElasticMachine()
     try:
         machine.begin_among_neighbours(1)

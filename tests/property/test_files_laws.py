@@ -1,4 +1,4 @@
-"""A file of any kind with any bytes is read, or refused in one line that names it: never anything else."""
+"""A file of any kind with any bytes is read, or refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HOSTILE = [
     b"9999-12-31", b"../../etc/passwd", b"/dev/zero", struct.pack("<Q", 2**62), struct.pack("<I", 2**31),
     struct.pack("<Q", 2**64 - 1), struct.pack("<IQ", 9, 1) * 200,
 ]  # fmt: skip
-"""What stands in a file in the place of something else."""
+"""Content that replaces a part of a file."""
 
 
 Change = tuple[float, int, bytes]
-"""Where (a part of the length), how many bytes go, and what comes in their place."""
+"""(position, as a part of the length; number of bytes removed; bytes inserted)."""
 CHANGES = st.lists(
     st.tuples(
         st.floats(0, 1), st.sampled_from((0, 1, 2, 4, 8, 12, 2**20)), st.sampled_from(HOSTILE) | st.binary(max_size=8)
@@ -89,14 +89,14 @@ def test_damaged_files_are_read_or_refused_in_one_line(
 
 
 def test_the_damage_reaches_what_parsers_raise_by_themselves(kinds: dict[str, Kind]) -> None:
-    """Negative control: the same files read by the parsers alone break the law."""
+    """Negative control: the parsers alone raise other errors on such files."""
 
     def fails(parse: Callable[[bytes], object], content: bytes, changes: Sequence[Change] = ()) -> bool:
         try:
             parse(damaged(content, changes))
         except UserError:
             return False
-        except Exception:  # what the law forbids
+        except Exception:  # the law forbids these
             return True
         return False
 

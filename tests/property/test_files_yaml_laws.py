@@ -1,4 +1,4 @@
-"""YAML is read as YAML 1.2 means it; a key that stands twice, or what may mean two things, is refused with its line."""
+"""YAML is read by YAML 1.2; duplicate keys and ambiguous values are refused with their line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refusal(folder: Path, text: str) -> str:
 @given(content=st.dictionaries(TEXTS, VALUES, max_size=4), indent=st.none() | st.integers(1, 3))
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_json_means_in_yaml_what_it_means_in_json(content: dict[str, Any], indent: int | None, tmp_path: Path) -> None:
-    """YAML 1.2 was made so; ``repr`` tells 1 from 1.0 and True."""
+    """YAML 1.2 is a superset of JSON; ``repr`` distinguishes 1, 1.0 and True."""
     text = json.dumps(content, indent=indent, ensure_ascii=False)
     assert repr(read(tmp_path, text)) == repr(json.loads(text))
 

@@ -1,4 +1,4 @@
-"""Whatever an instance says, in whatever state: its own connection ends at most, and the front and the others go on."""
+"""Any message of an instance, in any state, ends at most its own connection; the front and other instances continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ JUNK = [-1, 0, 1, 2, 7, 2**31, 2**63, -(2**63), 2**64, 10**4000, float("nan"), f
 
 
 def templates(dice: Random, bot: Bot, epoch: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Messages of every kind; small numbers name what there may be."""
+    """Return messages of every kind, with small numbers that may match existing ones."""
     number, ticket = dice.randint(1, 4), dice.choice([*bot.lengths, dice.randint(1, 30)])
     known = bot.lengths.get(ticket, (9, 9, None))[0]
     row = KvRow(ticket, known, known - 1, -(-(known - 1) // 4))
@@ -68,7 +68,7 @@ def templates(dice: Random, bot: Bot, epoch: int) -> list[tuple[Any, tuple[int, 
 
 
 def damage(dice: Random, value: Any) -> Any:
-    """A JSON value with one part replaced, left out, or said many times."""
+    """Return a JSON value with one part replaced, left out, or repeated."""
     if isinstance(value, dict) and value and dice.random() < 0.9:
         name = dice.choice(sorted(value))
         if dice.random() < 0.05:
@@ -85,7 +85,7 @@ def damage(dice: Random, value: Any) -> Any:
 
 
 class Story:
-    """A front of one kind under honest instances, clients, and an instance that now and then says anything."""
+    """A front of one kind with honest instances, clients, and an instance that sometimes sends bad messages."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.dice, self.kind = Random(seed), kind
@@ -175,7 +175,7 @@ class Story:
             bot.say(*answer)
 
     def say_bad(self, bot: Bot) -> None:
-        """A message of a kind that is due, or any; damaged in a few places, or in none."""
+        """Send a message that is due, or any other; damaged in zero to three places."""
         dice = self.dice
         some = templates(dice, bot, bot.epoch)
         due = bot.answer() if bot.orders and dice.random() < 0.5 else None
@@ -191,11 +191,11 @@ class Story:
                 body[name] = damage(dice, body[name])
         try:
             bot.say_body(body, tuple(ids))
-        except (ValueError, OverflowError):  # not a number of JSON, or of 32 bits
+        except (ValueError, OverflowError):  # not a JSON number, or not 32 bits
             bot.feed(struct.pack("!II", 3, 0) + b"xyz")
 
     def check(self) -> None:
-        """The front lives, its books are whole, and what it shows is what clients can read."""
+        """The front is alive, its books are consistent, and it has an entry for each open request."""
         front = self.front
         if front.failure is not None:
             raise front.failure
@@ -206,7 +206,7 @@ class Story:
         assert len(front.book) == len(self.callers)
 
     async def finish(self) -> None:
-        """Those that lied end; with honest instances every request ends."""
+        """End instances that sent bad messages; with honest instances every request ends."""
         for metric in ClusterMetrics("m", self.front).collect():
             assert all(sample.value == sample.value for sample in metric.samples)
         json.dumps(list_instances(self.front, 0.0).model_dump(), allow_nan=False).encode()

@@ -59,7 +59,7 @@ def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
 
 @pytest.mark.parametrize("state", list(STEPS), ids=str)
 def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
-    """Of two groups that become one: until all have confirmed, the other one goes on."""
+    """Two groups merge into one: until all members have confirmed, the group without the victim continues."""
     for victim in (1, 2, 4):
         world, dice = World(GroupBook()), Random(victim)
         for _ in range(5):
@@ -92,7 +92,7 @@ def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
 
 
 class DropsAtOnce(GroupBook):
-    """One phase instead of two."""
+    """Sends drop orders together with prepare orders: one phase instead of two."""
 
     def prepare(self, epochs: Any) -> Change:
         change = super().prepare(epochs)
@@ -129,7 +129,7 @@ class BelievesOldNumbers(GroupBook):
 
 
 class TakesPartsOfGroups(GroupBook):
-    """A member of a group joins another one, and leaves its pipeline without a stage."""
+    """Lets a member of a group join another one, which leaves its pipeline without a stage."""
 
     def find_old(self, epochs: Any) -> list[Group]:
         found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
@@ -139,7 +139,7 @@ class TakesPartsOfGroups(GroupBook):
 
 
 class ForgetsOldGroups(GroupBook):
-    """A merge that is cancelled leaves its members in no group."""
+    """Removes the old groups when a merge is cancelled."""
 
     def refuse(self, epoch: int, number: int) -> Change | None:
         change = super().refuse(epoch, number)
@@ -149,7 +149,7 @@ class ForgetsOldGroups(GroupBook):
 
 
 class LeavesOneCopyOut(GroupBook):
-    """As if swapped KV were in place where it is swapped."""
+    """Leaves one member out of the copies of each swapped request's KV."""
 
     def drop(self, number: int, copiers: Any) -> Change:
         return super().drop(number, {one: sorted(epochs)[:-1] or epochs for one, epochs in copiers.items()})

@@ -36,7 +36,7 @@ class OddGroupMachine(GroupMachine):
 
 
 class ShiftedMemory(GroupMemory):
-    """The fault to be found: used quanta lie one place further than was said."""
+    """Fault: used quanta are mapped one place further than reported."""
 
     def drop(self, pages: Sequence[Page], quanta: Sequence[int], used: Sequence[int], *rest: object) -> None:
         super().drop(pages, quanta, [*used[1:], *used[:1]], *rest)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ class ShiftedMachine(GroupMachine):
     memory_class = ShiftedMemory
 
 
-# Shrinking a failure takes minutes here; the steps of the first one found are short enough.
+# Shrinking a failure takes minutes here; its first steps are short enough.
 SETTINGS = settings(max_examples=examples(20), stateful_step_count=15, deadline=None, phases=[Phase.generate])
 GroupMachine.TestCase.settings = SETTINGS
 OddGroupMachine.TestCase.settings = SETTINGS
@@ -55,7 +55,7 @@ TestOddGroupMachine = OddGroupMachine.TestCase
 
 
 class DriverMachine(OddGroupMachine):
-    """The same by the calls of the CUDA driver, over a fake of it."""
+    """The same laws over the calls of the CUDA driver, with a fake driver."""
 
     def open_device(self) -> CudaDevice:
         return CudaDevice(CudaDriver(0), None)
@@ -73,7 +73,7 @@ def test_the_same_laws_by_the_calls_of_the_cuda_driver(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_attention_over_moved_blocks_is_what_it_was(forgets: bool) -> None:
-    """With tables that still name the blocks of before, it is not: the control."""
+    """Attention over moved blocks is unchanged. Control: with tables of the old block ids it differs."""
     with open_private_device(2**24) as device:
         before, after = moved_attention(device, CpuAttention, forgets)
         assert torch.equal(before, after) != forgets
@@ -85,7 +85,7 @@ def test_the_machine_finds_used_quanta_at_another_place() -> None:
 
 
 class WatchedLock:
-    """A lock that tells when it is asked for; one that does not lock is the control."""
+    """A lock that records an attempt to acquire it; as a control, it does not lock."""
 
     def __init__(self, locks: bool) -> None:
         self.lock = threading.RLock() if locks else nullcontext()
@@ -101,7 +101,7 @@ class WatchedLock:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_an_unmap_waits_for_a_read(locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lock, pages of the KV that is read go after the read; without it, before."""
+    """With the lock, pages are unmapped after the read of their KV; without it, before."""
     with open_private_device(2**22) as device:
         buffers = [PagedBuffer(device, PAGE_BYTES) for _ in range(EVEN.num_layers)]
         for buffer in buffers:
@@ -140,8 +140,8 @@ def test_bad_drops_are_refused_with_nothing_changed() -> None:
         memory = GroupMemory(device, EVEN, buffers)
         pages = device.allocate(3 * EVEN.num_layers) or []
         for bad in (
-            (pages[1:], [0, 1, 2], [0], range(1), 0, 1),  # a quantum that is not whole
-            (pages, [0, 1, 2], [3], range(1), 0, 1),  # used, and not there
+            (pages[1:], [0, 1, 2], [0], range(1), 0, 1),  # an incomplete quantum
+            (pages, [0, 1, 2], [3], range(1), 0, 1),  # used, but absent
             (pages, [0, 1, 2], [0, 0], range(1), 0, 2),
             (pages, [0, 1, 2], [0], range(0), 0, 1),
             (pages, [0, 1, 2], [0], range(3, 5), 0, 1),

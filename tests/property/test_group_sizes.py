@@ -24,7 +24,7 @@ def blocks_of(num_quanta: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def merging(draw: st.DrawFn, reports: list[MemberReport], ends: list[int]) -> list[MemberReport]:
-    """Members that have some layers only, and of which some are in one group already."""
+    """Members that have only some layers; some of them are already in one group."""
     merged: list[MemberReport] = []
     for place, report in enumerate(reports):
         alone = [other for other, one in enumerate(merged) if one.holder is None]
@@ -62,7 +62,7 @@ def stories(draw: st.DrawFn) -> Story:
 
 
 class Pages:
-    """The oracle: one member's pages one by one, by what they hold; running out of them is an error."""
+    """The oracle: pages of one member by their content; more than its total is an error."""
 
     def __init__(self, report: MemberReport) -> None:
         self.report, self.held = report, dict[tuple[str, int, int], int]()
@@ -94,7 +94,7 @@ def hold_exchange(report: MemberReport, kept: range, used: Sequence[int], num_qu
 
 
 def run(report: MemberReport, kept: range, used: Sequence[int], sizes: GroupSizes) -> bool:
-    """A whole life of a group in one member: whether its pages suffice in each state."""
+    """Return whether a member's pages suffice in every state of a group, from drop to return."""
     num_layers = len(report.param_pages)
     others = [layer for layer in range(num_layers) if layer not in kept]
     pages = hold_exchange(report, kept, used, sizes.num_quanta)
@@ -115,7 +115,7 @@ def run(report: MemberReport, kept: range, used: Sequence[int], sizes: GroupSize
 
 
 def is_least(reports: list[MemberReport], kept: list[range], used: Sequence[Sequence[int]], num_quanta: int) -> bool:
-    """Whether one more quantum would be too many for a member, or one fewer would do for none."""
+    """Return whether the size is maximal: for some member, one more quantum exceeds its pages or its limit."""
     more = [
         hold_exchange(*one, num_quanta)
         for one in zip(reports, kept, used, strict=True)
@@ -128,7 +128,7 @@ def is_least(reports: list[MemberReport], kept: list[range], used: Sequence[Sequ
 
 
 def quanta_of(rows: Sequence[HeldRow], reports: Sequence[MemberReport]) -> list[list[int]]:
-    """The oracle: quanta of each place, be they of its own rows or of those of its holder."""
+    """The oracle: used quanta of each place, from its own rows or from those of its holder."""
     holders = [place if one.holder is None else one.holder for place, one in enumerate(reports)]
     used = [{b // Q for row in rows if row.place == holder for b in row.sources if b >= 0} for holder in holders]
     return list(map(sorted, used))
@@ -143,7 +143,7 @@ def slots_of(rows: Sequence[HeldRow]) -> set[tuple[int, int]]:
 
 
 def fits(reports: list[MemberReport], kept: list[range], rows: Sequence[HeldRow]) -> bool:
-    """The oracle: whether the group's pool can have used quanta and blocks for slots while nothing has left yet."""
+    """The oracle: whether the group's pool holds used quanta and blocks for slots before any KV has left."""
     used = quanta_of(rows, reports)
     num = count_used(used, reports) + len(range(0, len(slots_of(rows)), Q))
     if any(num > report.max_quanta for report in reports):
@@ -181,7 +181,7 @@ def test_oldest_requests_keep_their_kv_and_younger_ones_if_it_fits_beside(story:
 @settings(max_examples=examples(150), deadline=None)
 @given(story=stories())
 def test_blocks_keep_their_pages_under_new_ids(story: Story) -> None:
-    """Two blocks have one id in the group only if they are one block; those of a quantum stay together, in order."""
+    """Group ids are unique per block; blocks of a quantum stay together, in order."""
     reports, kept, rows = story
     sizes = size_group(reports, kept, rows, Q)
     new: dict[tuple[int, int], int] = {}

@@ -44,8 +44,8 @@ def move(mover: BlockMover, direction: Direction, block: int) -> int:
 class LayersMachine(PoolMachine):
     """Layers are mapped, streamed (their blocks in a copy on the host), or gone to another engine.
 
-    The oracle is a tag for each held block and a place for each layer; what another engine holds is written anew when
-    the layer comes back.
+    The oracle is a tag for each held block and a place for each layer. A layer that returns from another engine is
+    written anew.
     """
 
     layout = EVEN
@@ -67,14 +67,14 @@ class LayersMachine(PoolMachine):
 
     @property
     def kept(self) -> list[int]:
-        """Blocks with bytes that a request may need: cached ones, too."""
+        """Blocks whose bytes a request may need, cached ones included."""
         return [block for block in self.tags if self.pool.is_backed(block)]
 
     def is_home(self, layer: int) -> bool:
         return layer in self.pool.mapped_layers and layer not in self.copies
 
     def words(self, layer: int) -> torch.Tensor:
-        """Where the layer's blocks are, by the oracle."""
+        """Return the words of the layer's blocks, in its copy or its arena."""
         if layer in self.copies:
             return self.copies[layer]
         return self.pool.layers[layer].view(torch.int32).view(self.pool.max_blocks, -1)
@@ -112,7 +112,7 @@ class LayersMachine(PoolMachine):
     @precondition(lambda self: any(map(self.is_home, self.pool.mapped_layers)))
     @rule(data=st.data())
     def lend_an_arena(self, data: st.DataObject) -> None:
-        """A layer's blocks are on the host, and its arena stays mapped: what others stream through."""
+        """Move a layer's blocks to the host; its arena stays mapped, for other layers to stream through."""
         (layer,) = self.choose(data, set(filter(self.is_home, self.pool.mapped_layers)), 1)
         self.copy_out([layer])
         for block in filter(self.pool.is_backed, range(self.pool.max_blocks)):
@@ -155,7 +155,7 @@ class LayersMachine(PoolMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def swap(self, data: st.DataObject) -> None:
-        """A block leaves for its slot and returns, in all layers wherever these are; both movers say the same."""
+        """A block is copied to its slot and back, in all layers, wherever these are; both movers give one digest."""
         block = data.draw(st.sampled_from(self.held))
         if self.gone:
             with pytest.raises(InvariantError, match="with another engine"):
@@ -199,7 +199,7 @@ TestOddLayersMachine = OddLayersMachine.TestCase
 
 @contextmanager
 def pool_of(layout: KVLayout, num_blocks: int) -> Iterator[tuple[HostDevice, KVPool, BlockLedger]]:
-    """A pool whose blocks hold their ids as tags."""
+    """A pool whose blocks have their ids as tags."""
     with open_private_device(2**24) as device:
         pool = KVPool(device, layout, MAX_BLOCKS)
         ledger = BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks)
@@ -242,7 +242,7 @@ def test_a_shrink_moves_blocks_in_the_copies_of_streamed_layers_too() -> None:
 
 
 def test_addresses_that_are_not_read_anew_would_show() -> None:
-    """Control: a mover that kept its own would copy what a layer's arena has become."""
+    """Control: a mover with cached addresses copies the new contents of a layer's old arena."""
     with pool_of(EVEN, 8) as (_, pool, _ledger):
 
         class Before:

@@ -49,7 +49,7 @@ def holds(pool: KVPool, block: int, tag: int) -> bool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences own blocks with a tag written all over them; two sequences may share a block."""
+    """Sequences own blocks filled with a tag; two sequences may share a block."""
 
     layout = EVEN
 
@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A cached or owned prefix is taken by another sequence."""
+        """Another sequence takes a cached or owned prefix."""
         keys = [k for k in (str(tag).encode() for tag in range(self.next_tag + 1)) if self.ledger.find(k) is not None]
         if keys:
             block = self.ledger.share(data.draw(st.sampled_from(keys)))
@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(survivors=st.sets(st.integers(0, MAX_BLOCKS - 1), max_size=6))
     def scatter(self, survivors: set[int]) -> None:
-        """The pool fills up, then only some sequences of one block each are left: what makes a shrink move blocks."""
+        """Fill the pool, then keep only some sequences of one block each, so that a shrink moves blocks."""
         while self.ledger.num_available:
             self.allocate(1)
         leaving = [table for table in self.tables if not survivors & {*table}]
@@ -229,7 +229,7 @@ def test_a_shrink_gives_pages_that_another_pool_grows_with() -> None:
 
 
 class BrokenPool(KVPool):
-    """A pool on a device that is lost while blocks move."""
+    """A pool whose device is lost while blocks move."""
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         raise RuntimeError("device lost")
@@ -260,7 +260,7 @@ def test_a_growth_that_exceeds_mappings_in_its_second_layer_is_undone() -> None:
         second = device.allocate(2)
         assert second is not None
         with pytest.raises(UserError, match="max_map_count"):
-            pool.grow(ledger, 8)  # the second layer's pages do not continue its first
+            pool.grow(ledger, 8)  # the second layer's pages are not contiguous with its first ones
         assert pool.num_blocks == ledger.num_blocks == 4
         assert device.num_owned_pages == 4
 

@@ -1,4 +1,4 @@
-"""Which layers stream and through which slots: whole as they compute, one layer in a slot at a time, nested orders."""
+"""Which layers stream, and through which slots: whole as they compute, one layer in a slot at a time, nested orders."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def places(draw: st.DrawFn) -> LayerPlaces:
 
 
 def run_step(where: LayerPlaces, versions: dict[int, int], *, writes: bool = True, keeps_order: bool = True) -> None:
-    """One step over a line that runs each job as late as it can: a layer's version is what its copy holds.
+    """Run one step over a line that runs each job as late as possible; ``versions`` are those in the layers' copies.
 
     Raises:
-        AssertionError: A layer computes on what is not its latest content.
+        AssertionError: A layer computes on content that is not its latest.
     """
     slots: list[tuple[int, int] | None] = [None] * where.num_slots
     jobs: deque[tuple[str, int]] = deque(("load", layer) for layer in where.first)

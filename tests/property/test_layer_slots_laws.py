@@ -1,7 +1,7 @@
 """Layers that stream, with real arenas: every block that a step reads has the bytes of a pool that never streamed.
 
-The oracle is a plain dictionary of blocks and layers. The line copies as late or as early as it may, and spoils what it
-loads into: a missing wait, write or order shows in every run.
+The oracle is a plain dictionary of tokens and layers. The line copies as late or as early as it may, and overwrites
+the slots it loads into: a missing wait, write or order fails every run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLACES = list(every_place(LAYOUT.num_layers))
 
 
 class World:
-    """A pool whose layers stream, a ledger, sequences that grow, and what each token of each layer must be."""
+    """A pool whose layers stream, a ledger, sequences that grow, and the expected value of each token in each layer."""
 
     def __init__(self, device: HostDevice, line: LayerLine, seed: int, kind: type[LayerSlots]) -> None:
         self.device, self.line, self.rng = device, line, Random(seed)
@@ -55,7 +55,7 @@ class World:
         self.tags: dict[tuple[int, int, int], int] = {}  # (sequence, position, layer) -> its key; the value is one more
         self.next_tag = 1
         self.num_moved = 0
-        self.kv = torch.empty(0)  # of the layer that is looked at: as an argument, a failing test would print all of it
+        self.kv = torch.empty(0)  # of the checked layer: as an argument, a failing test would print all of it
 
     def open_home(self, shape: tuple[int, ...]) -> torch.Tensor:
         self.homes.append(torch.empty(shape, dtype=torch.int32))
@@ -66,10 +66,10 @@ class World:
         del self.homes[index]
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Let compute do this."""
+        """Run work on the compute stream."""
         work()
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def begin_sequence(self) -> None:
         self.tables.append([])
@@ -86,7 +86,7 @@ class World:
         }
 
     def step(self, counts: dict[int, int]) -> None:
-        """Sequences feed so many tokens each: every layer reads what was before, and writes the new ones."""
+        """Sequences feed these numbers of tokens: every layer reads earlier tokens, and writes the new ones."""
         starts = {index: self.lengths[index] for index in counts}
         tokens: list[int] = []
         for index, count in counts.items():
@@ -148,7 +148,7 @@ class World:
             table[:] = [moved.get(BlockId(block), block) for block in table]
 
     def check(self) -> None:
-        """What is conserved: pages, and blocks; every token is where its layer's copy says."""
+        """Pages and blocks are conserved; every token is in its layer's copy at the place in its table."""
         self.ledger.check_integrity(self.tables)  # type: ignore[arg-type]
         assert self.pool.num_mapped_pages + self.slots.num_spare_pages == self.num_pages == self.device.num_owned_pages
         assert self.pool.num_blocks == self.ledger.num_blocks >= len({b for table in self.tables for b in table})
@@ -174,14 +174,14 @@ def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots, of: t
 
 
 def live(one: World, num_actions: int) -> None:
-    """Sequences come, grow by chunks and by tokens, and go; layers begin and end to stream at any boundary."""
+    """Sequences begin, grow by chunks and by tokens, and end; layers start and stop streaming at any boundary."""
     for _ in range(num_actions):
         act(one)
     one.check()
 
 
 def act(one: World) -> None:
-    """One of these."""
+    """Execute one random event."""
     rng = one.rng
     action = rng.choice(["begin", "end", "step", "step", "step", "step", "change"])
     if action == "begin" and len(one.tables) < 4:
@@ -213,7 +213,7 @@ def test_the_same_over_the_lines_of_the_host(is_native: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_tables_are_right_after_mappings_ran_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks have moved by then: every token is still where its table says, and the next try completes the change."""
+    """Blocks have moved by then: every token is still at the place in its table, and a retry completes the change."""
 
     def fail(layers: object, pages: object) -> None:
         raise UserError("the system's limit on mappings is reached")
@@ -224,7 +224,7 @@ def test_tables_are_right_after_mappings_ran_out(seed: int, monkeypatch: pytest.
             one.begin_sequence()
             one.step({index: LAYOUT.block_tokens})
         for index in reversed(range(one.pool.num_blocks)):
-            if index % one.pool.quantum_blocks:  # one block of every quantum is left
+            if index % one.pool.quantum_blocks:  # one block of every quantum remains
                 one.end_sequence(index)
         with monkeypatch.context() as patch:
             patch.setattr(one.pool, "map_layers", fail)
@@ -253,7 +253,7 @@ def test_a_full_pool_shrinks_as_far_as_possible_and_on_when_sequences_end() -> N
             one.step({index: 16})
         one.change(PLACES[0])
         assert one.slots.places == PLACES[-1] and one.ledger.num_available < one.pool.quantum_blocks
-        one.step(dict.fromkeys(range(4), 1))  # what is there is read as before
+        one.step(dict.fromkeys(range(4), 1))  # earlier tokens are read correctly
         while len(one.tables) > 1:
             one.end_sequence(0)
         one.change(PLACES[0])

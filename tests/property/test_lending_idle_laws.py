@@ -1,6 +1,6 @@
-"""Which chunks a borrower returns, and when it asks again: nothing in use goes, and leases do not come and go.
+"""Which chunks a borrower returns, and when it requests again: none in use is returned, and leases do not flap.
 
-A model of a tier knows when each chunk was really used, and what lies in it.
+A model of a tier records when each chunk was really used, and its contents.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tier:
             self._look()
 
     def _place_load(self) -> None:
-        """The load fills the chunks as it will; the rest of it lies in host memory."""
+        """Spread the load over the chunks; the rest is in host memory."""
         for chunk in sorted(self.kept, key=lambda chunk: (-self.kept[chunk], chunk)):
             others = sum(num for one, num in self.kept.items() if one != chunk)
             kept = min(SLOTS, max(0, self.load - others))
@@ -98,7 +98,7 @@ class Tier:
             self.returned_at = self.num_kept, self.is_needed
 
     def _judge_raise(self) -> None:
-        """Since chunks were returned, much more has come to be used, or something where there was nothing."""
+        """Assert that a chunk is requested again only if use grew by half a chunk since the return, or from none."""
         if self.returned_at is not None:
             num_kept, was_needed = self.returned_at
             assert self.num_kept - num_kept > SLOTS / 2 or not was_needed, "it was returned, and is asked for again"
@@ -113,7 +113,7 @@ def test_nothing_in_use_is_returned_and_nothing_requested_again_at_once(seed: in
 @settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
 def test_a_load_that_stays_as_it_is_keeps_its_leases(seed: int) -> None:
-    """After the first idle time has passed nothing comes and nothing goes."""
+    """After the first idle time no chunk is returned or requested."""
     tier = Tier(seed, changes=False)
     tier.run(round(3 * IDLE_S / STEP_S))
     before, held = list(tier.returned), set(tier.kept)

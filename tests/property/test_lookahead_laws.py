@@ -1,4 +1,4 @@
-"""Parts of a pipeline's work: cut as they were asked for, of nearly equal cost, and of fewer bubbles than by tokens."""
+"""Parts of a pipeline's work: cut to their limits, of nearly equal cost, with fewer bubbles than by tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PRICES = st.builds(price_of, st.floats(0.1, 2), st.floats(0, 0.3))
 
 
 def join(parts: list[list[Piece]]) -> list[Piece]:
-    """What was cut, put together again."""
+    """Join the pieces of a cut again."""
     whole: list[Piece] = []
     for piece in (piece for part in parts for piece in part):
         last = whole[-1] if whole else None
@@ -45,7 +45,7 @@ def join(parts: list[list[Piece]]) -> list[Piece]:
 
 
 def apart(pieces: list[Piece]) -> list[Piece]:
-    """The same with prefixes by which each piece is known."""
+    """Give each piece a distinct prefix that identifies it."""
     return [Piece(1000 * index, piece.num_tokens) for index, piece in enumerate(pieces, start=1)]
 
 
@@ -77,7 +77,7 @@ def test_halves_are_cut_until_they_are_small(pieces: list[Piece], price: ChunkPr
 
 
 def split_evenly(pieces: list[Piece], num_parts: int, price: ChunkPrice) -> list[list[Piece]]:
-    """As steps follow each other: each takes its share of what is left."""
+    """Cut as consecutive steps do: each takes its share of the rest."""
     parts = []
     for left in range(num_parts, 0, -1):
         if pieces:
@@ -88,7 +88,7 @@ def split_evenly(pieces: list[Piece], num_parts: int, price: ChunkPrice) -> list
 
 
 def least_dearest(pieces: list[Piece], num_parts: int, price: ChunkPrice) -> float:
-    """The cost of the dearest part in the best of all cuts, by trying them."""
+    """Return the cost of the dearest part in the best of all cuts, by trying them."""
     tokens = [
         (index, piece.prefix + offset) for index, piece in enumerate(pieces) for offset in range(piece.num_tokens)
     ]
@@ -113,7 +113,7 @@ def least_dearest(pieces: list[Piece], num_parts: int, price: ChunkPrice) -> flo
 @given(pieces=st.lists(st.builds(Piece, st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=5),
        token=st.floats(0.1, 2), pair=st.floats(0, 0.3), num_parts=st.integers(1, 4))  # fmt: skip
 def test_parts_of_equal_cost_are_as_even_as_any(pieces: list[Piece], token: float, pair: float, num_parts: int) -> None:
-    """But for a token at each cut; a prefix costs what it costs inside of a chunk, so that cutting costs nothing."""
+    """Up to a token at each cut. A prefix costs the same inside of a chunk, so cutting adds no cost."""
     price = price_of(token, pair)
     dearest = max(total_cost(part, price) for part in split_evenly(pieces, num_parts, price))
     dearest_token = max(price(piece.prefix + piece.num_tokens, 1) for piece in pieces)
@@ -131,14 +131,14 @@ def test_most_tokens_is_exact() -> None:
 
 COST = cost_by_shape(SHAPES["smollm2-135m"])
 STEP_COST = 8.0
-"""What any step costs in each stage: reading its parameters."""
+"""Cost of any step in each stage: reading its parameters."""
 DICE = Random(1)
 LONG = [min(8000, max(500, int(DICE.lognormvariate(math.log(3000), 0.7)))) for _ in range(12)]
 SHORT = [DICE.randint(24, 400) for _ in range(40)]
 
 
 def serve(split: Split, prompts: list[int], depth: int) -> PipelineRun:
-    """A burst of requests with a few tokens of output each, over stages that cost alike."""
+    """Serve a burst of requests with a few tokens of output each, over stages of equal cost."""
     policy = FcfsPolicy(microbatches=MicrobatchRule(split, ChunkPrice(COST), least_tokens=512))
     sizes = {"max_model_len": 8192, "max_batched_tokens": 2048, "max_num_seqs": 64}
     loop = make_loop(policy=policy, num_blocks=10000, block_tokens=16, depth=depth, caches_prefixes=False, **sizes)
@@ -155,8 +155,8 @@ def test_for_long_prompts_equal_cost_has_fewer_bubbles_than_equal_tokens(depth: 
     even, tokens, halving = (serve(split, LONG, depth) for split in ("even", "tokens", "halving"))
     assert even.bubble <= 0.6 * tokens.bubble and even.bubble <= 0.6 * halving.bubble
     assert even.span_s < tokens.span_s and even.span_s < halving.span_s
-    assert even.num_steps <= 1.1 * tokens.num_steps  # it does not win by smaller steps
-    assert tokens.bubble > 0.05  # there was something to win
+    assert even.num_steps <= 1.1 * tokens.num_steps  # the gain is not from smaller steps
+    assert tokens.bubble > 0.05  # there are bubbles to save
 
 
 def test_short_prompts_lose_nothing() -> None:

@@ -16,7 +16,7 @@ Held = tuple[list[range], int]
 
 @st.composite
 def members(draw: st.DrawFn) -> Held:
-    """Any adjacent layers of each; or what members of groups and single instances have."""
+    """Any adjacent layers of each member, or the layers of existing groups."""
     num_layers = draw(st.integers(2, 8))
     if draw(st.booleans()):
         bounds = draw(

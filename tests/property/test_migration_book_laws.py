@@ -1,4 +1,4 @@
-"""The front's book of migrations under late answers, deaths, aborts and silence: each request is in one place."""
+"""The front's book of migrations under late answers, deaths, aborts and timeouts: each request is in one place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BLOCKS = 30
 
 @dataclass
 class Process:
-    """An instance: what it computes, and what it holds for migrations, by number."""
+    """An instance: the blocks of requests that it computes, and those held for migrations, by number."""
 
     requests: dict[int, int] = field(default_factory=dict)  # request: its blocks
     held: dict[int, int] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class Process:
 
 
 class World:
-    """Three instances at most; messages of one connection keep their order, those of several do not.
+    """At most three instances; messages keep their order within a connection, not between connections.
 
     Args:
-        book: What is judged.
-        seed: Of all that happens.
+        book: The book under test.
+        seed: Of all random choices.
         reached: Counts how migrations ended.
     """
 
@@ -56,7 +56,7 @@ class World:
             self.submit()
 
     def tell(self, num_events: int) -> None:
-        """A story, at whose end all messages are delivered."""
+        """Run random events, then deliver all messages."""
         for _ in range(num_events):
             (event,) = self.dice.choices(
                 [self.go_on, self.move, self.compute, self.submit, self.disturb], [6, 4, 2, 1, 2]
@@ -75,7 +75,7 @@ class World:
         self.next_epoch += 1
 
     def submit(self) -> None:
-        """A request arrives, if there are few, or one that waits is placed."""
+        """A waiting request is placed; else a request arrives, if there are few."""
         waiting = [number for number, place in self.places.items() if place == WAITING]
         if not waiting and sum(place != ENDED for place in self.places.values()) > 3:
             return
@@ -91,11 +91,11 @@ class World:
                 one.requests[request] = min(MOST_BLOCKS, one.requests[request] + self.dice.randint(0, 2))
 
     def disturb(self) -> None:
-        """Something ends, or begins."""
+        """Execute one random join, end, abort, death or timeout."""
         self.dice.choice([self.join, self.finish, self.abort, self.die, self.expire])()
 
     def finish(self) -> None:
-        """A request ends in its instance; the front learns of it later."""
+        """A request ends in its instance; the front is informed later."""
         one = self.processes[self.dice.choice(sorted(self.processes))]
         if one.requests:
             request = self.dice.choice(sorted(one.requests))
@@ -103,13 +103,13 @@ class World:
             one.outbox.append(("finished", request))
 
     def abort(self) -> None:
-        """A client hangs up."""
+        """A client aborts its request."""
         live = sorted(number for number, place in self.places.items() if place != ENDED)
         if live:
             self.close(self.dice.choice(live))
 
     def die(self) -> None:
-        """A life ends: what the front had there waits."""
+        """An instance's life ends: requests that the front had placed there wait."""
         if len(self.processes) < 2:
             return
         epoch = self.dice.choice(sorted(self.processes))
@@ -133,14 +133,14 @@ class World:
             self.apply(self.book.begin(request, source, self.dice.choice(sorted(self.processes.keys() - {source}))))
 
     def expire(self) -> None:
-        """Nothing was said for too long."""
+        """A migration times out."""
         numbers = [one.number for one in self.book]
         if numbers:
             self.what = "silence"
             self.apply(self.book.expire(self.dice.choice(numbers)))
 
     def go_on(self) -> None:
-        """Some instances obey, and the front gets the messages of some."""
+        """Some instances obey their orders, and the front receives the messages of some."""
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
             self.obey(self.processes[epoch], fails=self.dice.random() < 0.15)
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
@@ -260,7 +260,7 @@ class World:
     # -- laws ----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """A lifted request is on its way, and a request is computed where the front has it, or is about to be ended."""
+        """A lifted request is in a migration; an instance computes only requests placed there or soon to be aborted."""
         for request, place in self.places.items():
             assert place != LIFTED or self.book.find(request) is not None
             assert place not in (WAITING, ENDED) or self.book.find(request) is None
@@ -295,7 +295,7 @@ def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
 
 
 class _ReleasesEarly(MigrationBook):
-    """Frees the source's blocks when the target begins with the last ones."""
+    """Frees the source's blocks when the target begins to copy the last ones."""
 
     def stop(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
         step = super().stop(number, epoch, num_blocks)
@@ -303,7 +303,7 @@ class _ReleasesEarly(MigrationBook):
 
 
 class _ForgetsTargets(MigrationBook):
-    """Says nothing to the target when a request is aborted."""
+    """Sends no release to the target when a request is aborted."""
 
     def abort(self, number: int) -> Step | None:
         step = super().abort(number)

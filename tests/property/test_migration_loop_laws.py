@@ -1,4 +1,4 @@
-"""A running request moves between two loops while both go on: its tokens are those of one, wherever the move ends."""
+"""A running request moves between two running loops: it keeps its tokens, wherever the move ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOVES, RETURNS, RECOMPUTED, EARLY = "moves", "returns", "computed again", "given
 
 @dataclass
 class Way:
-    """One request between two loops."""
+    """The move of one request between two loops."""
 
     source: Driver
     target: Driver
@@ -36,7 +36,7 @@ class Way:
         self.num_copied = 0
 
     def copy(self) -> bool:
-        """Copy what is held and not yet copied; whether the target had room."""
+        """Copy held blocks that are not yet copied; return whether the target had room."""
         blocks = self.outgoing.blocks[self.num_copied :]
         targets = self.incoming.reserve(len(blocks))
         for a, b in zip(blocks, targets or (), strict=targets is not None):
@@ -59,7 +59,7 @@ class Way:
         return stopped
 
     def submit(self, driver: Driver) -> SeqId:
-        """The request with the tokens that it has; under which name it waits."""
+        """Submit the request with its known tokens; return its new id."""
         known = self.source.outputs[self.seq_id]
         request = replace(
             self.source.requests[self.seq_id], known_token_ids=tuple(known), request_id="moved", is_accepted=True
@@ -69,7 +69,7 @@ class Way:
         return name
 
     def go_on(self, stopped: Stopped, end: str, *, is_copied: bool) -> bool:
-        """Submit it where it is to go on; whether it runs there from its KV."""
+        """Submit the request where it continues; return whether it runs there from its KV."""
         driver = self.target if is_copied and end == MOVES else self.source
         name = self.submit(driver)
         if end == RECOMPUTED:
@@ -84,7 +84,7 @@ class Way:
 
 
 def go(driver: Driver, num_steps: int) -> None:
-    """Plan and complete; steps may stay outstanding."""
+    """Plan and complete steps; some may stay outstanding."""
     for _ in range(num_steps):
         while driver.executor.transfers:
             driver.settle()
@@ -94,7 +94,7 @@ def go(driver: Driver, num_steps: int) -> None:
 
 
 def migrate(way: Way, end: str, gaps: list[int]) -> bool:
-    """Move a request as far as ``end`` says; whether it runs on from its KV under another name."""
+    """Move a request as far as ``end`` states; return whether it continues from its KV under another id."""
     for gap in gaps:
         if not way.stage():
             way.release()
@@ -104,14 +104,14 @@ def migrate(way: Way, end: str, gaps: list[int]) -> bool:
     stopped = None if end == EARLY else way.stop()
     runs_on = False
     if stopped is not None:
-        go(way.source, 2)  # an outstanding step ends, and others begin: its blocks stay as they were
+        go(way.source, 2)  # an outstanding step ends, and others begin: its blocks do not change
         runs_on = way.go_on(stopped, end, is_copied=way.copy())
     way.release()
     return runs_on
 
 
 def finish_all(way: Way) -> None:
-    """All outputs are those of undisturbed runs, and all blocks are free: see ``Driver.check_at_rest``."""
+    """All outputs equal those of undisturbed runs, and all blocks are free: see ``Driver.check_at_rest``."""
     for driver in (way.source, way.target):
         while driver.pending:
             driver.complete()
@@ -122,7 +122,7 @@ def finish_all(way: Way) -> None:
 def open_way(
     depth: int, num_blocks: int, prompts: list[int], num_steps: int, *, policy: str = "fcfs", copies_tail: bool = True
 ) -> Way:
-    """Two loops with some requests each, the first of the source about to move."""
+    """Return two loops with some requests each; the first request of the source is to move."""
     both = []
     for side in range(2):
         loop = make_loop(
@@ -174,7 +174,7 @@ def test_no_token_is_computed_again_when_kv_moves_or_stays(end: str) -> None:
     driver = way.target if end == MOVES else way.source
     (moved,) = (name for name, request in driver.requests.items() if request.request_id == "moved")
     fed = [chunk for plan in driver.executor.plans for chunk in plan.prefills if chunk.seq_id == moved]
-    assert [len(chunk.token_ids) for chunk in fed] == [1]  # its last token, whose KV was not there yet
+    assert [len(chunk.token_ids) for chunk in fed] == [1]  # its last token, which had no KV yet
 
 
 def test_a_partly_filled_block_that_is_not_copied_is_noticed() -> None:

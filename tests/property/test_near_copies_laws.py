@@ -1,7 +1,7 @@
 """Near copies come and go among steps, swap-ins, moves and changes of places: every read has the oracle's bytes.
 
-A near copy has spoilt bytes when it comes, and is spoilt when its ``drop`` has returned: what reads a stale block, or
-memory that has gone, shows.
+A near copy has invalid bytes when it is added and after its ``drop`` has returned: reads of a stale block or of removed
+memory fail the test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_LAYERS = LAYOUT.num_layers
 
 
 class DisturbedSlots(LayerSlots):
-    """Something may happen between any two layers."""
+    """Slots that call ``disturb`` between any two layers."""
 
     disturb: Callable[[], None] = staticmethod(lambda: None)
 
@@ -45,7 +45,7 @@ class DisturbedSlots(LayerSlots):
 
 
 class NearWorld(World):
-    """A world with near copies, and with copies from swap space that write blocks at home."""
+    """A world with near copies, and with swap-ins that write blocks of the host copies."""
 
     def __init__(self, device: HostDevice, line: LayerLine, seed: int, kind: type[LayerSlots]) -> None:
         super().__init__(device, line, seed, kind)
@@ -56,7 +56,7 @@ class NearWorld(World):
             self.slots.disturb = self.disturb
 
     def disturb(self) -> None:
-        """As a thread might that gets a recall."""
+        """Drop a near copy at random, as a thread may on a recall."""
         if self.memory and self.rng.random() < 0.03:
             self.drop(self.rng.choice(sorted(self.memory) or [0]))
 
@@ -78,7 +78,7 @@ class NearWorld(World):
             self.num_dropped += 1
 
     def swap(self, index: int) -> None:
-        """A sequence leaves the pool and comes back into other blocks, while others may compute."""
+        """A sequence is swapped out and swapped in to other blocks, while others may compute."""
         self.slots.settle()
         content = [words[self.tables[index]].clone() for words in self.pool.words]
         self.ledger.free(self.tables[index])  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class NearWorld(World):
             words[list(new)] = part
 
     def check(self) -> None:
-        """Also: a near copy has every token that is not in a stale block, and layers that do not stream have none."""
+        """Also: a near copy has every token that is not in a stale block; only streamed layers have near copies."""
         super().check()
         for layer in {*self.memory} - self.slots.near.layers:
             self.drop(layer)
@@ -110,7 +110,7 @@ class NearWorld(World):
 
 
 def live_near(one: World, num_actions: int) -> None:
-    """See ``live``, with near copies and swap-ins at every boundary."""
+    """See ``live``; also adds and drops near copies and swaps at every boundary."""
     assert isinstance(one, NearWorld)
     one.change(PLACES[one.rng.randrange(1, len(PLACES))])
     for _ in range(num_actions):
@@ -144,7 +144,7 @@ def test_near_copies_are_used() -> None:
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_copy_that_another_thread_has_dropped_never_shows_in_a_load(is_native: bool) -> None:
-    """It is spoilt as soon as ``drop`` has returned, while the lines of the host copy."""
+    """Its bytes are overwritten as soon as ``drop`` returns, while the line copies."""
     for seed in range(4):
         line = open_layer_line(NUM_LAYERS) if is_native else PythonLayerLine(NUM_LAYERS)
         line.pace(2e8 * (seed % 2), 1e9)
@@ -177,7 +177,7 @@ def test_a_layer_that_does_not_stream_has_no_near_copy() -> None:
 
 
 class _Careless(NearCopies):
-    """See the controls."""
+    """Near copies with one fault; used by the controls."""
 
     fault = ""
 
@@ -186,11 +186,11 @@ class _Careless(NearCopies):
             super().mend(layer, offsets)
 
     def note_changed(self, blocks: object) -> None:
-        """What was written at home stays unknown."""
+        """Ignore blocks that were written in the host copy."""
 
 
 class _LateToForget(OrderedLine):
-    """``place`` returns before what is under way has ended with the old copy."""
+    """``place`` returns before copies in flight that use the old near copy have ended."""
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
         if self.nears[layer] is None or home is None:

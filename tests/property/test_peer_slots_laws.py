@@ -1,6 +1,6 @@
-"""Slots on a neighbour's device: blocks return as they were or are known to be lost, however chunks are removed.
+"""Slots on a neighbour's device: blocks return unchanged or are known to be lost, however chunks are removed.
 
-The neighbour is a host device of the machine; a thread of its own removes chunks while copies are under way.
+The neighbour is a host device of the machine; its own thread removes chunks while copies are in flight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_SLOTS = CHUNK_SLOTS * NUM_CHUNKS
 
 
 class Neighbours:
-    """A pool, slots on a neighbour and in host memory, and what copies between them."""
+    """A pool, slots on a neighbour and in host memory, and the engines that copy between them."""
 
     def __init__(self, folder: Path, own: HostDevice, neighbour: HostDevice) -> None:
         self.neighbour = neighbour
@@ -133,14 +133,14 @@ def test_what_lay_in_a_chunk_that_is_gone_is_a_miss(there: Neighbours) -> None:
     assert there.copy(Direction.INBOUND, [5, 6], slots).problem == "a slot holds no whole block"
     assert there.copy(Direction.OUTBOUND, [2, 7], slots).problem == "a slot went away"
     assert there.relocate([3, 4], [0, 1], Tier.HOST) == [1]
-    there.add(1)  # the memory that comes under its number knows nothing
+    there.add(1)  # new memory under the same chunk number has no valid blocks
     assert not there.copy(Direction.INBOUND, [6], [4]).is_whole
     with pytest.raises(InvariantError, match="has memory already"):
         there.add(1)
 
 
 def test_a_chunk_may_go_at_any_moment_of_a_copy(there: Neighbours) -> None:
-    """Blocks are whole, or known not to be; and no copy touches memory that is gone, which would end the process."""
+    """Blocks are whole, or known not to be. No copy touches removed memory, which would crash the process."""
     outcomes, random = set(), Random(1)
     for seed in range(300):
         for chunk in range(NUM_CHUNKS):
@@ -170,7 +170,7 @@ def test_a_chunk_may_go_at_any_moment_of_a_copy(there: Neighbours) -> None:
 
 
 def test_a_chunk_in_use_keeps_its_memory_until_the_use_ends(there: Neighbours) -> None:
-    """Else a copy that has begun would go to address 0 when the memory is removed in that moment."""
+    """Otherwise a copy that has begun would access address 0 if the memory is removed then."""
     there.add(0)
     slots = np.array([1, 2])
     with there.peer.use(slots) as is_there:

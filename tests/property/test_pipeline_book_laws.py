@@ -1,4 +1,4 @@
-"""Stages that join, link and end in any order: a pipeline is whole or over, and no epoch is in two."""
+"""Stages that join, link and end in any order: a pipeline is whole or ended, and no epoch is in two."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.examples import examples
 
 
 class World:
-    """Processes, one for each stage, that join under new epochs, and what a front must hold of them."""
+    """Processes, one for each stage, that join under new epochs, and the pipelines that the front must have."""
 
     def __init__(self, num_stages: int, book: PipelineBook) -> None:
         self.book, self.num_stages = book, num_stages
-        self.stage_of: dict[int, int] = {}  # of living epochs
+        self.stage_of: dict[int, int] = {}  # of live epochs
         self.formed: dict[int, Pipeline] = {}
         self.serving: set[int] = set()
         self.next_epoch = 1
@@ -43,7 +43,7 @@ class World:
             self.serving.add(pipeline.number)
 
     def end(self, epoch: int) -> None:
-        """As the front does: those that end with it are ended in turn."""
+        """End an epoch, then the epochs that end with it, as the front does."""
         if self.stage_of.pop(epoch, None) is None:
             return
         for other in self.book.end(epoch):
@@ -60,11 +60,11 @@ class World:
 
 
 def tell(seed: int, num_stages: int, book: PipelineBook) -> int:
-    """A story; how many pipelines served."""
+    """Run random events; return how many pipelines served."""
     world, dice, num_served = World(num_stages, book), Random(seed), 0
     for _ in range(150):
         event = dice.choice(["join", "join", "link", "link", "link", "end"])
-        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones send messages, too
+        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones may send messages, too
         if event == "join":
             world.join(dice.randrange(num_stages))
         elif event == "link":

@@ -1,4 +1,4 @@
-"""Pairs of producers and consumers: stable, inside domains, and over equal links the most bytes that there can be."""
+"""Pairs of producers and consumers: stable, within domains, and over equal links with the most bytes possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GB = 10**9
 
 @st.composite
 def sides(draw: st.DrawFn, *, is_even: bool = False) -> tuple[list[Party], list[Party]]:
-    """Producers and consumers on some servers of some domains; in one domain with equal links if they are even."""
+    """Draw producers and consumers on servers of up to two domains; if even, in one domain with equal links."""
     links = [450] if is_even else [0, 100, 450]
     servers = [
         (f"s{i}", "d0" if is_even else draw(st.sampled_from(["d0", "d1"])), draw(st.sampled_from(links)))
@@ -36,7 +36,7 @@ def sides(draw: st.DrawFn, *, is_even: bool = False) -> tuple[list[Party], list[
 
 
 def blocking(producers: Sequence[Party], consumers: Sequence[Party], pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Producers and consumers of a domain that would both rather have each other."""
+    """Return producers and consumers of a domain that prefer each other to their partners."""
     of_producer = {pair.producer: pair.consumer for pair in pairs}
     of_consumer = {pair.consumer: pair.producer for pair in pairs}
     by_name = {party.device: party for party in (*producers, *consumers)}
@@ -113,7 +113,7 @@ def test_a_consumer_ranks_producers_by_bytes_link_server_and_fit() -> None:
 
 
 def test_an_unstable_matching_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the first consumer to ask keeps its producers."""
+    """Negative control: producers have no preference, so the first consumer keeps its producer."""
     monkeypatch.setattr(matching, "prefer", lambda producer, one, other: False)
     producers = [Party("p0", "s", "d", 8, 450), Party("p1", "t", "d", 8, 10)]
     consumers = [Party("c0", "t", "d", 9, 10), Party("c1", "s", "d", 8, 450)]

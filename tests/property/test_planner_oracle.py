@@ -98,7 +98,7 @@ def test_an_explanation_has_no_placement_and_does_without_any_part_of_it(cluster
 
 
 def parts_left_out(cluster: Cluster) -> list[Cluster]:
-    """The cluster without each of its models, pins and sets kept apart."""
+    """Return the cluster without each one of its models, pins and sets kept apart."""
     models, apart = cluster.models, cluster.apart
     without = [replace(cluster, models=(*models[:i], *models[i + 1 :])) for i in range(len(models)) if len(models) > 1]
     without += [replace(cluster, apart=(*apart[:i], *apart[i + 1 :])) for i in range(len(apart))]
@@ -138,7 +138,7 @@ def test_a_new_placement_moves_the_fewest_units_that_are_enough(cluster: Cluster
 
 
 def with_gpus(cluster: Cluster, servers: dict[Unit, int]) -> dict[Unit, Spot]:
-    """Spots on these servers, the GPUs given from the last one down."""
+    """Return spots on these servers, with GPUs assigned from the last one down."""
     free = [list(range(server.num_gpus)) for server in cluster.servers]
     models = dict(cluster.units())
     return {
@@ -148,7 +148,7 @@ def with_gpus(cluster: Cluster, servers: dict[Unit, int]) -> dict[Unit, Spot]:
 
 
 def test_the_greedy_placement_is_worse_than_the_optimum() -> None:
-    """Negative control of the oracle: greedy's placement of this cluster is not the best."""
+    """Negative control of the oracle: greedy's placement of this cluster is not optimal."""
     models = tuple(Model(f"m{i}", 1, 1, 1, gb * GB) for i, gb in enumerate((30, 20, 20, 15, 15)))
     cluster = Cluster(tuple(Server(f"s{i}", 3, 80 * GB, f"s{i}") for i in range(2)), models)
     problem, best = classify(cluster), optimum(cluster)

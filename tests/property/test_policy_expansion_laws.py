@@ -1,4 +1,4 @@
-"""Laws of the controllers, whatever they see: legal places, seldom changes, rest, equal answers."""
+"""Laws of the controllers for any input: legal places, rare changes, rest under a steady load, determinism."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Make = Callable[[tuple[LayerPlaces, ...]], Policy]
 MAKES: list[Make] = [lambda places: ExpansionPolicy(places, BASE), PieExpansion]
 VIEWS = st.lists(
     st.tuples(
-        st.integers(1, 60),  # steps that are alike
+        st.integers(1, 60),  # equal steps
         st.sampled_from([0.0, 0.01, 0.02, 0.1]),  # step_s
         st.sampled_from([0.0, 0.0, 0.001, 0.05]),  # stall_s
         st.sampled_from([0.0, 1e-5, 3e-4, 1e-3, 0.02]),  # copy_s
-        st.floats(0.0, 1.0),  # part of the pool that is held
+        st.floats(0.0, 1.0),  # held part of the pool
         st.booleans(),
         st.none() | st.floats(0.0, 0.05),  # fixed_s
         st.booleans(),  # whether the engine refuses changes
@@ -40,7 +40,7 @@ PLACES = st.tuples(st.integers(4, 60), st.integers(0, 3)).map(
 
 
 def run(policy: Policy, places: tuple[LayerPlaces, ...], views: list[tuple]) -> list[ExpansionDecision]:  # type: ignore[type-arg]
-    """All decisions at boundaries with a step; the engine follows, or does not."""
+    """Return all decisions at boundaries with a step; the engine applies them, or refuses."""
     by_number = {one.num_streamed: one for one in places}
     number, told = places[0].num_streamed, []
     for count, step_s, stall_s, copy_s, part, is_binding, fixed_s, refuses in views:
@@ -79,7 +79,7 @@ def test_a_steady_load_is_at_rest_in_the_end(
     part: float,
     is_binding: bool,
 ) -> None:
-    """Whatever came before. A full pool's KV grows with the pool, and makes copies longer; the stall is what it is."""
+    """For any history. A full pool's KV grows with the pool, and makes copies longer; stalls are as predicted."""
     policy = ExpansionPolicy(places, BASE)
     run(policy, places, [(*one[:-1], True) for one in before])
     by_number = {one.num_streamed: one for one in places}
@@ -103,7 +103,7 @@ def test_a_steady_load_is_at_rest_in_the_end(
 
 
 def test_control_with_a_short_memory_of_stalls_places_flap() -> None:
-    """The prediction is wrong by the measured stalls: with the shortest memory it tries again all the time."""
+    """The prediction misses the measured stalls: with the shortest memory of them, changes are retried more often."""
     places = tuple(every_place(32))
     changes = []
     for retry_steps in (256, 2048):

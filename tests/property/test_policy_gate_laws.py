@@ -1,6 +1,6 @@
-"""While all requests fit, policies with turns are FCFS, to the last plan; FCFS behind the gate preempts no request.
+"""While all requests fit, policies with turns plan exactly as FCFS; FCFS behind the gate preempts no request.
 
-What "fits" means is written down again here, step by step, over plain numbers.
+The test states "fits" independently, step by step, over plain numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARING = ["cfs", "fair", "paced", "timely"]
 
 
 def grown(view: View, row: SequenceView, num_steps: int) -> int:
-    """Blocks that a running sequence takes in the next steps, one step after the other."""
+    """Return the blocks that a running sequence takes in the next steps, one step after the other."""
     if not row.is_decoding:
         return max(0, -(-(row.num_tokens + num_steps) // view.block_tokens) - row.num_blocks)
     num_blocks, due = 0, row.block_due_step
@@ -139,7 +139,7 @@ def test_under_pressure_it_has_not() -> None:
 
 
 def test_a_gate_that_opens_too_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FCFS then preempts, and computes again what swap space could have kept."""
+    """FCFS then preempts: the law above does not hold."""
     monkeypatch.setattr("floodplain.policy.gate.count_spare_blocks", lambda view, slice_steps: -len(view.swapped))
     recorder = Recorder(make_policy("paced"))
     assert isinstance(recorder.inner, GatedPolicy)

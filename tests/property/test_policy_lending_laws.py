@@ -44,7 +44,7 @@ SETTINGS = st.builds(
 Looks = list[tuple[float, int, int, int, bool]]
 PHASES = st.lists(
     st.tuples(
-        st.integers(1, 40),  # looks that are alike
+        st.integers(1, 40),  # equal looks
         st.tuples(
             st.sampled_from([0.25, 0.5, 1.0, 3.0]),
             st.sampled_from([0, 0, 0, 0, 1]),
@@ -56,13 +56,13 @@ PHASES = st.lists(
     min_size=2,
     max_size=10,
 ).map(lambda phases: [look for count, look in phases for _ in range(count)])
-"""Loads that stay as they are for a while, as loads do."""
+"""Loads that are constant for a while."""
 
 
 def run(
     policy: LendingPolicy, looks: Looks, lag: float = 0.5, start_s: float = 50.0
 ) -> list[tuple[PoolLoad, int, LendingReason]]:
-    """Every look with what was decided; the pool follows the target slowly, as a real one does."""
+    """Return each look with its decision; the pool follows the target with a lag."""
     now, arrived, num_blocks, told = start_s, 0, FULL, []
     for gap_s, waiting, used, new, can_offer in looks:
         now, arrived = now + gap_s, arrived + new
@@ -74,7 +74,7 @@ def run(
 
 
 def kept_for_profile(how: LendingSettings) -> int:
-    """Blocks of which the profile's peak takes the part ``high``."""
+    """Return the fewest blocks such that the profile's peak is below the high watermark."""
     return 0 if how.profiled_peak_blocks is None else int(how.profiled_peak_blocks / how.high) + 1
 
 
@@ -94,7 +94,7 @@ def test_the_pool_keeps_its_floor_and_lends_at_most_the_limit(
 @settings(max_examples=examples(150))
 @given(SETTINGS, LOADS)
 def test_nothing_flaps(how: LendingSettings, looks: Looks) -> None:
-    """Offers lie a calm time apart, and between two recalls there is an offer: whatever the load, that bounds both."""
+    """Offers are at least a calm time apart, and between two recalls there is an offer: this bounds both."""
     told = run(LendingPolicy(how, 1), looks)
     changes = [(b[0].now, b[1] > a[1]) for a, b in pairwise([(None, 0, None), *told]) if b[1] != a[1]]  # type: ignore[list-item]
     offers = [when_s for when_s, is_offer in changes if is_offer]
@@ -121,7 +121,7 @@ def test_waiting_for_longer_than_the_hold_time_recalls_everything(
 def test_a_constant_calm_load_ends_up_lending(
     how: LendingSettings, before: Looks, look_s: float, part: float, new: int
 ) -> None:
-    """Whatever came before. What it lends then is what the load does not need, and stays."""
+    """For any history. In the end it lends a constant number of blocks: those that the load does not need."""
     used = int(part * how.low * FULL)
     spare = FULL - max(1, -(-used // how.low), kept_for_profile(how))
     assume(spare >= 1.1 * how.least_part * FULL)
@@ -144,7 +144,7 @@ def test_equal_loads_give_equal_decisions(looks: Looks) -> None:
 @settings(max_examples=examples(150))
 @given(PHASES, st.sampled_from([0.125, 0.5, 2.0, 8.0]))
 def test_with_another_calm_everything_happens_alike_in_another_time(phases: Looks, factor: float) -> None:
-    """Powers of two change no digit of a time, so that the decisions must be the very same."""
+    """Scaling by powers of two is exact, so the decisions must be identical."""
     how = LendingSettings(busy_s=1.0, rise=1.2, rise_sigmas=0.5)
     slow = run(LendingPolicy(how, 100), phases)
     stretched: Looks = [(factor * gap_s, *rest) for gap_s, *rest in phases]  # type: ignore[misc]
@@ -166,7 +166,7 @@ PROFILED = SETTINGS.filter(lambda how: None not in (how.profiled_rate, how.profi
 
 
 def load_inside(how: LendingSettings, parts: list[tuple[float, float, float, bool]], excess: float = 1.0) -> Looks:
-    """Looks at a load that never exceeds its profile, or does by a factor."""
+    """Return looks at a load within its profile, or above it by the factor ``excess``."""
     peak, rate = excess * (how.profiled_peak_blocks or 0), excess * (how.profiled_rate or 0.0)
     return [(gap_s, 0, int(used * peak), int(new * rate * gap_s), can_offer) for gap_s, used, new, can_offer in parts]
 
@@ -187,7 +187,7 @@ def test_a_load_within_its_profile_is_never_recalled_for(
 def test_the_first_offer_of_a_profile_waits_for_no_calm(
     how: LendingSettings, floor: int, parts: list[tuple[float, float, float, bool]]
 ) -> None:
-    """It comes as soon as offers can be sent, and is what the profile and the floor leave, as long as use is low."""
+    """While use is low, the offer is made once offers can be sent, of all that the profile and the floor leave."""
     low_parts = [(gap_s, used * how.low, new, can_offer) for gap_s, used, new, can_offer in parts]
     looks = load_inside(how, low_parts)
     assume(any(can_offer for *_, can_offer in looks))

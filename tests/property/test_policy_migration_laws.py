@@ -47,7 +47,7 @@ class World:
         return choose_move(self.views(), rows, 0, 0.0)
 
     def run(self) -> Iterator[MovePlan]:
-        """Make all moves, one after the other; time is such that no request has to stay."""
+        """Yield and apply all moves in turn; no request is in its cool-down time."""
         while (plan := self.choose()) is not None and len(self.moved) < MOST_MOVES:
             yield plan
             self.requests[plan.target][plan.request] = self.requests[plan.source].pop(plan.request)
@@ -73,7 +73,7 @@ def test_each_move_makes_the_fullest_instance_freer_and_none_is_undone(world: Wo
         assert freeness(views[plan.source]) == before < LOW_FREENESS
         assert plan.source != plan.target and plan.request in world.requests[plan.source]
         sizes = world.requests[plan.source]
-        assert all(size >= sizes[plan.request] for size in sizes.values())  # what is copied is little
+        assert all(size >= sizes[plan.request] for size in sizes.values())  # the fewest blocks are copied
         room = views[plan.target].num_free_blocks - sizes[plan.request]
         assert room / (views[plan.target].num_requests + 1) >= HIGH_FREENESS
     requests = [plan.request for plan in world.moved]
@@ -91,7 +91,7 @@ def test_the_freeness_of_the_fullest_instance_never_falls(world: World) -> None:
 
 
 def test_without_a_gap_between_the_thresholds_a_request_goes_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the law above would find a policy that only compares."""
+    """Control: the law above finds a policy without a gap between its thresholds."""
     monkeypatch.setattr(migration, "HIGH_FREENESS", -1000.0)
     world = World({1: 35, 2: 35}, {1: {0: 30}, 2: {1: 30}})
     for _ in world.run():

@@ -1,6 +1,6 @@
-"""Pie's rule for whole layers: its mapping table never lies, coldest out and hottest in, and Figure 4 event by event.
+"""Pie's rule for whole layers: a correct mapping table, coldest out and hottest in, and Figure 4 event by event.
 
-Swaps end at any moment, in any order of the two directions. What the table must say is kept beside it in plain sets.
+Swaps end at any moment, in any order of the two directions. The expected table is kept in plain sets.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ OUT, IN = Direction.OUTBOUND, Direction.INBOUND
 
 @dataclass
 class World:
-    """The rule, driven layer by layer, and what it must keep.
+    """The rule, driven layer by layer, and the expected state.
 
     Attributes:
-        gpu: The layer whose KV is whole in each place of the GPU that is held, None while a swap writes it; likewise
-        cpu: the places of the CPU.
-        moving: The swap under way in each direction.
-        queue: Layers in the order in which they were swapped out and not yet in again.
+        gpu: GPU place -> its layer if the KV there is whole, None while a swap writes it.
+        cpu: The same for CPU places.
+        moving: The swap in flight in each direction.
+        queue: Layers swapped out and not yet in again, in the order of their swap-outs.
     """
 
     fifo: PieFifo
@@ -52,7 +52,7 @@ class World:
         self.queue = [n for n, row in rows if row.gpu_place is None]
 
     def begin(self) -> bool:
-        """The next layer begins, or asks again. Returns whether it can compute."""
+        """Begin the next layer, or retry it. Return whether it can compute."""
         self.now += 1.0
         for swap in self.fifo.begin_layer(self.layer, self.now):
             self._check_start(swap)
@@ -73,7 +73,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """The table says what is so: no place is held twice, and a layer is present when it is whole and at rest."""
+        """The table equals the expected state: no place is held twice; a layer is present if whole and not moving."""
         fifo = self.fifo
         assert {*self.gpu} <= {*range(fifo.num_gpu_places)} and {*self.cpu} <= {*range(fifo.num_cpu_places)}
         for layer, row in enumerate(fifo.table):
@@ -111,7 +111,7 @@ class World:
 
 
 def drive(world: World, dice: Random, num_layers: int) -> None:
-    """Let layers begin and swaps end as the dice fall; some directions are slower than others."""
+    """Begin layers and end swaps at random; some directions are slower than others."""
     hurry = {direction: dice.choice([0.1, 0.5, 0.9]) for direction in Direction}
     while num_layers:
         num_layers -= world.begin()
@@ -188,7 +188,7 @@ def test_a_swap_that_is_not_under_way_cannot_end() -> None:
 # -- Figure 4 ----------------------------------------------------------------------------------------------------------
 
 Event = tuple[int, int, int, int]
-"""Time, the layer that begins to compute, the one whose swap-out begins, that whose swap-in begins; 0 for none."""
+"""(time, layer that begins to compute, layer whose swap-out begins, layer whose swap-in begins); 0 for none."""
 
 
 @dataclass
@@ -212,15 +212,16 @@ class Figure4:
 
 
 def test_figure_4_begins_as_in_the_paper() -> None:
-    """No swap-out in layer 1, for 8 and 9 are colder; in layer 2 no place for a swap-in; in layer 3 the first swap-out
-    is still under way; in layer 4 the place of layer 1 takes layer 8."""
+    """No swap-out in layer 1: 8 and 9 are colder; in layer 2 no place for a swap-in; in layer 3 the first swap-out is
+    still in flight; in layer 4 the place of layer 1 is for layer 8.
+    """
     figure = Figure4()
     assert figure.run(4) == [(0, 1, 0, 0), (1, 2, 1, 0), (2, 3, 0, 0), (3, 4, 3, 8)]
     assert figure.fifo.table[7].gpu_place == 0
 
 
 def test_figure_4_event_by_event() -> None:
-    """Worked out by hand from section 3.3. From 11 on all repeats every two tokens, and no layer ever waits."""
+    """Computed by hand from section 3.3. From 11 on, events repeat every two tokens, and no layer waits."""
     warm_up = [(1, 2, 1, 0), (3, 4, 3, 8), (5, 6, 5, 9), (7, 8, 7, 1), (9, 1, 9, 3)]
     steady = [
         (11, 3, 2, 5), (13, 5, 4, 7), (15, 7, 6, 9), (17, 9, 8, 2), (19, 2, 1, 4), (21, 4, 3, 6), (23, 6, 5, 8),
@@ -243,7 +244,7 @@ def test_figure_4_spends_eight_layer_times_in_a_queue_of_four() -> None:
 
 
 def test_the_table_keeps_when_a_row_changed() -> None:
-    """Figure 3: as a swap begins, and as it is confirmed."""
+    """Figure 3: a row changes when a swap begins, and when it is confirmed."""
     fifo = PieFifo(3, 2)
     fifo.begin_layer(0, 1.0)
     fifo.begin_layer(1, 2.0)

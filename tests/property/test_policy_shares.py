@@ -40,7 +40,7 @@ def test_a_key_within_its_equal_part_has_room_whatever_others_claim(
         assert has_room
     if claims[own] + claim > capacity:
         assert not has_room
-    if not has_room:  # and it has none either if others claim more
+    if not has_room:  # and has none either if others claim more
         assert not share({**claims, **{other: claims[other] + more for other in others}}).has_room(own, claim, capacity)
 
 

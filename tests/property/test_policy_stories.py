@@ -1,8 +1,8 @@
-"""Every policy that takes turns, in random stories: every request is served, and every block is freed.
+"""Policies that take turns, in random stories: every request is served, and every block is freed.
 
-Laws: every request that is not aborted gets the tokens of an undisturbed run; ledgers balance after every call; no
-decision needs what is not there; something runs while requests are live, and all comes to rest within a bound;
-nothing stays in swap space. ``tests/sim/test_long_stories.py`` tells longer ones.
+Laws: every request that is not aborted gets the tokens of an undisturbed run; ledgers balance after every call; each
+decision is possible; something runs while requests are live, and all comes to rest within a bound; swap space ends
+empty. ``tests/sim/test_long_stories.py`` has longer ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_every_story_ends_well(policy: str, is_synchronous: bool) -> None:
 
 
 def decided(story: Story) -> Iterator[tuple[SharingPolicy, View, float, Decision]]:
-    """What the policy behind the gate decided in a story, with the policy for questions."""
+    """Yield each decision of the policy behind the gate, with the policy itself."""
     gated = make_policy(story.policy, story.settings)
     assert isinstance(gated, GatedPolicy)
     recorder = Recorder(gated._inner)
@@ -71,7 +71,7 @@ def turned_out(view: View, decision: Decision) -> list[SequenceView]:
 
 
 def most_copied(view: View) -> int:
-    """Slots that a swap-out of all resident requests would need."""
+    """Return the slots that a swap-out of all resident requests needs."""
     return sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
 
 
@@ -82,7 +82,7 @@ def doubled(number: int) -> Iterator[int]:
 @settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_no_turn_ends_before_its_slice_is_over(seed: int, policy: str) -> None:
-    """A slice of ``cfs`` is common to all and ends at multiples of its steps or early; others' begin with the stay."""
+    """A ``cfs`` slice is common to all: it ends at multiples of its steps or early. Others begin with the stay."""
     for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
         share, beside = (inner.settings.rotation_share, STEPS_BESIDE) if policy == "paced" else (1.0, 0)
         num_steps = slice_for(view, int(share * view.num_blocks), inner.settings, beside).steps
@@ -100,8 +100,8 @@ def test_no_turn_ends_before_its_slice_is_over(seed: int, policy: str) -> None:
 def test_requests_enter_the_device_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
     """No request enters before a higher-ranked one that could enter, too.
 
-    Except while the step has no token for it, while its room is kept (``refills``), while another request fetches its
-    prefix, or, for a newcomer, while swap space has no room for victims. AQUA's switch begins no prompt beside copies.
+    Exceptions: the step has no token for it, its room is kept (``refills``), another request fetches its prefix, or a
+    newcomer finds no swap space for victims. AQUA's switch begins no prompt beside copies.
     """
     story = make_story(seed, policy, max_requests=10)
     story = replace(story, settings=replace(story.settings, is_synchronous=False))
@@ -136,7 +136,7 @@ def test_a_turn_ends_only_for_a_request_that_ranks_above(seed: int, policy: str)
 @settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_no_slot_is_promised_twice(seed: int, policy: str) -> None:
-    """What leaves, what is written behind, and the prefixes that are fetched, which lie in slots that count as free."""
+    """Slots for swap-outs, for backups written behind, and of fetched prefixes, which count as free slots."""
     for _, view, _, decision in decided(make_story(seed, policy, max_requests=12)):
         rows = {row.seq_id: row for row in (*view.running, *view.waiting)}
         for tier in view.tiers:
@@ -156,7 +156,7 @@ SYSTEM = Machine(num_blocks=16, num_slots=400, block_s=0.0, max_batched_tokens=3
 @pytest.mark.parametrize("policy", SHARING)
 @pytest.mark.parametrize("caches", [True, False])
 def test_blocks_shared_with_victims_do_not_count_as_resident(policy: str, caches: bool) -> None:
-    """A shared system prompt: its holders are preempted in the step that admits requests which count on it."""
+    """Holders of a shared system prompt are preempted in the step that admits requests which share it."""
     machine = replace(SYSTEM, caches_prefixes=caches)
     requests = make_burst(16, interval_s=0.01, num_prompt=20, num_shared=16)
     burst(machine, make_policy(policy, SharingSettings(slice_steps=2)), requests)
@@ -167,12 +167,12 @@ def test_blocks_shared_with_victims_do_not_count_as_resident(policy: str, caches
     [("cfs", SharingSettings()), ("fair", SharingSettings(fair_by="key"))],
 )
 def test_prompts_longer_than_a_slice_are_no_livelock(policy: str, settings: SharingSettings) -> None:
-    """Swap space holds hardly anything, so that most is computed again, and no slice is enough for a prompt."""
+    """Swap space holds 3 blocks, so most is recomputed, and no slice is long enough for a prompt."""
     settings = replace(settings, slice_steps=1)
     machine = Machine(num_blocks=10, num_slots=3, max_batched_tokens=3)
     requests = make_burst(3, interval_s=0.01, num_prompt=16, max_tokens=8, clients=("a", "b"))
     run = begin(machine, make_policy(policy, settings), requests)
-    run.environment.run(until_s=10.0)  # a hundred times as long as it takes to compute everything once
+    run.environment.run(until_s=10.0)  # a hundred times the time to compute everything once
     assert not run.loop.has_unfinished
 
 

@@ -1,4 +1,4 @@
-"""When a try meets its goals: by counting; and it is ended early only if nothing that follows could change that."""
+"""When a try meets its goals, by counting; it is cut only if nothing that follows could change the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GAPS_S = st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.75, 1.5, 4.0])
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[list[Answer], list[int]]:
-    """What clients see in the end, and the most tokens that each asks for."""
+    """Draw the answers that clients receive, and the most tokens that each requests."""
     answers, most = [], []
     for _ in range(draw(st.integers(1, 12))):
         sent_s = draw(st.floats(0, 5))
@@ -42,7 +42,7 @@ def streams(draw: st.DrawFn) -> tuple[list[Answer], list[int]]:
 
 
 def is_good(goals: TryGoals, answer: Answer) -> bool:
-    """By the definitions of docs/metrics.md, without ours."""
+    """Judge by the definitions of docs/metrics.md, without the code under test."""
     times_s = answer.token_times_s
     if not answer.is_whole or not times_s:
         return False
@@ -86,7 +86,7 @@ def test_no_values_have_no_percentile() -> None:
 
 
 def events_of(answers: list[Answer]) -> list[tuple[float, int, str]]:
-    """(when, whose, what) in the order of time; of one request in the order of its life."""
+    """Return (time, request, event) in order of time; events of one request keep their order."""
     events = []
     for index, answer in enumerate(answers):
         ends_s = [answer.sent_s, *answer.token_times_s]
@@ -96,7 +96,7 @@ def events_of(answers: list[Answer]) -> list[tuple[float, int, str]]:
 
 
 def replay(goals: TryGoals, answers: list[Answer], most: list[int]) -> tuple[float | None, LiveTry]:
-    """When the try was first seen to be lost."""
+    """Return when the try is first known to be lost, and the try."""
     live = LiveTry(goals, len(answers), sum(max(0, count - 1) for count in most))
     for now_s, index, what in events_of(answers):
         if live.is_lost(now_s):
@@ -126,7 +126,7 @@ def test_a_try_that_is_lost_misses_its_goals_whatever_follows(
 def test_a_try_not_lost_at_its_end_misses_only_by_gaps_that_never_came(
     goals: TryGoals, drawn: tuple[list[Answer], list[int]]
 ) -> None:
-    """It is not seen to be lost only since its answers could have had more tokens."""
+    """With exact token counts, a try is known to be lost exactly when it misses its goals."""
     answers, _ = drawn
     exact = [len(answer.token_times_s) for answer in answers]
     lost_s, _ = replay(goals, answers, exact)
@@ -139,7 +139,7 @@ def test_a_line_that_grows_is_seen_before_it_is_served() -> None:
     for index in range(3):
         live.begin(str(index), 10, 0.01 * index)
     assert not live.is_lost(1.005)
-    assert live.is_lost(1.03)  # two of a hundred have waited for too long
+    assert live.is_lost(1.03)  # two of a hundred have waited too long
     answers = live.answers(1.03)
     assert [answer.ttft_s for answer in answers] == pytest.approx([1.03, 1.02, 1.01])
     score = goals.score(answers, is_cut=True)

@@ -1,4 +1,4 @@
-"""The knee of a throughput curve: found as an exhaustive search finds it, despite noise, and within few batches."""
+"""The knee of a throughput curve equals an exhaustive search's, despite noise, and is found in few batches."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PEAK = 100.0
 
 
 def ramp(batch: int, corner: float) -> float:
-    """Grows in proportion, and then not at all, as a device does whose cores are all busy from the corner on."""
+    """A throughput proportional to the batch up to the corner, then constant: all cores are busy."""
     return PEAK * min(1.0, batch / corner)
 
 
 def bend(batch: int, half: float) -> float:
-    """A fixed time for each run, and a time for each item: half of the peak at ``half``."""
+    """A fixed time per batch plus a time per item: half of the peak at ``half``."""
     return PEAK * batch / (batch + half)
 
 
 def climb(batch: int, corner: float) -> float:
-    """A ramp whose plateau still rises, by 1 % a doubling."""
+    """A ramp whose plateau still rises by 1 % a doubling."""
     return ramp(batch, corner) * 1.01 ** max(0.0, log2(batch / corner))
 
 
@@ -43,7 +43,7 @@ LIMITS = st.integers(2, 5000)
 
 
 def search(curve: Curve, how: KneeSettings, limit: int = 2**30) -> tuple[Knee, dict[int, float | None]]:
-    """The knee, and what was measured of a curve whose batches from ``limit`` on do not fit."""
+    """Return the knee, and the readings of a curve whose batches from ``limit`` on do not fit."""
     readings: dict[int, float | None] = {}
     while (batch := next_batch(readings, how)) is not None:
         assert 1 <= batch <= how.max_batch and batch not in readings

@@ -1,4 +1,4 @@
-"""The search for the highest rate: exact without noise, and with noise no more often surely wrong than it says."""
+"""The search for the highest rate is exact without noise; with noise it is surely wrong no more often than stated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = rate_grid(0.5, 10.0, 0.5)
 
 
 def run(test: RepeatedTries, tries: Sequence[bool]) -> Judgement:
-    """The judgement of a rate whose tries go like this, and the number of tries that it took."""
+    """Return the judgement of a rate with these results of its tries."""
     for count in range(len(tries) + 1):
         judgement = test.judge(sum(tries[:count]), count - sum(tries[:count]))
         if judgement is not None:
@@ -33,7 +33,7 @@ def run(test: RepeatedTries, tries: Sequence[bool]) -> Judgement:
 
 
 def ends_of(test: RepeatedTries, tries: tuple[bool, ...]) -> set[tuple[bool, bool]]:
-    """Every (meets, is sure) that the test could come to after these tries, if it never ended before its last try."""
+    """Return every (meets, is sure) that is possible after these tries, if the test never ended before its last try."""
 
     @cache
     def after(num_met: int, num_missed: int) -> frozenset[tuple[bool, bool]]:
@@ -53,7 +53,7 @@ def ends_of(test: RepeatedTries, tries: tuple[bool, ...]) -> set[tuple[bool, boo
 @given(st.integers(1, 10), st.floats(0.001, 0.3))
 @settings(max_examples=examples(30), deadline=None)
 def test_a_fair_coin_is_surely_judged_either_way_as_seldom_as_stated(max_tries: int, error: float) -> None:
-    """Every sequence of tries is counted: the worst case, since a rate that misses meets in at most half its tries."""
+    """Over all sequences of tries: the worst case, since a rate that misses meets in at most half its tries."""
     test = RepeatedTries(max_tries, error)
     ends = [run(test, tries) for tries in product([False, True], repeat=max_tries)]
     wrong = Fraction(sum(end.meets and end.is_sure for end in ends), len(ends))
@@ -94,7 +94,7 @@ def test_a_test_that_is_none_is_refused(max_tries: int, error: float) -> None:
 
 
 class Oracle:
-    """Tries that meet the goals with a probability by their rate; counts them."""
+    """Tries that meet the goals with a probability that depends on the rate; counts them."""
 
     def __init__(self, probability: Callable[[float], float], seed: int = 0) -> None:
         self.probability = probability
@@ -130,7 +130,7 @@ def test_without_noise_it_finds_the_best_rate_with_few_tries(
 
 
 def grade(border: float, width: float) -> Callable[[float], float]:
-    """From 1 to 0 around the border, the more gently the wider."""
+    """A probability that falls from 1 to 0 around the border, over this width."""
     return lambda rate: 1 / (1 + math.exp(max(-500.0, min(500.0, (rate - border) / width))))
 
 
@@ -157,7 +157,7 @@ def test_noisy_searches_are_surely_wrong_at_most_as_often_as_stated(
 
 
 def test_a_test_that_is_content_with_too_little_is_surely_wrong_too_often() -> None:
-    """Negative control of the Monte Carlo: two tries that agree are not 95 % sure."""
+    """Negative control of the Monte Carlo: two equal tries do not make a judgement 95 % sure."""
     ended = search_often(RepeatedTries(9, 0.25), (1e3, 1e4))
     num_wrong = sum(found.is_sure and found.rate != oracle.best(RATES) for found, oracle in ended)
     assert num_wrong / len(ended) > 0.05
@@ -176,7 +176,7 @@ def test_answers_without_repeats_are_wrong_more_often() -> None:
 def test_a_rate_that_misses_by_luck_in_the_bisection_is_found_all_the_same() -> None:
     def does_meet(rate: float) -> bool:
         tried.append(rate)
-        return rate <= 6 and len(tried) > 1  # the first try of all misses
+        return rate <= 6 and len(tried) > 1  # the very first try misses
 
     tried: list[float] = []
     assert find_rate(RATES, does_meet, RepeatedTries(5, 0.05)).rate == 6

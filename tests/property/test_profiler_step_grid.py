@@ -1,4 +1,4 @@
-"""Steps that are measured: they fit the engine, cover its sizes, and tell all parts of a step's time."""
+"""Measured steps fit the engine, cover its sizes, and determine all parts of a step's time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_engine_without_room_for_a_chunk_is_refused() -> None:
 
 
 class PricedExecutor:
-    """Takes the time that a cost says, on a clock of its own; every fifth step stalls if told so."""
+    """An executor whose steps take the time of a cost, by its own clock; if ``stalls``, every fifth step stalls."""
 
     def __init__(self, stalls: bool = False) -> None:
         self.now = 0.0

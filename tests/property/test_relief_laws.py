@@ -1,4 +1,4 @@
-"""Which lever relieves an overload: prices against an integration in small steps, and what the choice never does."""
+"""Which lever relieves an overload: prices against a numerical integration, and bounds of every choice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STEPS = st.builds(StreamStep, st.floats(0, 0.1), st.floats(1e-5, 1e-2), st.float
 
 
 def integrate(overload: Overload, offer: Offer, step_s: float) -> float:
-    """The price by many small steps, each with the rates at its middle."""
+    """Integrate the price in small steps, each with the rates at its middle."""
     waiting, area = overload.waiting_tokens, 0.0
     for index in range(round(MOST_S / step_s)):
         now = (index + 0.5) * step_s
@@ -97,7 +97,7 @@ def test_the_choice_keeps_its_bounds_and_ignores_order(overload: Overload, offer
 
 
 def offers_for(step: StreamStep, num_streams: float, grown: float, pause_s: float) -> list[Offer]:
-    """Two instances that wait, take turns over a fast link, or make room for ``grown`` times as many streams."""
+    """Offers of two instances that wait, take turns over a fast link, or make room for ``grown`` times the streams."""
     rate = 2 * step.tokens_per_s(num_streams)
     pipelined = step.pipeline_tokens_per_s(2 * num_streams * grown, 2)
     return [Offer(Lever.WAIT, rate), Offer(Lever.HOST, rate), Offer(Lever.DROP, pipelined, pause_s, pause_s)]
@@ -108,7 +108,7 @@ def burst(rate: float, factor: float, lasts_s: float) -> Overload:
 
 
 WIDE, BOUND = StreamStep(0.03, 0.0005), StreamStep(0.001, 0.005)
-"""Steps whose base weighs much; and whose base weighs nothing."""
+"""Steps with a large base cost; and with nearly none."""
 
 
 def test_drop_wins_in_bursts_that_outlast_its_pause() -> None:
@@ -118,7 +118,7 @@ def test_drop_wins_in_bursts_that_outlast_its_pause() -> None:
 
 
 def test_without_its_pause_drop_would_win_at_once() -> None:
-    """Control: the pause is what the short burst above is decided by."""
+    """Control: the pause decides the short burst above."""
     offers = offers_for(WIDE, 24, 2.0, pause_s=0.0)
     assert choose_relief(burst(offers[0].tokens_per_s, 4, 0.1), offers).lever is Lever.DROP
 

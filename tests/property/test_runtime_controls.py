@@ -1,4 +1,4 @@
-"""Negative controls of the loop's laws: a component that is subtly wrong must not survive the random stories."""
+"""Negative controls of the loop's laws: random stories find a component with one subtle fault."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def a_loop_that_believes_a_failed_restore(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def a_loop_that_keeps_what_follows_a_lost_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the lost block itself is left out of what arrived."""
+    """It leaves out only the last block, if that is lost."""
     monkeypatch.setattr(_Arrival, "count_leading", lambda move, lost: len(move.table) - (len(move.table) - 1 in lost))
 
 
 def a_loop_that_forgets_which_block_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps as many backups as are whole, and the wrong ones."""
+    """It drops the right number of backups, but the wrong ones."""
     settle = Departures.settle
     monkeypatch.setattr(
         Departures, "settle", lambda self, transfer_id, lost: settle(self, transfer_id, range(len(lost)))

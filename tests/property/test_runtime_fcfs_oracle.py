@@ -1,10 +1,10 @@
-"""FCFS against the rule of vLLM V1, written down again over plain lists, decision by decision.
+"""FCFS against the rule of vLLM V1, restated over plain lists, decision by decision.
 
 The rule: running requests first, in order; each takes what the token budget leaves, up to its unfinished tokens (here a
-prefill leaves the decodes after it one token each, so that a prioritised prompt cannot stop them). If it finds no
-blocks, the latest of the running ones gives up its own and starts anew, first in the queue, until there are enough or
-it is itself the latest. If none was preempted, waiting requests start in order until the budget, the blocks or the
-places run out. (https://docs.vllm.ai, scheduler of the V1 engine, without its prefix cache.)
+prefill leaves the decodes after it one token each, so that a prioritised prompt cannot stop them). If a request finds
+no blocks, the latest running ones are preempted, first in the queue, until there are enough blocks or it is itself the
+latest. If none was preempted, waiting requests start in order until the budget, the blocks or the places run out.
+(https://docs.vllm.ai, scheduler of the V1 engine, without its prefix cache.)
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Oracle:
         return victim
 
     def want(self, job: Job, budget: int) -> int:
-        """Tokens of a running job: a prefill leaves the decodes that come after it their tokens."""
+        """Return the tokens of a running job: a prefill leaves one token to each later decode."""
         later = self.running[self.running.index(job) + 1 :]
         reserved = 0 if job.is_decoding else sum(other.is_decoding for other in later)
         return max(0, min(job.num_tokens - job.num_computed, budget - reserved))
 
     def schedule(self) -> dict[int, int]:
-        """Job number to tokens of the next step that computes anything."""
+        """Return job number -> tokens, of the next step that computes anything."""
         while self.running or self.waiting:
             chosen, budget, has_preempted = {}, self.budget, False
             for job in list(self.running):
@@ -121,7 +121,7 @@ REQUESTS = st.lists(
 def compare(
     requests: list[tuple[int, int, int, bool]], num_blocks: int, block_tokens: int, budget: int, max_running: int
 ) -> Oracle:
-    """Run both side by side; ``requests`` are (step of arrival, prompt tokens, max_tokens, ignore_eos)."""
+    """Run both and compare; ``requests`` are (step of arrival, prompt tokens, max_tokens, ignore_eos)."""
     loop = make_loop(
         num_blocks=num_blocks,
         block_tokens=block_tokens,

@@ -1,4 +1,4 @@
-"""A copy that loses some blocks loses these alone: what stands before the first is restored, and no token is wrong."""
+"""A copy loses only its lost blocks: blocks before the first one are restored, and no token is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.swap_choices import back_up, choose, make_driver, plan, resum
 
 BLOCK_TOKENS = 4
 NUM_TOKENS = 18
-"""Computed when the sequence leaves: four full blocks, and two tokens in the tail."""
+"""Tokens computed when the sequence is swapped out: four full blocks, and two tokens in the tail."""
 NUM_BLOCKS = 5
 LOST = st.sets(st.integers(0, NUM_BLOCKS - 1), min_size=1).map(sorted)
 
@@ -26,7 +26,7 @@ def begin() -> tuple[Driver, SeqId]:
 
 
 def leave(driver: Driver, seq_id: SeqId, lost: list[int] | None = None) -> None:
-    """Swapped out, and forgotten by the device."""
+    """Swap a sequence out, and evict its blocks on the device."""
     [out] = plan(driver, swap_out(seq_id)).transfers
     assert len(out.blocks) == NUM_BLOCKS
     driver.settle(lost=lost or [])
@@ -91,7 +91,7 @@ def test_of_a_backup_only_the_lost_blocks_are_written_again(lost: list[int]) -> 
 
 @pytest.mark.parametrize("place", range(2))
 def test_a_prefix_that_is_fetched_ends_before_the_lost_block(place: int) -> None:
-    """A waiting sequence starts with what arrived of the prefix."""
+    """A waiting sequence starts with the fetched part of the prefix."""
     driver, first = begin()
     leave(driver, first)
     second = driver.submit(range(NUM_TOKENS - 1), max_tokens=2, ignore_eos=True)

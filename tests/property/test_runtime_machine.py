@@ -1,7 +1,7 @@
-"""The loop under every interleaving: steps and copies end in any order, requests come, hang up and are stopped.
+"""The loop under any interleaving: steps and copies end in any order, requests arrive, are aborted and stopped.
 
-Laws: the tokens of every request that ran to its end are those of the reference, however it was disturbed; the ledgers
-balance after every rule; what ended gives everything back; time never goes back; the loop never stalls for good.
+Laws: every finished request has the reference's tokens, however it was disturbed; the ledgers balance after every rule;
+ended requests release everything; time never decreases; the loop always progresses.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class LoopMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.executor.transfers)
     @rule(index=st.integers(0, 99), losses=st.sampled_from([0, 0, 0, 1, 2, 5, 0b11111111]), is_copied=st.booleans())
     def settle_transfer(self, index: int, losses: int, is_copied: bool) -> None:
-        """Each bit of ``losses`` that is set loses a block."""
+        """End a transfer; each set bit of ``losses`` loses a block."""
         transfer = self.executor.transfers.pop(index % len(self.executor.transfers))
         lost = [place for place in range(len(transfer.blocks)) if losses >> place & 1]
-        self.executor.copy(transfer, () if is_copied else lost)  # a block that is lost may have been written, or not
+        self.executor.copy(transfer, () if is_copied else lost)  # a lost block may have been written, or not
         self.loop.transfer_done(transfer.transfer_id, lost, self.tick())
 
     @precondition(lambda self: self.requests)
@@ -131,7 +131,7 @@ class LoopMachine(RuleBasedStateMachine):
             return
         self.loop.policy = (
             FcfsPolicy()
-        )  # the last words of the test: a work-conserving policy must bring everything home
+        )  # at the end of the test, a work-conserving policy must finish every request that is left
         for _ in range(2000):
             if not self.loop.has_unfinished:
                 break
@@ -139,7 +139,7 @@ class LoopMachine(RuleBasedStateMachine):
                 transfer = self.executor.transfers.pop()
                 self.executor.copy(transfer)
                 self.loop.transfer_done(transfer.transfer_id, (), self.tick())
-            for seq in list(self.loop.state.swapped):  # FCFS knows no swap space: hang these up
+            for seq in list(self.loop.state.swapped):  # FCFS resumes none from swap space: abort these
                 self.loop.finish(seq.seq_id, FinishReason.ABORT, self.tick())
                 self.ended[seq.seq_id] = FinishReason.ABORT
             self.plan()

@@ -1,7 +1,7 @@
-"""FCFS where 2 to 4 steps may be outstanding: no stream is in two of them, and every story ends, by every rule.
+"""FCFS with 2 to 4 outstanding steps: no stream is in two of them, and every story ends, by every rule.
 
-The loop's integrity is checked after every call, and every output is compared with a reference that has no engine: the
-same tokens as at depth 1. The control does not see outstanding steps, and preempts a sequence of one.
+The loop's integrity is checked after every call, and every output against a reference without an engine: the same
+tokens as at depth 1. The control ignores outstanding steps, and preempts a sequence of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.turns import Story, Teller, make_story
 
 
 def dear(prefix: int, num_tokens: int) -> float:
-    """Attention costs as much as the rest after four tokens."""
+    """A price at which attention costs as much as the rest after four tokens."""
     return num_tokens + num_tokens * (prefix + num_tokens / 2) / 4
 
 
@@ -41,7 +41,7 @@ RULES = [
 
 class CheckedFcfs(FcfsPolicy):
     """FCFS; counts decisions beside outstanding steps, and checks that no stream is in one of those: its next token is
-    not known. A prompt's chunks may follow each other.
+    unknown. Chunks of one prompt may be in consecutive steps.
     """
 
     def __init__(self, rule: MicrobatchRule | None = None) -> None:
@@ -61,7 +61,7 @@ class CheckedFcfs(FcfsPolicy):
 
 
 class Blind(FcfsPolicy):
-    """Does not see which sequences are in outstanding steps."""
+    """Ignores which sequences are in outstanding steps."""
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         return super().decide(replace(view, outstanding=frozenset()), now, rng)
@@ -96,7 +96,7 @@ def test_steps_overlap_and_requests_are_preempted(depth: int) -> None:
 @given(num_streams=st.integers(1, 13), depth=st.integers(1, 4), prompt=st.integers(1, 6), budget=st.integers(13, 80))
 @example(num_streams=12, depth=2, prompt=3, budget=80)
 def test_streams_are_divided_evenly_over_steps(num_streams: int, depth: int, prompt: int, budget: int) -> None:
-    """After their prompts: no step has more than its share, and each stream is in one of ``depth`` steps in a row."""
+    """After prefill, no step has more than its share, and each stream is in one of any ``depth`` consecutive steps."""
     loop = make_loop(num_blocks=400, max_model_len=80, max_num_seqs=16, max_batched_tokens=budget, depth=depth)
     driver = Driver(loop)
     for number in range(num_streams):
@@ -109,7 +109,7 @@ def test_streams_are_divided_evenly_over_steps(num_streams: int, depth: int, pro
 
 @pytest.mark.parametrize("rule", [MicrobatchRule("even", lambda p, n: 50.0 if n == 1 else n, 8), *RULES[:4]])
 def test_streams_do_not_stop_an_older_prompt_nor_it_them(rule: MicrobatchRule) -> None:
-    """Even where a stream costs as much as 50 tokens of a prompt."""
+    """The law holds where a stream costs as much as 50 tokens of a prompt."""
     policy = FcfsPolicy(microbatches=rule)
     driver = Driver(
         make_loop(policy=policy, num_blocks=400, max_num_seqs=16, max_batched_tokens=64, depth=2, max_model_len=90)
@@ -125,12 +125,12 @@ def test_streams_do_not_stop_an_older_prompt_nor_it_them(rule: MicrobatchRule) -
         plan = next_plan(driver)
         assert plan is not None and len(plans) < 60
         plans.append(plan)
-    assert sum(len(plan.decodes) for plan in plans) >= 4 * len(plans)  # six of them in a step, but for roundings
+    assert sum(len(plan.decodes) for plan in plans) >= 4 * len(plans)  # six of them in a step, but for rounding
     assert max(len(plan.decodes) for plan in plans[2:]) <= 7
 
 
 def next_plan(driver: Driver) -> StepPlan | None:
-    """One more plan, as soon as the oldest outstanding step is complete if need be."""
+    """Return one more plan; completes the oldest outstanding step if that is necessary."""
     plan = driver.plan()
     if isinstance(plan, Wait) and driver.pending:
         driver.complete()

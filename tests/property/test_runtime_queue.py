@@ -39,7 +39,7 @@ def play(window: int, operations: list[tuple[str, int]]) -> None:
             waiting.append(make_sequence(number, arrival_s=value // 3))
             came.append(waiting[-1])
             queue.push(waiting[-1])
-        elif verb == "return" and gone:  # a preempted sequence comes back to its place
+        elif verb == "return" and gone:  # a preempted sequence returns to its place
             waiting.append(gone.pop(value % len(gone)))
             came.append(waiting[-1])
             queue.push(waiting[-1])
@@ -123,7 +123,7 @@ class CountedKey(tuple[int, float, int]):
 
 
 def test_ten_thousand_waiting_cost_nothing_per_step() -> None:
-    """The head is read, the oldest is taken and comes back, whatever waits behind: counted, not timed."""
+    """The cost of reading the head, and of removing and returning it, is counted in comparisons, not timed."""
     queue = WaitingQueue(lambda seq: CountedKey(seq.order_key), window=16)
     for number in range(10_000):
         queue.push(make_sequence(number, float(number)))

@@ -1,7 +1,7 @@
-"""Slots that come and go under a running loop: whatever is moved, dropped or torn away, every token is right.
+"""Slots come and go under a running loop: whatever is moved, dropped or torn away, every token is right.
 
 A fake executor holds the content of every block and slot. A chunk of peer slots is added, retired and emptied, or torn
-away with all that lies in it, at any boundary; copies end in any order, and those that touch what is gone fail.
+away with its contents, at any boundary; copies end in any order, and those that touch removed memory fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 64
 
 
 class PatientPolicy(RandomPolicy):
-    """Rests when it is asked again and again about one step."""
+    """Calls ``rest`` from its third decision about one step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Neighbourhood:
         self.loop = Loop(self.state, policy, seed)
         self.executor = FakeExecutor(block_tokens=4)
         self.relocations: list[Relocation] = []
-        self.chunks: dict[int, bool] = {}  # those with memory, and whether they are leaving
+        self.chunks: dict[int, bool] = {}  # those with memory, and whether they are being emptied
         self.idle = IdleChunks(IDLE_S, CHUNK_SLOTS, NUM_CHUNKS)
         self.num_copies: Counter[int] = Counter()
         self.seen: Counter[str] = Counter()
         self.now = 0.0
 
     def run(self, num_requests: int) -> None:
-        """Serve until all requests have ended; every output is what it must be."""
+        """Serve until all requests have ended; every output equals the reference."""
         requests = [self._request(index) for index in range(num_requests)]
         waiting, outputs = list(requests), {}
         for _ in range(3000):
@@ -120,7 +120,7 @@ class Neighbourhood:
             self._begin(between.bring_nearer(Tier.HOST, Tier.PEER, 2), "nearer")
 
     def _return_idle(self) -> None:
-        """What was not used for a while goes at once: nothing that is needed or under way lies there."""
+        """Remove chunks unused for a while at once: they have no needed blocks and no copies in flight."""
         between = self.loop.relocations
         num_kept = Counter(slot // CHUNK_SLOTS for slot in between.kept_slots(Tier.PEER))
         uses = {
@@ -145,7 +145,7 @@ class Neighbourhood:
             self._remove_memory(chunk)
 
     def _tear_away(self, chunk: int) -> None:
-        """The deadline comes: the memory is removed first, and the loop learns of it afterwards."""
+        """At the deadline the memory is removed first, and the loop is informed afterwards."""
         self.seen["torn away with something in it"] += bool(
             self.loop.relocations.count_taken(Tier.PEER, self._slots(chunk))
         )
@@ -269,5 +269,5 @@ def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], m
         for seed in (
             89,
             *range(40),
-        ):  # one story in a hundred gives a slot away while it is read, and it is overwritten
+        ):  # one story in a hundred gives a slot away during a read, and overwrites it
             Neighbourhood(seed, num_host_slots=6).run(num_requests=20)

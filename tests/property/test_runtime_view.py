@@ -1,7 +1,7 @@
 """Views are incremental, and runs are reproducible.
 
-Laws: a view that was carried over from step to step says the same as one made from nothing; two loops with the same
-seed that see the same events issue the same plans.
+Laws: a view carried over from step to step equals one built anew; two loops with the same seed and events issue the
+same plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.stories import make_story_loop, tell
 
 
 def at_step(row: SequenceView, step: int) -> tuple[object, ...]:
-    """What a row says when step ``step`` is planned: the same row serves for many."""
+    """Return the content of a row when step ``step`` is planned: one row serves for many steps."""
     grown = step - row.since_step if row.is_decoding else 0
     return (
         row.seq_id,
@@ -63,7 +63,7 @@ def content_of(view: View) -> list[list[tuple[object, ...]]]:
 
 
 class CheckedViews:
-    """Builds every view twice: incrementally, and from nothing."""
+    """Builds every view twice: incrementally, and anew."""
 
     def __init__(self, state: LoopState) -> None:
         self._state = state

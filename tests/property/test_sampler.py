@@ -37,7 +37,7 @@ def sample(
 
 
 def allowed_by_definition(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Top-k, then the smallest set of what is left that holds top-p of it."""
+    """Return the smallest set of the top-k tokens that has top-p of their probability."""
     order = logits.double().argsort(descending=True, stable=True)[: params.top_k if params.top_k > 0 else VOCAB]
     probabilities = (logits.double()[order] / params.temperature).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

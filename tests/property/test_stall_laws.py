@@ -1,4 +1,4 @@
-"""Which instances are taken for stuck, over virtual time: every one that computes nothing, and no honest one."""
+"""Which instances count as stuck, over virtual time: every one that computes nothing, and no honest one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_TOKENS = 512
 
 @dataclass
 class Stage:
-    """A thread that computes, by a real meter over a clock of its own, which need not be the front's.
+    """A thread that computes, with a real meter on its own clock, which may differ from the front's.
 
     Attributes:
-        steps: (seconds, tokens) of those that are to come, the next one last.
+        steps: (seconds, tokens) of future steps, the next one last.
         owes: Requests are placed on it.
-        is_waiting: For another stage.
-        is_stopped: The process does nothing, and says nothing.
+        is_waiting: It waits for another stage.
+        is_stopped: The process computes nothing and sends nothing.
         is_blocked: Its step never ends.
     """
 
@@ -45,7 +45,7 @@ class Stage:
         self.meter = StepMeter(lambda: self.clock_s)
 
     def run(self, seconds: float) -> None:
-        """Time passes."""
+        """Advance the clock and compute."""
         end_s = self.clock_s + seconds
         while not (self.is_stopped or self.is_blocked or self.is_waiting) and self.clock_s < end_s:
             if self.left_s is None:
@@ -64,7 +64,7 @@ class Stage:
         self.clock_s = end_s
 
     def block(self) -> None:
-        """It is in its own work, and stays there."""
+        """Block the stage in its own work."""
         self.meter.work()
         self.is_blocked = True
 
@@ -77,7 +77,7 @@ def watch(
     gap: Callable[[], float] = lambda: BEAT_S,
     kind: type[StallWatch] = StallWatch,
 ) -> tuple[set[int], float]:
-    """(instances first found stuck, by place, and when); an empty set if none was within so many seconds."""
+    """Return (the first stuck instances, by place, and when); an empty set if there is none in this time."""
     one, now = kind(rule, BEAT_S), 0.0
     while now < seconds:
         for epoch, stage in enumerate(stages):
@@ -94,7 +94,7 @@ def watch(
 
 
 def honest_steps(dice: Random, number: int) -> list[tuple[float, int]]:
-    """Of one model, the next one last: a base and a price for each token, each up to three times as dear as usual."""
+    """Steps of one model, the next one last: (base + price per token), times up to 1.5 or down to 0.5."""
     base_s, token_s = 10 ** dice.uniform(-4, 1), 10 ** dice.uniform(-6, -2)
     sizes = [dice.choice([1, 8, dice.randint(1, MAX_TOKENS)]) for _ in range(number)]
     return [((base_s + token_s * size) * dice.uniform(0.5, 1.5), size) for size in sizes]
@@ -103,7 +103,7 @@ def honest_steps(dice: Random, number: int) -> list[tuple[float, int]]:
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32), num_instances=st.integers(1, 3))
 def test_honest_instances_are_never_stuck_whatever_is_stopped(seed: int, num_instances: int) -> None:
-    """Beats are late, the front is held up, instances start cold: a first step takes up to the least limits."""
+    """Beats are late, the front is paused, instances start cold: a first step may take half of its limit longer."""
     dice = Random(seed)
     steps = honest_steps(dice, 40 * num_instances)
     stages = [Stage(steps[place::num_instances]) for place in range(num_instances)]
@@ -119,7 +119,7 @@ def test_honest_instances_are_never_stuck_whatever_is_stopped(seed: int, num_ins
 @settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_a_step_that_never_ends_is_found_and_the_right_stage_is_blamed(seed: int) -> None:
-    """In a pipeline of several stages one blocks; the others, the leader with its requests among them, wait for it."""
+    """One stage of a pipeline blocks; the others wait for it, also the leader with its requests."""
     dice = Random(seed)
     num_stages = dice.randint(1, 4)
     stages = [Stage([(0.01, 4)] * 50, owes=place == 0) for place in range(num_stages)]
@@ -148,7 +148,7 @@ def test_instance_without_work_or_held_up_by_its_group_is_not_stuck() -> None:
 
 
 def test_turns_that_begin_no_step_are_no_progress() -> None:
-    """The thread goes round and round; requests are there."""
+    """The thread loops without a step, though requests are placed."""
     stage = Stage([])
     run = stage.run
 
@@ -161,7 +161,7 @@ def test_turns_that_begin_no_step_are_no_progress() -> None:
 
 
 def test_time_in_which_no_beat_came_is_no_stall() -> None:
-    """The instance, or the front, was stopped for ten minutes in the middle of a step."""
+    """The instance, or the front, was stopped for ten minutes during a step."""
     stage = Stage([(0.01, 4)])
     stage.run(0.02)
     stage.block()
@@ -184,7 +184,7 @@ def test_limit_is_ten_times_the_longest_step_by_size(longest_s: float, most: int
 
 
 def test_steps_before_a_life_do_not_make_its_limit_longer() -> None:
-    """A process that was stopped in a step joins again: the step was no honest one."""
+    """A process that was stopped during a step joins again: that step does not count."""
     now = [0.0]
     meter = StepMeter(lambda: now[0])
     meter.begin(7)

@@ -1,7 +1,7 @@
-"""Swap space, slots, backups, ledger and pool together: every whole read returns what its content key stands for.
+"""Swap space, slots, backups, ledger and pool together: every whole read returns the content of its key.
 
-Each of them has its own laws. Here they share real bytes: copies end late, fail half-way, meet bits that flipped, and
-the pool is resized under them. What comes back whole is right, and what is right comes back whole.
+Each has its own laws. Here they share real bytes: copies end late, fail half-way or meet flipped bits, and the pool is
+resized during copies. Blocks that return whole are right, and right blocks return whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIGESTS = {key: compute_digests(words.reshape(1, -1).numpy(), WEIGHTS)[0] for ke
 
 
 class SwapMachine(SwapActions):
-    """All actions, and the laws after each."""
+    """All actions, with the laws checked after each."""
 
     @invariant()
     def books_balance(self) -> None:
@@ -75,7 +75,7 @@ class SwapMachine(SwapActions):
                 self.close()
 
     def come_to_rest(self) -> None:
-        """Everything that was taken is given back."""
+        """Everything taken is released."""
         while self.out:
             self.land_out(None)
         while self.back:
@@ -97,7 +97,7 @@ TestSwapMachine = SwapMachine.TestCase
 
 
 def tour(machine: SwapMachine) -> None:
-    """Every corner once, with the laws checked after each step."""
+    """Every case once, with the laws checked after each step."""
 
     def do(name: str, *args: object) -> None:
         getattr(machine, name)(*args)
@@ -108,7 +108,7 @@ def tour(machine: SwapMachine) -> None:
     try:
         machine.begin(8, 4, True, [KEYS[:2]])
         do("back_up", 0, True)
-        do("compute_something_else")  # cannot have the blocks that the copy reads
+        do("compute_something_else")  # cannot take the blocks that the copy reads
         do("land_out", None)
         do("compute_something_else")
         do("come_back", 0)
@@ -118,9 +118,9 @@ def tour(machine: SwapMachine) -> None:
         do("go_far_away", 0, [])
         do("flip", machine.absent[0].backups[0].location.slot, 1, 7, 3)
         do("come_back", 0)
-        do("land_in", None)  # a miss of the first block, so that nothing comes back
+        do("land_in", None)  # a miss of the first block, so nothing is restored
         assert len(machine.absent[0].backups) == 1
-        do("come_back", 0)  # with nothing
+        do("come_back", 0)  # without any block
         do("compute", KEYS[2:4])
         do("back_up", 0, True)
         do("land_out", 0.5)
@@ -131,7 +131,7 @@ def tour(machine: SwapMachine) -> None:
         do("come_back", 0)  # with an idle backup
         do("hang_up", 0)
         do("compute", [*KEYS[4:], *KEYS[:2]])
-        do("back_up", 0, False)  # cannot have the slots that the copy reads
+        do("back_up", 0, False)  # cannot take the slots that the copy reads
         assert not machine.out
         do("land_in", None)
         do("back_up", 0, False)

@@ -25,7 +25,7 @@ def byte_level(alphabet: list[str], **options: Any) -> Tokenizer:
 
 
 def split_and_composed() -> Tokenizer:
-    """As Qwen's: NFC, a pattern, bytes."""
+    """A tokenizer like Qwen's: NFC, a pattern, bytes."""
     tokenizer = byte_level(list(_bytes_by_letter()))
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(r"\s+|\w+"), behavior="isolated")
@@ -35,7 +35,7 @@ def split_and_composed() -> Tokenizer:
 
 
 def sentence_pieces() -> Tokenizer:
-    """As Llama 2's: a space is a letter, unknown characters are bytes."""
+    """A tokenizer like Llama 2's: a space is a letter, unknown characters are bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.ByteFallback()
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(settings: str) -> None:
 
 
 def test_a_special_token_that_strips_spaces_beats_any_bound() -> None:
-    """Why such a token forbids the bound."""
+    """Ten thousand spaces become one token: such a tokenizer has no bound."""
     tokenizer = MAKERS["all bytes"]()
     tokenizer.add_special_tokens([AddedToken("<strip>", lstrip=True)])
     assert len(tokenizer.encode(" " * 10_000 + "<strip>").ids) == 1

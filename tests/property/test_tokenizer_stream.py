@@ -15,7 +15,7 @@ from floodplain.model.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
 
 
 class SpacedTokenizer(ByteTokenizer):
-    """Like SentencePiece: token 300 + n is a word with a space before it, which vanishes where the text begins."""
+    """Like SentencePiece: token 300 + n is a word with a space before it, which is removed at the start of the text."""
 
     is_byte_level = False
     words = (b" a", b" flood", b" plain", " \N{GREEK SMALL LETTER PI}".encode())
@@ -57,7 +57,7 @@ def test_no_delta_holds_a_part_of_a_character(text: str, tokenizer: Tokenizer) -
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """By the definition: up to the beginning of the stop string that ends first."""
+    """Return the text before the stop string that ends first, by definition."""
     for end in range(len(text) + 1):
         begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if begins:

@@ -1,4 +1,4 @@
-"""Transfers on the host: what leaves comes back, what is damaged on the way is refused, and faults are results."""
+"""Transfers on the host: blocks return unchanged, damaged ones are refused, and faults are results."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_many_copies_both_ways_all_answer(bench: Bench) -> None:
 
 @pytest.fixture
 def broken() -> Iterator[HostTransferEngine]:
-    """An engine whose outbound thread has met a bug: there are no digests to write."""
+    """An engine whose outbound thread has failed by a bug: there are no digests to write."""
     with open_private_device(2**22) as device:
         pool = KVPool(device, LAYOUT, 4)
         pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), 4)
@@ -186,7 +186,7 @@ def test_a_bug_in_the_copy_thread_reaches_the_caller(broken: HostTransferEngine)
     with pytest.raises(InvariantError, match="IndexError") as caught:
         broken.wait()
     assert isinstance(caught.value.__cause__, IndexError)
-    with pytest.raises(InvariantError):  # and the next call does not wait for ever
+    with pytest.raises(InvariantError):  # and the next call does not wait forever
         broken.wait()
     with pytest.raises(InvariantError):
         broken.submit(1, BlockCopy(IN, (1,), (1,)))
@@ -230,7 +230,7 @@ def test_paced_copies_take_their_modelled_time_one_by_one_per_direction(bench: B
 
 
 def test_a_link_is_one_road_in_each_direction() -> None:
-    curve = LinkCurve(1.0, ((10, 5.0),))  # a second, and then 10 bytes per second
+    curve = LinkCurve(1.0, ((10, 5.0),))  # one second, then 10 bytes per second
     link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.01)
     begin_s = time.monotonic()
     (first_s, _), (second_s, busy_s), (other_way_s, _) = (

@@ -1,4 +1,4 @@
-"""Swap space for vLLM's requests against plain contents: what comes back is what was computed, whatever came between.
+"""Swap space for vLLM's requests against plain contents: restored KV is what was computed, in any order of events.
 
 The machine is in ``tests/support/vllm_machine.py``.
 """
@@ -25,7 +25,7 @@ TestBooksMachine = BooksMachine.TestCase
 
 
 def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
-    """Further than a machine gets by itself: rules at random, with all invariants checked after each."""
+    """Run random rules for longer than Hypothesis does, with all invariants checked after each."""
     machine.begin(num_slots=rng.choice([5, 9, 16]), num_blocks=rng.choice([7, 12, 30]))
     for _ in range(num_steps):
         index, where = rng.randrange(64), {request.where for request in machine.requests}
@@ -52,7 +52,7 @@ def test_a_long_walk_by_the_same_rules(seed: int) -> None:
 
 
 def tour(machine: BooksMachine) -> None:
-    """One is swapped out with a tail, and another takes its blocks at once; then they change places, and again."""
+    """One request is swapped out with a tail, another takes its blocks at once; then they alternate, twice."""
     machine.begin(num_slots=6, num_blocks=3, num_requests=2)
     machine.come(0, num_tokens=4)
     machine.back_up(0, 1)
@@ -64,12 +64,12 @@ def tour(machine: BooksMachine) -> None:
     machine.compute(0, 10)
     machine.leave(0)
     machine.settle(0)
-    machine.come(0)  # the first, with its tail
+    machine.come(0)  # the first request, with its tail
     machine.settle(0)
     machine.compute(0, 1)
     machine.leave(0, swaps=False)
     machine.come(1)
-    machine.settle(0, ALL)  # a copy back that is not whole: what it read is lost
+    machine.settle(0, ALL)  # a swap-in that is not whole: its backups are lost
     machine.what_can_be_restored_is_there()
     machine.come(1, num_tokens=4)
     machine.leave(0)
@@ -79,7 +79,7 @@ def tour(machine: BooksMachine) -> None:
     machine.settle_all()
     machine.come(0, num_tokens=9)
     machine.leave(0)
-    machine.reset()  # while blocks are on their way out
+    machine.reset()  # during a swap-out
     machine.every_block_is_held_by_its_owners_and_its_copies_out()
     machine.come(0, num_tokens=9)  # into the same blocks
     machine.what_can_be_restored_is_there()
@@ -87,7 +87,7 @@ def tour(machine: BooksMachine) -> None:
     machine.leave(0)
     machine.settle_all()
     machine.come(0)
-    machine.reset()  # while blocks are on their way back
+    machine.reset()  # during a swap-in
     machine.every_block_is_held_by_its_owners_and_its_copies_out()
     machine.come(1, num_tokens=4)
     machine.settle_all()
@@ -100,7 +100,7 @@ def test_a_tour_of_leaving_and_coming_back() -> None:
 
 
 class InertPool:
-    """In the place of the pool."""
+    """Replaces the pool; holds nothing."""
 
     def touch(self, blocks: Sequence[Block]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""vLLM's requests on borrowed memory that comes and goes: what comes back is what was computed, whatever was lost.
+"""vLLM's requests on borrowed memory that comes and goes: restored KV is what was computed, whatever was lost.
 
 The machine is in ``tests/support/vllm_leases.py``.
 """
@@ -48,7 +48,7 @@ def take_a_step(machine: LeasingMachine, rng: Random) -> None:
 
 
 def walk(machine: LeasingMachine, rng: Random, num_steps: int) -> Counter[str]:
-    """Further than a machine gets by itself; what it saw."""
+    """Run random rules for longer than Hypothesis does; return the counts of events."""
     machine.begin(num_slots=rng.choice([5, 9, 16]), num_blocks=rng.choice([7, 12, 30]))
     for _ in range(num_steps):
         take_a_step(machine, rng)
@@ -68,7 +68,7 @@ def test_long_walks_by_the_same_rules_see_everything() -> None:
 
 
 def swap_out_to_a_neighbour(machine: LeasingMachine, num_slots: int = 6) -> None:
-    """One of eight tokens, in two slots of the neighbour's."""
+    """Swap out a request of eight tokens, to two slots of the neighbour."""
     machine.begin(num_slots=num_slots, num_blocks=4, num_requests=1)
     machine.add(0)
     machine.come(0, num_tokens=8)
@@ -81,7 +81,7 @@ def swap_out_to_a_neighbour(machine: LeasingMachine, num_slots: int = 6) -> None
 
 
 def tour(machine: LeasingMachine) -> None:
-    """What a neighbour wants back goes to the host, and comes nearer again; then it is torn away."""
+    """Recalled KV is moved to the host and later promoted; then its chunk is torn away."""
     swap_out_to_a_neighbour(machine)
     (request,) = machine.requests
     machine.retire(0)
@@ -119,7 +119,7 @@ def test_what_is_on_the_device_too_is_not_copied_from_a_neighbour() -> None:
     machine = LeasingMachine()
     swap_out_to_a_neighbour(machine)
     machine.come(0)
-    machine.settle(0)  # its copy back: it runs
+    machine.settle(0)  # its swap-in: it runs
     machine.retire(0)
     machine.evacuate(4)
     assert not machine.moves and not machine.chunks

@@ -1,4 +1,4 @@
-"""Views of vLLM are kept from step to step: they say what views made anew would, whatever happened in between."""
+"""Views of vLLM that are kept from step to step equal views made anew, after any events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORY = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 63)), max_siz
 
 
 def expect_same(engine: FakeEngine) -> None:
-    """The view, against rows that are made anew."""
+    """Compare the kept view with rows that are made anew."""
     running, waiting, swapped = engine.plain_rows()
     view = engine.look()
     assert as_of(view.running, engine.step) == as_of(running, engine.step)
@@ -64,7 +64,7 @@ def test_a_long_walk_with_views_in_between(seed: int) -> None:
 
 
 def test_a_resumed_request_that_is_seen_before_its_first_step_has_entered() -> None:
-    """Walks come by this too seldom."""
+    """A case that random walks rarely reach."""
     engine = FakeEngine()
     play(engine, [("arrive", 0), ("look", 0), ("admit", 0), *[("run", 20)] * 3, ("leave", 1), ("settle", 1)])
     play(engine, [("admit", 0), ("settle", 1)])
@@ -134,7 +134,7 @@ def test_the_law_notices_a_queue_that_forgets_removals(monkeypatch: pytest.Monke
 
 
 class NotingPool(Pool):
-    """Reports its changes to the counts."""
+    """A pool that reports its changes to the counts."""
 
     def __init__(self, counts: ExclusiveCounts) -> None:
         super().__init__(NUM_BLOCKS)
@@ -158,7 +158,7 @@ def test_kept_counts_equal_recounted_ones(events: list[tuple[str, int]]) -> None
     for number, (event, index) in enumerate(events):
         there = sorted(tables)
         some = tables[there[index % len(there)]] if there else []
-        if event == "allocate":  # to a table that is there, or to a new one
+        if event == "allocate":  # to an existing table, or to a new one
             more = pool.give(min(index % 4, len(pool.free)))
             tables.setdefault(there[index % len(there)] if there and index % 3 else SeqId(number), []).extend(more)
         elif event == "share":

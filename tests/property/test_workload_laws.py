@@ -97,7 +97,7 @@ ROWS = st.lists(
 
 
 def save_trace(path: Path, rows: list[TraceRow]) -> None:
-    """Mooncake's form for ``.jsonl``, else a CSV, which has no place for prefix ids."""
+    """Write Mooncake's form for ``.jsonl``, else a CSV, which cannot hold prefix ids."""
     if path.suffix == ".jsonl":
         lines = [
             {"timestamp": r.arrival_s * 1e3, "input_length": r.prompt_tokens, "output_length": r.output_tokens}

@@ -1,7 +1,7 @@
-"""Turns over a link that matters, in virtual time: slices grow until the copies of the next one hide behind them.
+"""Turns over a busy link, in virtual time: slices grow until the copies of the next one overlap with them.
 
-A block is computed in 9.6 ms, and a copy takes less than half of that: turns pay. But copies of all that takes turns
-last longer than the slice that was asked for.
+A block is computed in 9.6 ms, and a copy takes less than half of that: turns pay. But copies of all streams that take
+turns last longer than the configured slice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SETTINGS = SharingSettings(max_gap_s=2.0, rotation_share=0.5, slice_steps=5)
 
 ROTATION = int(SETTINGS.rotation_share * MACHINE.num_blocks)
 CASES = [("paced", 0.004, ROTATION), ("fair", 0.0016, MACHINE.num_blocks)]
-"""Policy, seconds of a block on the link, and how many blocks take turns: a part of the pool, or all of it."""
+"""Policy, seconds of a block on the link, and number of blocks that take turns: a part of the pool, or all of it."""
 
 BESIDE = {"paced": STEPS_BESIDE, "fair": 0}
 """Steps for which a turn holds its blocks, beside its slice."""
 
 
 Stay = tuple[int, float]
-"""(steps that somebody stayed whose slice ended, steps of that time in which the link brings one block)."""
+"""(steps of a stay that ended with its slice, steps in which the link copies one block)."""
 
 
 def stays(recorder: Recorder) -> Iterator[Stay]:
@@ -49,7 +49,7 @@ def stays(recorder: Recorder) -> Iterator[Stay]:
 def run_burst(
     name: str, block_s: float, num_requests: int = 200, is_synchronous: bool = False
 ) -> tuple[Run, list[Stay]]:
-    """Half as many again as the machine can serve."""
+    """Serve a burst at one and a half times the machine's capacity."""
     recorder = Recorder(make_policy(name, replace(SETTINGS, is_synchronous=is_synchronous)))
     requests = make_burst(num_requests, interval_s=1 / 40, num_prompt=16, max_tokens=64)
     return burst(replace(MACHINE, block_s=block_s), recorder, requests), list(stays(recorder))
@@ -58,7 +58,7 @@ def run_burst(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "block_s", "num_blocks"), CASES)
 def test_a_slice_lasts_as_long_as_the_copies_of_the_next_one(name: str, block_s: float, num_blocks: int) -> None:
-    """It is two to three times as long as asked, as a rule."""
+    """The median slice is two to three times the configured one."""
     run, seen = run_burst(name, block_s)
     assert len(seen) > 200
     beside = BESIDE[name]
@@ -72,7 +72,7 @@ def test_a_slice_lasts_as_long_as_the_copies_of_the_next_one(name: str, block_s:
 def test_slices_of_the_set_length_end_before_the_copies(
     name: str, block_s: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Control: slices of the configured length."""
     for module in (fair, paced):
         monkeypatch.setattr(module, "slice_for", lambda view, num_blocks, settings, *_: Slice(settings.slice_steps))
     run, seen = run_burst.__wrapped__(name, block_s)
@@ -82,7 +82,7 @@ def test_slices_of_the_set_length_end_before_the_copies(
 
 @pytest.mark.slow
 def test_over_a_quick_link_slices_have_the_set_length() -> None:
-    """The control: the reason is the link."""
+    """Control: the link is the reason."""
     run, seen = run_burst("paced", QUICK.block_s)
     assert run.counters.limited_steps[Reason.LINK_BUSY.value] == 0
     assert min(num_steps for num_steps, _ in seen) == SETTINGS.slice_steps
@@ -99,6 +99,6 @@ def test_the_device_does_not_wait_for_the_link(block_s: float) -> None:
 
 @pytest.mark.slow
 def test_in_aquas_switch_it_does() -> None:
-    """The control."""
+    """Control: AQUA's switch waits for copies."""
     run, _ = run_burst("cfs", 0.004, 80, is_synchronous=True)
     assert run.instance.stall_s > 0.1 * run.elapsed_s

@@ -1,4 +1,4 @@
-"""Clusters in virtual time: tokens survive drops and restores, and parts are what the older simulators say."""
+"""Clusters in virtual time: requests keep their tokens across drops and restores; parts equal older simulators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUICK = DropTimingSettings(calm_s=1.0, gap_s=1.0)
 
 
 def make_requests(seed: int, num_requests: int = 140) -> list[Request]:
-    """A burst of two seconds, then a few late ones."""
+    """Return a burst of two seconds, then a few late requests."""
     dice, requests = Random(seed), []
     for index in range(num_requests):
         is_late = index >= num_requests - 8
@@ -65,7 +65,7 @@ def run(seed: int, link: GroupLink = FAST, num_instances: int = 2) -> tuple[Virt
 
 
 def count_wrong(cluster: VirtualCluster, requests: list[Request]) -> int:
-    """Requests that have not as many tokens as they asked for, one after the other."""
+    """Count requests without exactly their tokens, in order and after the arrival."""
     num_wrong = 0
     for request in requests:
         times = cluster.token_times_s(request.request_id)

@@ -24,7 +24,7 @@ Steps = list[ExpandingStep]
 
 
 def run(num_blocks: int, requests: list[Request], fixed: int | None = None, half_link_s: float = float("inf")) -> Steps:
-    """Serve all, with layers that always stream or with ``auto``; from ``half_link_s`` on with half the link."""
+    """Serve all requests with a fixed number of streamed layers or ``auto``; half the link from ``half_link_s`` on."""
     machine = Machine(
         num_blocks=num_blocks, block_tokens=16, num_slots=0, max_num_seqs=1024, max_batched_tokens=4096,
         max_model_len=1000, caches_prefixes=False,
@@ -69,7 +69,7 @@ def stall_share(steps: Steps) -> float:
 
 @pytest.mark.parametrize("num_blocks", [300, 600])
 def test_auto_finishes_nearly_as_soon_as_the_best_fixed_number(num_blocks: int) -> None:
-    """All requests are there from the start, so the way up counts, and the end, when nothing waits."""
+    """All requests arrive at the start, so the increase of layers counts, and the end, when nothing waits."""
     auto = run(num_blocks, make_requests())
     most = max(step.num_streamed for step in auto)
     numbers = (0, most, most + 1, most + 2)
@@ -80,7 +80,7 @@ def test_auto_finishes_nearly_as_soon_as_the_best_fixed_number(num_blocks: int) 
 
 
 def test_half_a_link_is_answered_although_the_pool_is_full() -> None:
-    """Blocks are in use, so that the pool shrinks as requests end or are preempted."""
+    """Blocks are in use, so the pool shrinks as requests end or are preempted."""
     lost_s = 15.0
     steps = run(300, make_requests(), half_link_s=lost_s)
     ends_s = list(accumulate(step.step_s + step.stall_s for step in steps))

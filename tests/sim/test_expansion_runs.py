@@ -1,4 +1,4 @@
-"""The controller in virtual time: as good as the best fixed number of layers, and soon where that changes."""
+"""The controller in virtual time: nearly as good as the best fixed number of layers, and quick to adapt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def auto(device: Device, load: Load, num_steps: int = NUM_STEPS) -> Served:
 
 
 def best_fixed(device: Device, around: int, seed: int) -> float:
-    """Tokens per second of the best fixed number of layers; more of them than any near it would wait more."""
+    """Return tokens per second of the best fixed number near ``around``; a larger one stalls more."""
     near = [one.num_streamed for one in EVERY if abs(one.num_streamed - around) <= 2 or not one.num_streamed]
     return max(serve(device, number, Load(seed), NUM_STEPS).rate(SETTLED) for number in near)
 
@@ -41,7 +41,7 @@ def test_auto_is_near_the_best_fixed_number_and_settles_without_stalls(base_bloc
 
 
 def test_where_a_layer_is_a_tenth_of_the_pool_auto_is_near_the_best() -> None:
-    """With eleven layers' memory left, one more is 9 % more blocks, and 3 % stalls: the promise is less than 1 %."""
+    """With eleven layers' memory left, one more layer gives 9 % more blocks, and 3 % stalls: over the limit of 1 %."""
     device = Device(base_blocks=150)
     run = auto(device, Load(1))
     assert run.stall_share(SETTLED) < 0.01
@@ -50,7 +50,7 @@ def test_where_a_layer_is_a_tenth_of_the_pool_auto_is_near_the_best() -> None:
 
 @pytest.mark.parametrize("base_blocks", POOLS)
 def test_half_the_link_is_answered_within_steps_and_the_whole_one_later(base_blocks: int) -> None:
-    """A transfer in the background takes half of it for 300 steps."""
+    """A transfer in the background takes half of the link for 300 steps."""
     lost, back = SETTLED, SETTLED + 300
     device = Device(base_blocks=base_blocks)
     links = {lost: device.link_ratio / 2, back: device.link_ratio}
@@ -94,7 +94,7 @@ def test_no_load_is_served_worse_than_without_expansion(link_ratio: float, most_
 
 
 class MeansPolicy:
-    """The control: it compares the mean step with the mean load."""
+    """Control: a policy that compares the mean step with the mean load."""
 
     def __init__(self, base_blocks: int) -> None:
         self.policy = ExpansionPolicy(EVERY, base_blocks)
@@ -108,7 +108,7 @@ class MeansPolicy:
 
 @pytest.mark.parametrize(("base_blocks", "token_s"), [(300, 1e-3), (600, 1e-3), (600, 3e-4)])
 def test_short_and_long_steps_are_compared_one_by_one(base_blocks: int, token_s: float) -> None:
-    """Steps with prompts are up to ten times as long; what they leave of the link is of no use to the others."""
+    """Steps with prompts are up to ten times as long; their idle link time does not help the other steps."""
     device, prompts = Device(base_blocks=base_blocks, token_s=token_s), (10, 40)
     run = auto(device, Load(1, prompts))
     means = serve(device, MeansPolicy(base_blocks).decide, Load(1, prompts), NUM_STEPS)
@@ -116,7 +116,7 @@ def test_short_and_long_steps_are_compared_one_by_one(base_blocks: int, token_s:
 
 
 def test_pie_finds_the_neighbourhood_by_trying() -> None:
-    """The baseline: it goes up until compute waits, comes back, and tries again."""
+    """The baseline adds layers until compute waits, removes them, and tries again."""
     device = Device(base_blocks=500)
     ours, pie = auto(device, Load(1)), serve(device, PieExpansion(EVERY).decide, Load(1), NUM_STEPS)
     plain = serve(device, 0, Load(1), NUM_STEPS)

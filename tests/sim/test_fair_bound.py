@@ -1,9 +1,9 @@
-"""``fair`` in bursts of every size and shape: what others may take between two turns of a request.
+"""``fair`` in bursts of every size and shape: the turns of others between two turns of a request.
 
 A victim with D more work than another request ranks behind it until that one has caught up, in turns worth a slice of
-s tokens: D // s + 1 of them, beside those that its prompt takes (one, unless a slice is too short for the prompts that
-are computed in it). That is two only where no victim is two slices or more above another request, as it is in
-``test_fair_turns.py``: some are where one admission needs several victims, or a request waited before the gate opened.
+s tokens: D // s + 1 of them, beside those for its prompt (one, unless a slice is too short for the prompts that are
+computed in it). That is two only if no victim is two slices or more above another request, as in
+``test_fair_turns.py``: some are, where one admission needs several victims, or a request waited before the gate opened.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.support.shapes import LONG, SHAPES, SHARING_SHAPES, Shape, count_betw
 
 @dataclass(frozen=True)
 class Loss:
-    """The turns of one request between two turns of another one, and what the first lacked when the second left.
+    """The turns of one request between two turns of another one, and its lag when the other one left.
 
     Attributes:
         num_prompt_turns: Those that began before its first token.
-        was_there: When the other one left; else it arrived before that was back.
+        was_there: It was live when the other one left; else it arrived before that was back.
     """
 
     num_turns: int
@@ -40,7 +40,7 @@ class Loss:
 
 
 def losses(run: Run, recorder: Recorder) -> Iterator[Loss]:
-    """Of every request, for every other one that was there when it left, or that arrived before it was back."""
+    """Yield losses of every request, for each other one live at its exit or arriving before its return."""
     views = {now: view for view, now, decision in recorder.seen if decision.preemptions}
     credits = {row.seq_id: row.credit for view, _, _ in recorder.seen for row in view.waiting}
     begins = {seq_id: entries(one) for seq_id, one in run.lifecycles.items()}
@@ -75,7 +75,7 @@ def test_between_two_turns_other_requests_catch_up_and_no_more() -> None:
 
 @pytest.mark.slow
 def test_under_cfs_others_exceed_the_bound_between_two_turns() -> None:
-    """The control: every slice ranks without regard to earlier turns."""
+    """Control: under ``cfs`` every slice ranks without regard to earlier turns."""
     assert sum(loss.exceeds(LONG.slice_steps) for loss in losses(*LONG.run("cfs"))) > 100
     assert not any(loss.exceeds(LONG.slice_steps) for loss in losses(*LONG.run("fair")))
 

@@ -1,6 +1,7 @@
 """``fair`` before the first turn, in bursts of every size and shape.
 
-No later arrival goes first. Each request that goes first has one turn, so a first turn comes within a bound of steps.
+No later arrival begins first. Each request that begins earlier has one turn, so a first turn comes within a bound of
+steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support.shapes import LONG, SHAPES, SHARING_SHAPES, Shape, count_betw
 
 
 def newcomers_that_passed(run: Run) -> Iterator[int]:
-    """For every request, how many later arrivals began before it."""
+    """Yield for every request how many later arrivals began before it."""
     lives = list(run.lifecycles.values())
     for number, one in enumerate(lives):
         first_s = entries(one)[0]
@@ -32,7 +33,7 @@ def newcomers_that_passed(run: Run) -> Iterator[int]:
 def test_no_later_arrival_begins_first() -> None:
     """The least work is at most a waiting request's, so newcomers are lifted to that and rank behind it.
 
-    Whatever their priorities: those are weights.
+    This holds for all priorities: they are weights.
     """
     num_seen = 0
 
@@ -69,7 +70,7 @@ def test_nor_where_prompts_begin_alike() -> None:
 
 @pytest.mark.slow
 def test_under_cfs_some_do() -> None:
-    """The control."""
+    """Control: ``cfs``."""
     shape = Shape(num_requests=50, interval_ms=10, num_prompt=11, max_tokens=24, block_tokens=16, slice_steps=4)
     assert sum(newcomers_that_passed(shape.run("cfs")[0])) > 30
     assert not any(newcomers_that_passed(shape.run("fair")[0]))
@@ -77,7 +78,7 @@ def test_under_cfs_some_do() -> None:
 
 @pytest.mark.slow
 def test_nor_in_a_line_that_is_longer_than_a_view_shows() -> None:
-    """``paced`` is the control: there a priority is a place in line."""
+    """Control: under ``paced`` a priority is a place in line."""
     shape = replace(LONG, num_requests=150, priorities=(1, 0, 0))
     assert not any(newcomers_that_passed(shape.run("fair")[0]))
     assert sum(newcomers_that_passed(shape.run("paced")[0])) > 1000
@@ -85,14 +86,14 @@ def test_nor_in_a_line_that_is_longer_than_a_view_shows() -> None:
 
 @dataclass(frozen=True)
 class Wait:
-    """Of a request that found no room: steps before its first turn began, and how many the bound allows."""
+    """Steps until the first turn of a request that found no room, and the bound on them."""
 
     num_steps: int
     bound: int
 
 
 def waits(shape: Shape, run: Run, recorder: Recorder) -> Iterator[Wait]:
-    """Of every request that a decision saw waiting, from then on."""
+    """Yield a wait for every request, from the first decision that shows it waiting."""
     busy = [when for when, plan in run.steps if plan.num_tokens]
     seen: set[SeqId] = set()
     for view, now, _ in recorder.seen:
@@ -104,7 +105,7 @@ def waits(shape: Shape, run: Run, recorder: Recorder) -> Iterator[Wait]:
 
 
 def first_turn_bound(shape: Shape, view: View, row: SequenceView) -> int:
-    """A slice that has just begun; then those ahead, all of no more work, in turns side by side; and their prompts.
+    """Return the bound: a slice that has just begun, the turns of requests ahead side by side, and their prompts.
 
     A turn lasts a slice, and one more while several must leave for one, and a step for each of two copies. The pool
     holds as many side by side as fit, less the largest request's blocks: the next one waits for all of its own at
@@ -140,5 +141,5 @@ def test_the_first_turn_comes_after_one_turn_of_requests_ahead() -> None:
 
 @pytest.mark.slow
 def test_under_fcfs_the_first_turn_waits_until_requests_ahead_finish() -> None:
-    """The control; ``cfs`` is none, because there, too, requests without served work rank first."""
+    """Control: FCFS. ``cfs`` is none, because it also ranks requests without served work first."""
     assert any(wait.num_steps > 2 * wait.bound for wait in waits(LONG, *LONG.run("fcfs")))

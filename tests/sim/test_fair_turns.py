@@ -1,7 +1,7 @@
 """``fair`` in turns and in work, under a sustained stream of newcomers, with ``cfs`` as the control.
 
 Turns: a victim with D more work than another request ranks behind it until that one has caught up. A turn of s steps
-is worth at least s tokens, so the other one takes at most D // s + 1 turns. Where one victim is enough for one
+is worth at least s tokens, so the other one takes at most D // s + 1 turns. If one victim suffices for each
 admission, no victim is more than a slice above the least, and that is two.
 """
 
@@ -45,7 +45,7 @@ def all_rows(view: View) -> Iterator[object]:
 
 
 def works(recorder: Recorder) -> dict[float, dict[SeqId, float]]:
-    """By time of decision, the work of every request of the view: what it was lifted to and what it generated."""
+    """Return the work (credit plus generated tokens) of every request, by time of each decision that preempts."""
     return {
         now: {row.seq_id: row.credit + max(0, row.num_generated(view.step)) for row in all_rows(view)}  # type: ignore[attr-defined]
         for view, now, decision in recorder.seen
@@ -54,7 +54,7 @@ def works(recorder: Recorder) -> dict[float, dict[SeqId, float]]:
 
 
 def turns_between(run: Run, recorder: Recorder) -> Iterator[tuple[int, float]]:
-    """(turns of another one that was there, its lag behind), for any two turns of a request that follow each other.
+    """Yield (turns of another live request, its lag), between any two consecutive turns of a request.
 
     First turns do not count: they may have begun before the gate opened, and lasted as long as there was room.
     """
@@ -87,7 +87,7 @@ def test_under_cfs_it_takes_more() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block_tokens", [4, 16])
 def test_a_request_takes_no_more_turns_than_its_lag_is_worth(block_tokens: int) -> None:
-    """With small blocks requests grow apart: several must leave for one, and stays get longer than a slice."""
+    """With small blocks works differ more: several must leave for one, and stays get longer than a slice."""
     machine = replace(MACHINE, num_blocks=480 // block_tokens // 2, block_tokens=block_tokens)
     for num_turns, lag in turns_between(*run_burst("fair", machine)):
         assert num_turns <= max(0, lag) // SLICE + 1
@@ -104,7 +104,7 @@ LONG = replace(MACHINE, num_blocks=60)
 
 
 def two_keys(num_a: int, num_b: int, priority: int = 0) -> list[Request]:
-    """``a`` comes first and with many; fewer in all than a view shows of the queue."""
+    """Return requests of two keys; those of ``a`` arrive first."""
     requests = make_burst(num_a + num_b, interval_s=1e-4, num_prompt=16, max_tokens=100)
     return [
         replace(request, client="a" if number < num_a else "b", priority=priority if number < num_a else 0)
@@ -113,7 +113,7 @@ def two_keys(num_a: int, num_b: int, priority: int = 0) -> list[Request]:
 
 
 def work_of(view: View, client: str) -> float:
-    """Tokens over weight, a prompt's half, of all requests that the key ever had: counted here by hand."""
+    """Return the key's tokens over weight, prompts at half, of all its requests: an independent count."""
     total = view.key_credits.get(client, 0.0)
     for row in (*view.running, *view.loading, *view.swapped, *view.waiting):
         if row.client == client:
@@ -124,7 +124,7 @@ def work_of(view: View, client: str) -> float:
 
 
 def gaps_between_keys(settings: SharingSettings, requests: list[Request]) -> list[tuple[float, float]]:
-    """(work of a, work of b) whenever both have requests that are off the device."""
+    """Return (work of a, work of b) whenever both have requests that are off the device."""
     recorder = Recorder(make_policy("fair", settings))
     burst(LONG, recorder, requests)
     return [
@@ -137,8 +137,8 @@ def gaps_between_keys(settings: SharingSettings, requests: list[Request]) -> lis
 BY_KEY = SharingSettings(slice_steps=SLICE, fair_by="key")
 
 BOUND = 2 * SLICE * LONG.num_blocks / 2 + PROMPT_WEIGHT * LONG.max_batched_tokens
-"""All residents (of two blocks or more) may be of one key for a slice, and stay for one more because room for the
-other's must be made first; and a step's prompts may be."""
+"""All residents (of two blocks or more) may be of one key for a slice, and stay for one more because room for the other
+key's must be made first; and so may a step's prompts."""
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_counted_by_requests_two_keys_do_not_get_the_same() -> None:
 
 @pytest.mark.slow
 def test_a_keys_priority_is_worth_its_weight_and_no_more() -> None:
-    """Three steps better: 1.95 tokens for one. ``weight_of`` bounds it; the server bounds what a key may ask for."""
+    """Three steps better: 1.95 tokens for one. ``weight_of`` bounds it; the server limits the priority of a key."""
     gaps = gaps_between_keys(BY_KEY, two_keys(40, 20, priority=-3))
     assert all(abs(a - b) <= BOUND for a, b in gaps)
     a, b = gaps[-1]
@@ -166,7 +166,7 @@ def test_a_keys_priority_is_worth_its_weight_and_no_more() -> None:
 
 @pytest.mark.slow
 def test_priority_within_a_key_decides_within_the_key() -> None:
-    """Half of a's requests ask for more: they get it from the other half, and ``a`` gains what its weights say."""
+    """Half of a's requests have a higher priority than the rest: the work of both keys stays within the bound."""
     requests = two_keys(40, 20)
     mixed = [
         replace(one, priority=1 if number % 2 else -1) if one.client == "a" else one
@@ -176,7 +176,7 @@ def test_priority_within_a_key_decides_within_the_key() -> None:
 
 
 def first_token_s(fair_by: str, num_a: int) -> float:
-    """How long the one request of ``b`` waits that comes behind ``num_a`` of ``a``."""
+    """Return how long the one request of ``b`` waits that arrives after ``num_a`` requests of ``a``."""
     settings = SharingSettings(slice_steps=SLICE, fair_by=fair_by)
     run = burst(LONG, make_policy("fair", settings), two_keys(num_a, 1))
     one = list(run.lifecycles.values())[-1]
@@ -185,13 +185,13 @@ def first_token_s(fair_by: str, num_a: int) -> float:
 
 @pytest.mark.slow
 def test_a_long_line_of_one_key_does_not_hide_the_others() -> None:
-    """The view shows 64 of the waiting requests."""
+    """A view has 64 of the waiting requests."""
     assert first_token_s("key", 110) < 2 * first_token_s("key", 30)
     assert first_token_s("request", 110) > 3 * first_token_s("request", 30)  # the control
 
 
 def shares_after(arrivals_s: tuple[float, ...], window_s: float) -> list[tuple[int, int]]:
-    """(tokens of a, tokens of b) in the window after each arrival of ``b``, which comes with 20 requests each time."""
+    """Return (tokens of a, tokens of b) in the window after each arrival of 20 requests of ``b``."""
     requests = [replace(one, client="a") for one in make_burst(80, interval_s=1e-4, num_prompt=16, max_tokens=100)]
     for first_s in arrivals_s:
         batch = make_burst(20, interval_s=1e-4, num_prompt=16, max_tokens=100, first_s=first_s)
@@ -208,14 +208,14 @@ def shares_after(arrivals_s: tuple[float, ...], window_s: float) -> list[tuple[i
 
 @pytest.mark.slow
 def test_a_key_that_arrives_late_or_again_gets_its_half_from_then_on() -> None:
-    """Less what its prompts count, and a slice at each end."""
+    """Up to the work of its prompts, and a slice at each end."""
     for a, b in shares_after((2.0, 8.0), window_s=1.0):
         assert 0.6 < a / b < 1.7
 
 
 @pytest.mark.slow
 def test_without_the_lift_a_late_key_silences_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: no lift."""
     arrive = KeyAccounts.arrive
     monkeypatch.setattr(KeyAccounts, "arrive", lambda self, client, live_work: arrive(self, client, []))
     a, b = shares_after((2.0, 8.0), window_s=1.0)[-1]

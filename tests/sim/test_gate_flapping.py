@@ -18,22 +18,22 @@ from tests.support.overload import CAPACITY, MACHINE, MAX_TOKENS, NUM_PROMPT
 SHARING = ["cfs", "fair", "paced", "timely"]
 
 MOST_OPENINGS = {3: 36, 4: 20}
-"""By steps of a slice. In 100 steps of 15 ms, in which 36 requests arrive; by experience: with slices of three
-``paced`` needs 31 and the others 29, with slices of four 14 and 5. In most of the former nobody leaves."""
+"""By steps of a slice. In 100 steps of 15 ms, in which 36 requests arrive; measured: with slices of three ``paced``
+needs 31 and the others 29, with slices of four 14 and 5. In most of the former no request is preempted."""
 
 WITHOUT_HYSTERESIS = {3: (0.96, 43), 4: (0.95, 30)}
-"""By steps of a slice: the load at which the gate opens most often without it, and more openings than so many."""
+"""By steps of a slice: the load at which the gate opens most often without it, and a lower bound on openings."""
 
 LOADS = [0.94, 0.95, 0.96, 0.98, 1.05]
 
 
 def gate_steps(name: str, num_steps: int) -> int:
-    """``timely`` shares the device in slices of three."""
+    """Return the slice of the gate; ``timely`` limits it to three."""
     return min(3, num_steps) if name == "timely" else num_steps
 
 
 def openings(name: str, num_steps: int, load: float) -> Iterator[int]:
-    """How often the gate opens within 100 steps, from each opening on, with slices of so many steps."""
+    """Yield how often the gate opens within 100 steps from each opening on, with slices of ``num_steps``."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=num_steps)))
     requests = make_burst(120, interval_s=1 / (load * CAPACITY), num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
     burst(MACHINE, recorder, requests)
@@ -53,7 +53,7 @@ def test_around_capacity_the_gate_opens_for_every_arrival_at_most(name: str, num
 
 
 def comes_without_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hysteresis: residents and new ones may need more blocks within the slice than there are."""
+    """Remove the hysteresis: residents and new requests may need more blocks within the slice than there are."""
 
     def blocks_to_enter(self: _Turn, row: SequenceView) -> int:
         return blocks_for(self._view, row.num_tokens + 1) - row.num_shared_blocks
@@ -72,7 +72,7 @@ def comes_without_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_steps", MOST_OPENINGS)
 @pytest.mark.parametrize("name", SHARING)
 def test_without_hysteresis_it_opens_more_often(name: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: no hysteresis."""
     comes_without_room_to_grow(monkeypatch)
     load, num_openings = WITHOUT_HYSTERESIS[gate_steps(name, num_steps)]
     assert max(openings(name, num_steps, load)) > num_openings > MOST_OPENINGS[gate_steps(name, num_steps)]

@@ -1,4 +1,4 @@
-"""The gate over whole runs: FCFS's own with a full prefix cache, but for the copies of it.
+"""The gate over whole runs with a full prefix cache: plans equal FCFS's, except copies of prefixes.
 
 Saving prefixes pins their blocks while they are copied. That has no effect while more blocks are spare than one order
 can pin (``CAREFUL``) and no request needs an evicted prefix again: which prefixes are still cached may change.
@@ -35,13 +35,13 @@ CAREFUL = -(-Machine().max_batched_tokens // Machine().block_tokens)
 
 
 def recorded(machine: Machine, name: str, requests: list[Request]) -> tuple[Run, Recorder]:
-    """``plain``: FCFS that saves nothing."""
+    """Run a policy; ``plain`` is FCFS that saves nothing."""
     recorder = Recorder(FcfsPolicy() if name == "plain" else make_policy(name, SETTINGS))
     return burst(machine, recorder, requests), recorder
 
 
 def spare_blocks(recorder: Recorder) -> list[int]:
-    """What the gate looks at, in every step."""
+    """Return the spare blocks that the gate counts, in every step."""
     return [count_spare_blocks(view, SETTINGS.slice_steps) for view, _, _ in recorder.seen]
 
 
@@ -50,7 +50,7 @@ def num_saves(run: Run) -> int:
 
 
 def without_saves(run: Run) -> list[tuple[float, StepPlan]]:
-    """Every step as it would be if nothing were saved; and a block is as good as another one."""
+    """Return every step without its saves, and without block ids."""
     return [
         (
             now,
@@ -105,7 +105,7 @@ def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_saves() -> None:
 
 
 def test_saving_more_blocks_than_are_spare_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: all that two steps do not need is pinned at once, for a step for each block."""
+    """Control: all blocks that two steps do not need are pinned at once, for a step for each block."""
 
     def save_all(view: View, step: Decision, num_spare_blocks: int) -> PrefixBackupOrder | None:
         is_idle = not (view.tiers[0].num_outbound_blocks or view.waiting)
@@ -121,11 +121,11 @@ def test_saving_more_blocks_than_are_spare_is_noticed(monkeypatch: pytest.Monkey
     assert token_times(recorded(machine, "paced", requests)[0]) != token_times(theirs)
 
 
-# -- where requests come back for what was evicted -------------------------------------------------------------------
+# -- where prompts with evicted prefixes arrive again ----------------------------------------------------------------
 
 
 def returning(num_prompts: int, interval_s: float, max_tokens: int = 14) -> list[Request]:
-    """Requests that ask with so many prompts, again and again."""
+    """Return requests that repeat ``num_prompts`` prompts."""
     requests = make_burst(40, interval_s=interval_s, num_prompt=33, max_tokens=max_tokens)
     return [
         replace(one, prompt_token_ids=requests[number * 7 % num_prompts].prompt_token_ids)
@@ -140,7 +140,7 @@ def num_cached(run: Run) -> int:
 @pytest.mark.parametrize("name", ["fcfs", "paced"])
 @pytest.mark.parametrize("max_tokens", [1, 14])
 def test_over_a_quick_link_all_that_was_evicted_comes_back(name: str, max_tokens: int) -> None:
-    """Also where requests want one token each, so that no step ever decodes."""
+    """This holds if requests have one output token each, so that no step ever decodes."""
     requests = returning(8, 0.3, max_tokens)
     run, _ = recorded(Machine(num_blocks=34, block_s=0.0001), name, requests)
     num_repeated = len(requests) - 8
@@ -156,7 +156,7 @@ def test_over_a_quick_link_all_that_was_evicted_comes_back(name: str, max_tokens
 def test_over_a_link_too_slow_for_fetches_saving_changes_no_hit_or_time(
     num_blocks: int, block_s: float, num_prompts: int, interval_s: float
 ) -> None:
-    """What was copied goes back to its place in the order of use, so the same blocks are evicted next."""
+    """A copied block returns to its place in the order of use, so the same blocks are evicted next."""
     machine, requests = Machine(num_blocks=num_blocks, block_s=block_s), returning(num_prompts, interval_s)
     (theirs, recorder), (ours, _) = (recorded(machine, name, requests) for name in ("plain", "paced"))
     assert min(spare_blocks(recorder)) > 0
@@ -166,7 +166,7 @@ def test_over_a_link_too_slow_for_fetches_saving_changes_no_hit_or_time(
 
 
 def test_evicting_copied_blocks_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: what was copied is evicted before what was used earlier."""
+    """Control: copied blocks are evicted before blocks used earlier."""
 
     def put_first(self: BlockLedger, blocks: list[BlockId]) -> None:
         for block in reversed(blocks):
@@ -194,7 +194,7 @@ def test_over_a_link_slower_than_a_step_per_block_no_prefix_is_saved(
 
 
 def to_the_last_block() -> list[Request]:
-    """Three at a time, of eight blocks of which two are the same: 20 are enough."""
+    """Return three requests at a time, of eight blocks each, two of them shared: 20 are enough."""
     requests = make_burst(30, num_prompt=27, max_tokens=5, num_shared=8)
     return [replace(one, arrival_s=number // 3 * 0.185) for number, one in enumerate(requests)]
 
@@ -208,7 +208,7 @@ def test_saving_a_prefix_causes_no_recomputation(name: str, block_s: float) -> N
 
 
 def after_a_rush() -> list[Request]:
-    """Six at once, of which three fit, so that the gate opens; then no more than FCFS serves without a line."""
+    """Return six requests at once, of which three fit, so that the gate opens; then a rate that FCFS serves."""
     requests = make_burst(80, interval_s=0.136, num_prompt=30, max_tokens=20)
     return [replace(one, arrival_s=0.0) if number < 6 else one for number, one in enumerate(requests)]
 
@@ -222,7 +222,7 @@ def test_a_link_that_is_slow_to_begin_costs_no_throughput() -> None:
 
 
 def test_fcfs_without_saving_does_both() -> None:
-    """What the two expect is possible."""
+    """Control: plain FCFS meets the bounds of both tests above."""
     run, recorder = recorded(Machine(num_blocks=20), "plain", to_the_last_block())
     assert min(spare_blocks(recorder)) == 0
     assert run.counters.preemptions["recompute"] == 0

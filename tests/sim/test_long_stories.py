@@ -1,4 +1,4 @@
-"""More and longer stories than the quick tests have time for; their laws are in ``test_policy_stories.py``."""
+"""More and longer stories than in the quick tests; their laws are in ``test_policy_stories.py``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The bound on silence that ``paced`` states, on loads of every shape: an overdue stream waits for one cycle of turns.
+"""The bound of ``paced`` on silence, on loads of every shape: an overdue stream waits for one cycle of turns.
 
 Streams of V blocks in all, in a rotation of P blocks, with turns of s steps, are silent for at most (V / P + 1) (s + 3)
-steps once they are overdue, V / P rounded up: blocks are taken for a step more while a turn's copies come, for one
-while they leave, and for the rest of a step that has begun. What V and P are is read from what the policy saw while a
-stream was silent: V counts every stream that was not core then, once; P is what the core left, less what is left over
-when turns do not fill it. Arrivals and lengths are uneven; ``test_paced_silence.py`` says how long silences get in
-seconds, which depends on arrivals.
+steps once they are overdue, V / P rounded up: blocks are taken for a step more during a turn's swap-ins, for one during
+its swap-outs, and for the rest of a step that has begun. V and P are computed from the policy's views during a
+silence: V counts once every stream that was not core then; P is the pool without the core and without what remains if
+turns do not fill it. Arrivals and lengths are uneven; ``test_paced_silence.py`` bounds silences in seconds, which
+depend on arrivals.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tests.support.loops import make_request
 from tests.support.overload import MACHINE as SMALL
 
 MACHINE = replace(SMALL, num_blocks=240, max_model_len=400)
-"""Large enough that requests are small beside the rotation's part."""
+"""So large that requests are small beside the rotation's part."""
 
 NUM_JUDGED = 40
-"""Silences of each run that are held to the bound: the longest."""
+"""Number of silences of each run that are compared with the bound: the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """More requests than the machine can serve, ``factor`` times as many, for as long as ``num_requests`` take.
+    """``num_requests`` requests at ``factor`` times the rate that the machine can serve.
 
     Each has half to one and a half times ``num_prompt`` and ``max_tokens``; times between arrivals are exponential.
     """
@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Silence:
-    """Of one stream, in steps: how long it was overdue, and what the bound is for it."""
+    """The steps for which one stream was overdue, and their bound."""
 
     num_steps: int
     bound: float
@@ -90,7 +90,7 @@ class Silence:
 
 @dataclass
 class Silences:
-    """What was seen in a run."""
+    """The silences of a run."""
 
     load: Load
     run: Run
@@ -101,7 +101,7 @@ class Silences:
         return [now for _, now, _ in self.recorder.seen]
 
     def judged(self) -> Iterator[Silence]:
-        """The longest."""
+        """Yield the longest silences."""
         pairs = [pair for one in self.run.lifecycles.values() for pair in pairwise(one.token_times_s)]
         for last_s, end_s in nlargest(NUM_JUDGED, pairs, key=lambda pair: pair[1] - pair[0]):
             begin_s = last_s + paced.OVERDUE * self.load.sharing.max_gap_s
@@ -109,7 +109,7 @@ class Silences:
             yield Silence(num_steps, self.bound(begin_s, end_s))
 
     def bound(self, begin_s: float, end_s: float) -> float:
-        """Of a silence between these times."""
+        """Return the bound of a silence between these times."""
         visiting: dict[SeqId, int] = {}
         part = MACHINE.num_blocks
         for view, now, _ in self.recorder.seen[bisect_left(self._times, begin_s) : bisect_left(self._times, end_s)]:
@@ -123,7 +123,7 @@ class Silences:
 
 
 def divide(view: View, now: float, sharing: SharingSettings) -> tuple[int, dict[SeqId, int]]:
-    """(blocks of the core, those that all others need for a turn)."""
+    """Return (blocks of the core, blocks that each other request needs for a turn)."""
     rows = (*view.running, *view.loading, *view.swapped)
     streams = [row for row in rows if row.num_generated(view.step) > 0]
     streams.sort(key=lambda row: row.order_key)
@@ -184,7 +184,7 @@ LONG = Load(
 
 @pytest.mark.slow
 def test_if_the_shortest_silence_ranks_first_some_exceed_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: the ranking reversed."""
     by_silence = paced._by_silence
     assert 0.3 < max(one.num_steps / one.bound for one in LONG.run().judged()) <= 1
     monkeypatch.setattr(paced, "_by_silence", lambda *args: by_silence(*args)[::-1])

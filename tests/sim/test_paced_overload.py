@@ -18,7 +18,7 @@ from tests.support.overload import MACHINE, MAX_GAP_S, NUM_PROMPT, UNCROWDED, lo
 
 
 def waits_without_a_crowd(run: Run, recorder: Recorder) -> Iterator[tuple[float, int]]:
-    """(TTFT, newcomers before it in line) of every request during whose wait no newcomers were stopped."""
+    """Yield (TTFT, newcomers before it in line) of every request during whose wait no newcomers were stopped."""
     stopped = [now for _, now, decision in recorder.seen if decision.reason in (Reason.CROWDED, Reason.SWAP_FULL)]
     lives = list(run.lifecycles.values())
     for number, one in enumerate(lives):
@@ -31,9 +31,9 @@ def waits_without_a_crowd(run: Run, recorder: Recorder) -> Iterator[tuple[float,
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3])
 def test_unless_crowded_first_tokens_take_a_few_steps(factor: float) -> None:
-    """A slice that has just begun, a copy out, its own step; and the prompts before it, at half of each step's time."""
+    """The bound: a slice just begun, a swap-out, its own step, and the prompts before it at half of each step."""
     run, recorder = overload(factor, 200, MAX_GAP_S)
-    prompt_tokens_per_step = MACHINE.line.base_s / MACHINE.line.prefill_token_s  # of the shortest step that there is
+    prompt_tokens_per_step = MACHINE.line.base_s / MACHINE.line.prefill_token_s  # of the shortest possible step
     num_seen = 0
     for ttft_s, ahead in waits_without_a_crowd(run, recorder):
         num_steps = 4 + 1 + 1 + math.ceil((ahead + 1) * NUM_PROMPT / prompt_tokens_per_step)
@@ -44,7 +44,7 @@ def test_unless_crowded_first_tokens_take_a_few_steps(factor: float) -> None:
 
 @pytest.mark.slow
 def test_under_fcfs_first_tokens_wait_for_others_to_finish() -> None:
-    """The control: with the same load, in seconds instead of steps."""
+    """Control: the same load, in seconds instead of steps."""
     run, recorder = overload(2, 200, MAX_GAP_S, "fcfs")
     assert max(ttft_s for ttft_s, _ in waits_without_a_crowd(run, recorder)) > 2.0
 
@@ -52,9 +52,9 @@ def test_under_fcfs_first_tokens_wait_for_others_to_finish() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefill_share", [0.25, 0.5, 0.75])
 def test_prompts_take_no_more_than_their_share_of_a_step(prefill_share: float) -> None:
-    """Beside streams, and once a lone request has shown what steps cost; or one block, where the share is less."""
+    """Beside streams, once a lone request has determined the cost of steps; at least one block."""
     settings = SharingSettings(prefill_share=prefill_share, max_gap_s=UNCROWDED, prompt_share=1.0)
-    recorder = Recorder(PacedPolicy(settings))  # without the gate: FCFS knows no share
+    recorder = Recorder(PacedPolicy(settings))  # without the gate: FCFS has no share
     requests = make_burst(100, interval_s=0.02, first_s=1.0, num_prompt=100, max_tokens=32)
     burst(MACHINE, recorder, [*make_burst(1), *requests])
     num_limited = 0
@@ -72,7 +72,7 @@ def test_prompts_take_no_more_than_their_share_of_a_step(prefill_share: float) -
 
 
 def largest_lead(run: Run) -> int:
-    """The most arrivals by which a request that finished earlier came later."""
+    """Return the most arrivals by which a request finished ahead of an earlier one."""
     ends = [one.token_times_s[-1] for one in run.lifecycles.values()]
     return max(
         later - earlier
@@ -85,7 +85,7 @@ def largest_lead(run: Run) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3])
 def test_work_finishes_in_order_of_arrival_up_to_two_batches(factor: float) -> None:
-    """Rotating streams on time may end before the core does: a batch of them, beside the batch that the core is."""
+    """Rotating streams on time may end before the core does: a batch of them, beside the core's batch."""
     run, _ = overload(factor, 300, MAX_GAP_S)
     batch = max(len(plan.decodes) + len(plan.prefills) for _, plan in run.steps)
     assert largest_lead(run) <= 2 * batch
@@ -100,7 +100,7 @@ def test_under_fair_shares_it_does_not() -> None:
 
 @pytest.mark.slow
 def test_taking_turns_costs_little_of_the_devices_time() -> None:
-    """Everything is done about as early as under FCFS, and the device does not wait for copies."""
+    """Work finishes about as early as under FCFS, and the device does not wait for copies."""
     paced, fcfs = (overload(2, 200, MAX_GAP_S, name)[0] for name in ("paced", "fcfs"))
     assert paced.elapsed_s <= 1.1 * fcfs.elapsed_s
     assert paced.instance.stall_s <= 0.01 * paced.elapsed_s

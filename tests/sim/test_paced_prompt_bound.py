@@ -1,7 +1,7 @@
-"""``paced`` where prompts are most of the work: as in line, for first tokens first would cost too much.
+"""``paced`` where prompts are most of the work serves as FCFS does: first tokens first would cost too much.
 
 A request is then nearly done when it has its first token. A policy that computes all prompts first has many such
-requests waiting for their last few tokens; and a part of a step is not enough for prompts that are most of the work.
+requests waiting for their last few tokens; and a share of a step is not enough for prompts that are most of the work.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MACHINE = Machine(
     max_model_len=1024,
 )
 FIRST = SharingSettings(prompt_share=1.0)
-"""First tokens first, whatever prompts cost."""
+"""First tokens first, whatever the cost of prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests that come ``factor`` times as fast as the machine serves them, one as long as the other.
+    """Equal requests at ``factor`` times the rate that the machine can serve.
 
-    A few come ahead of them, which may want other than ``max_tokens``.
+    A few arrive before them, with ``tokens_ahead`` output tokens if that is set.
     """
 
     num_prompt: int
@@ -47,7 +47,7 @@ class Load:
 
     @property
     def costs_s(self) -> tuple[float, float]:
-        """(a prompt, the rest of a request) on a full device."""
+        """Return the seconds of (a prompt, the rest of a request) on a full device."""
         line, num_streams = MACHINE.line, MACHINE.num_blocks * 16 / (self.num_prompt + self.max_tokens)
         return self.num_prompt * line.prefill_token_s, self.max_tokens * (line.base_s / num_streams + line.decode_s)
 
@@ -56,7 +56,7 @@ class Load:
         return self.costs_s[0] / sum(self.costs_s)
 
     def run(self, name: str, sharing: SharingSettings) -> tuple[Run, set[Reason | None]]:
-        """After a few that show what requests are like; the run, and the reasons of its decisions."""
+        """Serve a few requests and then the load; return the run, and the reasons of its decisions."""
         recorder = Recorder(make_policy(name, sharing))
         make = {"num_prompt": self.num_prompt, "max_tokens": self.max_tokens}
         requests = make_burst(self.num_requests, interval_s=sum(self.costs_s) / self.factor, first_s=5.0, **make)
@@ -106,7 +106,7 @@ LONG = Load(num_prompt=600, max_tokens=32, factor=1.5)
 
 @pytest.mark.slow
 def test_first_tokens_first_is_not() -> None:
-    """The control."""
+    """Control: first tokens first."""
     (run, reasons), (line, _) = LONG.run("paced", FIRST), LONG.run("fcfs", FIRST)
     assert LONG.prompt_share > 0.6
     assert run.elapsed_s > 1.2 * line.elapsed_s
@@ -132,7 +132,7 @@ def test_where_prompts_are_little_of_the_work_nothing_changes() -> None:
 
 @pytest.mark.slow
 def test_a_few_short_requests_do_not_stand_for_the_load() -> None:
-    """As a server is warmed up, and as those that end first when a load begins are short ones."""
+    """Such requests occur if a server is warmed up, and at the begin of a load, when short requests end first."""
     run, reasons = replace(SHORT, tokens_ahead=2).run("paced", SharingSettings())
     assert Reason.PROMPT_BOUND not in reasons
     assert run.counters.preemptions["swap"] > 100

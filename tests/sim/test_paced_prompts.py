@@ -1,6 +1,6 @@
 """``paced`` under overload by long prompts, in virtual time: streams do not wait for them.
 
-Prompts of 200 to 400 tokens, four of which would fit into one step beside all the streams: such a step would last ten
+Prompts have 200 to 400 tokens. Four of them would fit into one step beside all the streams: such a step would last ten
 times as long as one that only decodes.
 """
 
@@ -23,7 +23,7 @@ MACHINE = replace(SMALL, num_blocks=600, max_model_len=800, max_batched_tokens=1
 MAX_GAP_S = 0.5
 SETTINGS = SharingSettings(max_gap_s=MAX_GAP_S, prompt_share=1.0, tpot_goal_s=1e-3)
 """First tokens first, even where prompts are most of the work: see ``test_paced_prompt_bound.py``. No goal can be kept,
-so that the rotation's part is small."""
+so the rotation's part is small."""
 
 
 def blocks_of(num_tokens: int) -> int:
@@ -35,7 +35,7 @@ LARGEST = blocks_of(max(LENGTHS) + OUTPUT)
 
 
 def capacity(num_output: int) -> float:
-    """Requests per second: a prompt, and its part of the steps of a full device."""
+    """Return the requests per second of a full device: the time of a prompt, and of a request's part of the steps."""
     num_streams = MACHINE.num_blocks / blocks_of(int(MEAN_PROMPT) + num_output)
     line = MACHINE.line
     return 1 / (MEAN_PROMPT * line.prefill_token_s + num_output * (line.base_s / num_streams + line.decode_s))
@@ -45,7 +45,7 @@ def capacity(num_output: int) -> float:
 def overload(
     factor: float, num_requests: int, num_output: int = OUTPUT, name: str = "paced", is_warm: bool = True
 ) -> Run:
-    """Long prompts at ``factor`` times what the machine can serve; if warm, a lone request came and went before."""
+    """Serve long prompts at ``factor`` times the machine's rate; if warm, a lone request is served before."""
     interval_s = 1 / (factor * capacity(num_output))
     requests = make_burst(num_requests, interval_s=interval_s, first_s=1.0, num_prompt=400, max_tokens=num_output)
     requests = [
@@ -56,7 +56,7 @@ def overload(
 
 
 def step_bound_s() -> float:
-    """Streams take the rest of a step's time, which is longest with as many as can be there: prompts of one kind.
+    """Return the longest step: the most possible streams, all of one kind of prompts, and the prompts' share.
 
     A resumed request computes its token as a chunk, which may cost more than a decode.
     """
@@ -66,10 +66,10 @@ def step_bound_s() -> float:
 
 
 def silence_bound_s() -> float:
-    """``max_gap_s``, the turns of requests whose prompts are computed in that time, and one turn with its copies.
+    """Return ``max_gap_s``, plus turns of requests whose prompts are computed then, plus one turn with its copies.
 
-    Prompts get their share of that time. Each adds its blocks to the rotation, one of them filled in part and one for
-    its first tokens of output; their part of the pool is short of the largest where turns do not fill it.
+    Prompts get their share of that time. Each adds its blocks to the rotation, one of them partly filled and one for
+    its first output tokens; their part of the pool lacks the largest request's blocks if turns do not fill it.
     """
     turn_s = SETTINGS.slice_steps * step_bound_s()
     num_tokens = SETTINGS.prefill_share * MAX_GAP_S / MACHINE.line.prefill_token_s
@@ -79,7 +79,7 @@ def silence_bound_s() -> float:
 
 
 def steps_in_turns_s(run: Run) -> list[float]:
-    """Device time of each step from the first preemption to the last: FCFS knows no share."""
+    """Return device times of steps from the first preemption to the last: FCFS has no share."""
     left = [number for number, (_, plan) in enumerate(run.steps) if plan.preemptions]
     return [MACHINE.line.time_s(plan) for _, plan in run.steps[left[0] : left[-1] + 1] if plan.decodes]
 
@@ -105,7 +105,7 @@ def test_long_prompts_lengthen_silence_by_their_share_and_a_turn_at_most(factor:
 
 @pytest.mark.slow
 def test_without_their_share_prompts_make_steps_long_and_silence_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: they take what a step has room for."""
+    """Control: prompts take all the room of a step."""
     monkeypatch.setattr(batching, "prefill_cap", lambda view, share: view.max_batched_tokens)
     run = overload.__wrapped__(*CASES[1])
     assert max(steps_in_turns_s(run)) > 5 * step_bound_s()
@@ -120,7 +120,7 @@ SHORT = 64
 
 @pytest.mark.slow
 def test_prompts_that_are_most_of_the_work_end_about_as_early_as_in_line() -> None:
-    """Else prompts got 16 tokens of a step and 500 of 600 blocks lay idle: a short lone prompt had looked too dear."""
+    """A fixed bug: a short lone prompt looked too dear, so prompts got 16 tokens a step and 500 blocks were idle."""
     run, in_line = (overload(2, 100, SHORT, name) for name in ("paced", "fcfs"))
     assert run.elapsed_s <= 1.1 * in_line.elapsed_s
     assert run.max_ttft_s <= in_line.max_ttft_s + 1.0
@@ -128,6 +128,6 @@ def test_prompts_that_are_most_of_the_work_end_about_as_early_as_in_line() -> No
 
 @pytest.mark.slow
 def test_prompts_take_no_more_than_their_share_from_the_first_turn_on() -> None:
-    """On a machine that has just started, where no step without a prompt has run."""
+    """The machine has just started: no step without a prompt has run."""
     run = overload(2, 100, SHORT, "paced", False)
     assert max(steps_in_turns_s(run)) <= step_bound_s()

@@ -1,6 +1,6 @@
-"""``paced`` where something else than blocks is scarce: places on the device, room for a long context, slots.
+"""``paced`` where something other than blocks is scarce: places on the device, room for a long context, slots.
 
-In virtual time, at twice what the machine can serve. ``tests/sim/test_paced_silence.py`` has the plain case.
+In virtual time, at twice the rate that the machine can serve. ``tests/sim/test_paced_silence.py`` has the plain case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTINGS = SharingSettings(max_gap_s=MAX_GAP_S)
 def serve(
     machine: Machine, requests: Sequence[Request], name: str = "paced", settings: SharingSettings = SETTINGS
 ) -> tuple[Run, set[Reason | None]]:
-    """The run, and the reasons of its decisions."""
+    """Return the run, and the reasons of its decisions."""
     recorder = Recorder(make_policy(name, settings))
     run = burst(machine, recorder, requests)
     return run, {decision.reason for _, _, decision in recorder.seen}
@@ -46,7 +46,7 @@ SEATS_CAPACITY = 10.4
 
 
 def seats_bound_s() -> float:
-    """As in test_paced_silence.py: each arrival while the first silence grows adds a turn in the rotation."""
+    """As in test_paced_silence.py: each arrival while the first silence grows adds a turn to the rotation."""
     step_s = SEATS.line.base_s + SEATS.line.decode_s * 8 + SEATS.line.prefill_token_s * NUM_PROMPT * 2
     turn_s = SETTINGS.slice_steps * step_s
     num_arrived = 2 * SEATS_CAPACITY * MAX_GAP_S
@@ -60,7 +60,7 @@ def test_where_places_are_scarce_silence_is_bounded_too() -> None:
 
 
 def test_a_policy_that_divides_blocks_alone_lets_streams_fall_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: all streams are core, none rotates, and each newcomer takes the place of the youngest stream."""
+    """Control: all streams are core, none rotates, and each newcomer takes the place of the youngest stream."""
     split_at = paced._split_at
     monkeypatch.setattr(
         paced, "_split_at", lambda view, rows, num_blocks, num_seats: split_at(view, rows, num_blocks, 999)
@@ -90,7 +90,7 @@ def beside_a_long_one() -> list[Request]:
 
 
 def serve_a_long_one() -> tuple[float, float]:
-    """(how long it was silent, the longest wait for a first token) where no goal can be kept: the core is large."""
+    """Return (the long stream's longest silence, the longest TTFT). No goal can be kept, so the core is large."""
     settings = replace(SETTINGS, tpot_goal_s=1e-3)
     run, _ = serve(replace(MACHINE, max_model_len=1200), beside_a_long_one(), settings=settings)
     return max(list(run.lifecycles.values())[LONG].itl_s), run.max_ttft_s
@@ -103,7 +103,7 @@ def test_a_stream_larger_than_the_rotation_gets_turns_and_blocks_none() -> None:
 
 
 def test_a_core_that_never_shrinks_stops_it_and_all_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: the core never shrinks."""
     monkeypatch.setattr(paced, "_let_in", lambda view, first, core, num_steps: (core, []))
     silence_s, wait_s = serve_a_long_one()
     assert silence_s > 2 * MAX_GAP_S

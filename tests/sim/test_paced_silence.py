@@ -1,4 +1,4 @@
-"""``paced`` under overload, in virtual time: how long a stream is silent, whatever the others ask for."""
+"""``paced`` under overload, in virtual time: bounds on a stream's silence for any goals of other requests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LARGEST = -(-(NUM_PROMPT + MAX_TOKENS) // MACHINE.block_tokens)
 
 
 def silence_bound_s(factor: float, step_s: float) -> float:
-    """``max_gap_s``, and one more cycle of turns for arrivals before the first silence of that length.
+    """Return ``max_gap_s``, plus one more cycle of turns for arrivals before the first silence of that length.
 
     A stream is silent for ``max_gap_s`` before newcomers are stopped, and in that time some arrive. Each adds one turn
-    of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the rotation's part less what
-    is left over when turns do not fill it. At last the turn itself must begin: copies out and in, a step each, and a
+    of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the rotation's part without
+    what remains if turns do not fill it. At last the turn itself must begin: copies out and in, a step each, and a
     slice that has just begun.
     """
     settings = SharingSettings()
@@ -51,7 +51,7 @@ def test_silence_is_at_most_the_gap_and_one_more_cycle(factor: float, num_reques
 
 @pytest.mark.slow
 def test_without_the_crowding_rule_silence_grows_while_the_overload_lasts() -> None:
-    """The control: three times as long at half of the requests, and longer still at all of them."""
+    """Control: over the bound at half of the requests, and longer, over three times the bound, at all of them."""
     bound_s = silence_bound_s(3, longest_step_s(overload(3, 400, UNCROWDED)[0]))
     half_s, whole_s = (overload(3, number, UNCROWDED)[0].max_gap_s for number in (200, 400))
     assert bound_s < half_s < whole_s
@@ -59,7 +59,7 @@ def test_without_the_crowding_rule_silence_grows_while_the_overload_lasts() -> N
 
 
 GREEDY, MODEST = 1e-9, 1e9
-"""Goals that no request can ask for in earnest."""
+"""Extreme goals: no request needs them."""
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def rotating_streams_of(view: View, now: float) -> list[SequenceView]:
 
 @pytest.mark.slow
 def test_of_the_overdue_the_longest_silence_ends_first() -> None:
-    """While an overdue stream waits, no stream that has been silent for a shorter time gets a turn."""
+    """While an overdue stream waits, no stream with a shorter silence gets a turn."""
     num_turns = 0
     for view, now, decision in overload(2, 300, MAX_GAP_S)[1].seen:
         limit_s = now - OVERDUE * MAX_GAP_S

@@ -1,4 +1,4 @@
-"""``paced`` under sustained overload, in virtual time: no request waits longer than in line, and all alike."""
+"""``paced`` under sustained overload, in virtual time: waits exceed FCFS's by at most a slice, and are even."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SLICE = SharingSettings().slice_steps
 
 
 def extra_waits_s(run: Run, in_line: Run) -> list[float]:
-    """By how much longer than in line every request waited for its first token; less than 0 where it was sooner."""
+    """Return by how much longer than under FCFS every request waited for its first token; negative if it was sooner."""
     pairs = zip(run.lifecycles.values(), in_line.lifecycles.values(), strict=True)
     return [one.token_times_s[0] - other.token_times_s[0] for one, other in pairs]
 
 
 def extra_bound_s(run: Run) -> float:
-    """A slice that has just begun, for a request that FCFS would start at once: its rest, swap-outs, its own prompt.
+    """Return the bound for a request that FCFS starts at once: rest of a slice, swap-outs, its own prompt.
 
-    Later arrivals wait for less of that slice, and prompts are computed no slower than they
-    arrive: three are a step's share, and in its time two or three arrive. Later on both ways wait until others have
-    finished, but here all earlier arrivals have begun sooner.
+    Later arrivals wait for less of that slice, and prompts are computed no slower than they arrive: three are a step's
+    share, and in its time two or three arrive. After that, requests wait under both policies until others finish,
+    but here all earlier arrivals have begun sooner.
     """
     return ((SLICE - 1) + 1 + 1) * longest_step_s(run)
 
@@ -46,7 +46,7 @@ def test_no_first_token_is_later_than_in_line_by_over_a_slice_and_a_step(factor:
     in_line, _ = overload(factor, num_requests, MAX_GAP_S, "fcfs")
     extra_s = extra_waits_s(run, in_line)
     assert max(extra_s) <= extra_bound_s(run)
-    assert in_line.max_ttft_s > 2.0  # it is a line
+    assert in_line.max_ttft_s > 2.0  # there is a line
     assert median(extra_s) < -1.0  # most are much sooner
 
 
@@ -54,7 +54,7 @@ def test_no_first_token_is_later_than_in_line_by_over_a_slice_and_a_step(factor:
 def test_newcomers_ranked_last_while_any_is_out_wait_longer_than_in_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control."""
+    """Control: newcomers rank last."""
     judge = paced._judge
 
     def rank_last(
@@ -69,9 +69,9 @@ def test_newcomers_ranked_last_while_any_is_out_wait_longer_than_in_line(
 
 
 def num_overtaken(lengths: Sequence[int], name: str = "paced", num_requests: int = 120) -> int:
-    """How often a first token comes before that of the request that arrived just before; at three times capacity.
+    """Count first tokens that come before that of the preceding arrival, at three times capacity.
 
-    A prompt token costs as much of the device's time as a token of a stream does, roughly.
+    A prompt token costs roughly as much of the device's time as a token of a stream.
     """
     interval_s = (sum(lengths) / len(lengths) + MAX_TOKENS) / (16 + MAX_TOKENS) / (3 * CAPACITY)
     requests = make_burst(num_requests, interval_s=interval_s, num_prompt=max(lengths), max_tokens=MAX_TOKENS)
@@ -93,7 +93,7 @@ def test_first_tokens_come_in_order_of_arrival_however_long_the_prompts(lengths:
 
 @pytest.mark.slow
 def test_under_cfs_a_short_prompt_passes_a_long_one() -> None:
-    """The control: the least computed goes first."""
+    """Control: ``cfs`` ranks the least computed first."""
     assert num_overtaken((16, 96, 16, 40), "cfs", 80) > 10
 
 
@@ -111,7 +111,7 @@ def test_an_overload_is_called_a_crowd_and_newcomers_wait_while_it_lasts() -> No
 
 @pytest.mark.slow
 def test_without_a_limit_on_gaps_the_device_is_never_crowded() -> None:
-    """The control."""
+    """Control: no limit on gaps."""
     run, _ = overload(3, 150, UNCROWDED)
     assert run.max_gap_s > 2 * MAX_GAP_S
     assert run.counters.limited_steps[Reason.CROWDED.value] == 0
@@ -121,26 +121,26 @@ def test_without_a_limit_on_gaps_the_device_is_never_crowded() -> None:
 
 
 def longest_gaps_s(run: Run) -> list[float]:
-    """The longest silence of every request of the second half: of those that arrived when there was a crowd."""
+    """Return the longest silence of every request of the second half, which arrived during the crowd."""
     gaps_s = [max(one.itl_s) for one in run.lifecycles.values()]
     return gaps_s[len(gaps_s) // 2 :]
 
 
 def spread(run: Run) -> float:
-    """How much longer than the median silence the longest but one of a hundred is."""
+    """Return the 99th percentile of the longest silences, over their median."""
     gaps_s = longest_gaps_s(run)
     return quantiles(gaps_s, n=100)[-1] / median(gaps_s)
 
 
 def even_spread(step_s: float) -> float:
-    """All are as silent as they may be, and one turn more until theirs begins: its slice, and copies out and in."""
+    """Return the bound: the longest allowed silence, and one turn more: its slice, and copies out and in."""
     return (MAX_GAP_S + (SLICE + 2) * step_s) / MAX_GAP_S
 
 
 @pytest.mark.slow
 def test_service_degrades_evenly() -> None:
     run, _ = overload(3, 400, MAX_GAP_S)
-    assert median(longest_gaps_s(run)) > MAX_GAP_S  # half of them are as silent as they may be
+    assert median(longest_gaps_s(run)) > MAX_GAP_S  # half of them reach the longest allowed silence
     assert spread(run) <= even_spread(longest_step_s(run))
 
 

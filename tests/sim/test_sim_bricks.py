@@ -1,4 +1,4 @@
-"""Virtual time, the line of a step's cost, and links: by hand."""
+"""Virtual time, the line of a step's cost, and links: examples by hand."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ HOST, PEER = Tier.HOST, Tier.PEER
 
 
 def make_links() -> VirtualLinks:
-    """Blocks of 1000 bytes: 0.5 s of latency and 1 s a block to the host, 0.1 s a block to the peer."""
+    """Return links for blocks of 1000 bytes: 0.5 s of latency and 1 s a block to the host, 0.1 s to the peer."""
     return VirtualLinks({HOST: Link(HOST, 1000.0, 0.5), PEER: Link(PEER, 10_000.0)}, block_bytes=1000)
 
 
@@ -137,7 +137,7 @@ def test_bytes_are_counted_by_kind() -> None:
 
 
 def test_a_resumed_request_costs_a_decode_and_no_prompt() -> None:
-    """A chunk of one token is a decode in all but name: the engine runs it so, and prices it so."""
+    """The engine runs and prices a chunk of one token as a decode."""
     back = PrefillChunk(SeqId(0), 9, (1,), samples=True)
     assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, prefills=(back,))) == pytest.approx(1.1)
     assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, (SeqId(1),), (back,))) == pytest.approx(1.2)

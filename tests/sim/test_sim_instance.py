@@ -1,4 +1,4 @@
-"""A loop in virtual time: what one request costs, what time is spent on, and that a run can be run again."""
+"""A loop in virtual time: the cost of one request, the use of time, and reproducible runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINE = MACHINE.line
 
 
 def hash_of(run: Run) -> str:
-    """Of when every step began and of all that it was told to do."""
+    """Return a hash of the times and plans of all steps."""
     return hashlib.sha256(repr(run.steps).encode()).hexdigest()
 
 
@@ -110,7 +110,7 @@ def test_time_is_spent_once(policy: str, block_s: float) -> None:
 
 
 def swap_once(at_step: int) -> ScriptedPolicy:
-    """Request 0 is swapped out as soon as it decodes, and back at once."""
+    """Return a policy that swaps request 0 out once it decodes, and back at once."""
 
     def out(view: View) -> Decision:
         return Decision(
@@ -129,7 +129,7 @@ def swap_once(at_step: int) -> ScriptedPolicy:
 
 
 def test_the_device_is_stalled_while_only_copies_are_in_flight() -> None:
-    """Out, and back: a latency and two blocks each time."""
+    """A swap-out and a swap-in take a latency and two blocks each."""
     machine = Machine(block_s=0.5, latency_s=1.0, caches_prefixes=False)
     policy = swap_once(at_step=3)
     run = burst(machine, policy, make_burst(1, num_prompt=4, max_tokens=8))

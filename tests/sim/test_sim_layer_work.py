@@ -1,4 +1,4 @@
-"""Plans of a loop, priced by a schedule of layers: what they read, and requests that run on such a device."""
+"""Plans of a loop, priced by a schedule of layers: their reads, and requests that run on such a device."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def chunk(seq_id: SeqId, start: int, num_tokens: int) -> PrefillChunk:
 
 
 def works(*plans: StepPlan) -> list[tuple[int, int, int]]:
-    """(read, written, held) bytes of one layer in each plan."""
+    """Return (read, written, held) bytes of one layer in each plan."""
     work_of = PlanWork(SHAPE, price).work_of
     return [(work.read_bytes, work.written_bytes, work.held_bytes) for work in map(work_of, plans)]
 
 
 def test_a_step_reads_the_blocks_before_it_and_writes_its_tokens() -> None:
-    """A prompt's first chunk reads nothing; the one that follows reads five tokens, in two blocks of 40 bytes."""
+    """A prompt's first chunk reads nothing; the next one reads five tokens, in two blocks of 40 bytes."""
     plans = (
         StepPlan(0, prefills=(chunk(A, 0, 5),)),
         StepPlan(1, prefills=(chunk(A, 5, 3), chunk(B, 0, 1))),
@@ -67,7 +67,7 @@ def test_a_plan_that_only_moves_kv_takes_no_time_and_is_noted() -> None:
 
 
 def run(policy: str, steps: LayeredSteps | None = None) -> Run:
-    """Twice as many requests as the pool holds; without ``steps``, each takes what the line says."""
+    """Serve twice as many requests as the pool holds; without ``steps``, steps take the time of the line."""
     requests = make_burst(12, num_prompt=10, max_tokens=16)
     decider = make_policy(policy, SharingSettings(max_gap_s=2.0, slice_steps=5))
     made = begin(Machine(num_blocks=40), decider, requests, step_time_s=None if steps is None else steps.time_s)
@@ -82,7 +82,7 @@ def layered(schedule: LayerSchedule) -> LayeredSteps:
 
 @pytest.mark.parametrize("policy", ["fcfs", "cfs", "fair", "paced"])
 def test_a_loop_runs_on_layers_as_on_a_line_if_the_link_is_fast(policy: str) -> None:
-    """With preemption, swap and recompute; the policy sees the same times and decides the same."""
+    """With preemption, swap and recompute; the policy sees the same times and makes the same decisions."""
     steps = layered(AheadLayers(PLACES, LayerLink(float("inf"), float("inf"))))
     fast, line = run(policy, steps), run(policy)
     assert [plan.sampled for _, plan in fast.steps] == [plan.sampled for _, plan in line.steps]

@@ -1,6 +1,6 @@
-"""Steps of layers in virtual time: no layer computes on anything but its latest KV, and when it must wait for that.
+"""Steps of layers in virtual time: layers compute only on their latest KV, and wait for it if necessary.
 
-The oracle is ``tests.support.layer_bytes``: it knows what lies in each place, and no rule of any schedule.
+The oracle is ``tests.support.layer_bytes``: it tracks the content of each place, and uses no rule of any schedule.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any m and S; layers that take longer than others, prompts that read nothing, links fast and slow in each way."""
+    """Draw any m and S; layers of unequal time, prompts that read nothing, links fast and slow in each direction."""
     num_layers = draw(st.integers(2, 10))
     num_slots = draw(st.integers(2, 4))
     choices = [0, *range(num_slots + 1, num_layers + 1)]
@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def record(schedule: LayerSchedule, works: tuple[LayerWork, ...]) -> tuple[list[LayerSpan], list[StepCost]]:
-    """What happened in some steps, and in the copies that they left behind."""
+    """Return the spans and costs of some steps, including the copies still in flight after them."""
     spans: list[LayerSpan] = []
     schedule.on_span = spans.append
     costs = [schedule.step(work) for work in works]
@@ -74,7 +74,7 @@ def record(schedule: LayerSchedule, works: tuple[LayerWork, ...]) -> tuple[list[
 
 
 def check(schedule: LayerSchedule, works: tuple[LayerWork, ...], oracle: Bytes) -> list[StepCost]:
-    """Replay all that happened; every asked byte must have moved."""
+    """Replay all spans; every requested byte must have moved."""
     spans, costs = record(schedule, works)
     oracle.replay(spans)
     assert oracle.versions == [len(works)] * len(oracle.versions)
@@ -146,8 +146,9 @@ def test_without_streams_nothing_waits_and_nothing_is_copied(case: Case) -> None
 @settings(max_examples=examples(120))
 @given(cases())
 def test_loads_ahead_stall_no_longer_than_loads_on_demand(case: Case) -> None:
-    """Where both directions share the link, a load that begins sooner may slow down write-throughs, but no more than
-    these take."""
+    """If both directions share the link, a load that begins sooner may slow down write-throughs, but no more than
+    these take.
+    """
     writes = [
         case.places.num_streamed * case.link.copy_s(Direction.OUTBOUND, work.written_bytes) for work in case.works
     ]
@@ -174,7 +175,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("broken", "fault"), BROKEN)
 def test_a_broken_schedule_is_caught(broken: type[AheadLayers], fault: str) -> None:
-    """Three steps, with a slow link outbound: rows are still on their way when the next load could begin."""
+    """Three steps, with a slow link outbound: rows are still in flight when the next load could begin."""
     places = LayerPlaces(6, 5, 2)
     works = (LayerWork((0.1,) * 6, 20, 20, 40),) * 3
     with pytest.raises(Fault, match=fault):
@@ -206,7 +207,7 @@ def test_a_mapping_table_that_is_switched_too_early_is_caught(broken: type[PieFi
 
 
 def ends(shares_duplex: bool) -> list[tuple[int, float]]:
-    """When copies end, two a direction, by their numbers."""
+    """Return (copy, end time) of four copies, two a direction."""
     ended: list[tuple[int, float]] = []
     link = LayerLink(10.0, 5.0, latency_s=1.0, shares_duplex=shares_duplex)
     copies = LayerCopies(link, lambda copy: ended.append((copy.layer, copies.now)))
@@ -224,7 +225,7 @@ def test_directions_with_a_bandwidth_each_do_not_meet() -> None:
 
 
 def test_directions_that_share_the_link_run_at_half_their_speed() -> None:
-    """Both take 6 alone, and are under way together all the time."""
+    """Both directions take 6 alone, and are in flight together all the time."""
     assert ends(shares_duplex=True) == [(0, 4.0), (1, 12.0), (2, 8.0), (3, 12.0)]
 
 
@@ -244,7 +245,7 @@ def test_a_copy_begins_when_what_it_follows_has_ended() -> None:
 
 
 def steady(schedule: LayerSchedule, work: LayerWork, num_steps: int = 12) -> StepCost:
-    """The mean of some steps, after some others."""
+    """Return the mean cost of steps after six of warm-up."""
     costs = [schedule.step(work) for _ in range(6 + num_steps)][6:]
     stall_s, duration_s = (sum(getattr(cost, name) for cost in costs) / num_steps for name in ("stall_s", "duration_s"))
     inbound, outbound = (
@@ -254,13 +255,13 @@ def steady(schedule: LayerSchedule, work: LayerWork, num_steps: int = 12) -> Ste
 
 
 def pie(num_layers: int, num_away: int, swap_s: float, shares_duplex: bool = False) -> PieLayers:
-    """Pie with swaps that take ``swap_s``, for layers of 1,000 bytes."""
+    """Return Pie with swaps that take ``swap_s``, for layers of 1,000 bytes."""
     link = LayerLink(1000 / swap_s, 1000 / swap_s, shares_duplex=shares_duplex)
     return PieLayers(PieFifo(num_layers, num_layers - num_away), link)
 
 
 def even(num_layers: int, written_bytes: int = 0) -> LayerWork:
-    """Layers that compute for 1 s each, on 1,000 bytes."""
+    """Return the work of layers that compute for 1 s each, on 1,000 bytes."""
     return LayerWork((1.0,) * num_layers, 1000, written_bytes, 1000)
 
 
@@ -273,7 +274,7 @@ def test_figure_4_does_not_hide_where_both_directions_share_the_link() -> None:
 
 
 def test_figure_5_six_layers_hide_three_on_the_cpu_and_not_four() -> None:
-    """A swap takes as long as a layer. With a fourth layer on the CPU computation waits, and Pie takes it back."""
+    """A swap takes as long as a layer. With a fourth layer on the CPU, compute waits."""
     stalls = [steady(pie(6, num_away, swap_s=1.0), even(6)).stall_s for num_away in range(5)]
     assert stalls[:4] == [0.0] * 4 and stalls[4] > 0.0
 
@@ -294,7 +295,7 @@ ARENAS = [20, 15, 12, 10, 7]
 
 
 def three(num_arenas: int, link: LayerLink) -> list[StepCost]:
-    """Ahead, on demand, Pie: 30 layers on so many arenas; a step adds a hundredth of what it reads."""
+    """Return costs of loads ahead, on demand, and Pie: 30 layers; a step writes a hundredth of its reads."""
     places = LayerPlaces(30, 30 - num_arenas + 3)
     case = Case(places, link, ())
     return [steady(one, even(30, 10)) for one in (case.ahead(), case.on_demand(), case.pie())]
@@ -331,7 +332,7 @@ def test_where_half_the_link_suffices_only_loads_on_demand_wait(num_arenas: int)
 def test_stalls_of_even_layers_are_those_of_the_closed_form(
     n: int, num_slots: int, copy_s: float, data: st.DataObject
 ) -> None:
-    """``cost.expansion`` and the controller leave out what is written through, and what latency costs."""
+    """``cost.expansion`` and the controller ignore write-through and latency."""
     places = LayerPlaces(n, data.draw(st.sampled_from([0, *range(num_slots + 1, n + 1)])), num_slots)
     schedule = AheadLayers(places, LayerLink(1000 / copy_s, 1000 / copy_s))
     stalls = [schedule.step(even(n)).stall_s for _ in range(3)]

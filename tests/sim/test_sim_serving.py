@@ -1,4 +1,4 @@
-"""Requests served in virtual time by one call: the same as by hand, and the most memory that was in use."""
+"""Requests served in virtual time by one call: the same as by hand, and the peak use of memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_peak_is_above_what_there_is(num_requests: int, num_slots: int, polic
 
 
 def test_swap_space_is_in_use_when_requests_are_preempted_and_not_before() -> None:
-    """Negative control: the same requests, far enough apart, leave it empty."""
+    """Negative control: the same requests, far apart, leave swap space empty."""
     assert served(make_burst(40, interval_s=0.005), "cfs").peaks.swapped_blocks > 0
     assert served(make_burst(40, interval_s=5.0), "cfs").peaks.swapped_blocks == 0
 

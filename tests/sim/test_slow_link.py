@@ -1,4 +1,4 @@
-"""What becomes of turns when swap space is slower than computing again, in virtual time.
+"""If swap space is slower than recomputing, no request takes turns; in virtual time.
 
 A block of four tokens is computed in 1.2 ms.
 """
@@ -47,7 +47,7 @@ def test_over_a_slow_link_timely_chooses_admissions_without_turns() -> None:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_over_a_quick_link_there_are_turns(name: str) -> None:
-    """The control."""
+    """Control: a quick link."""
     run = burst(replace(SLOW, block_s=QUICK_S), make_policy(name, SharingSettings(slice_steps=4)), REQUESTS)
     assert run.counters.preemptions["swap"] > 20
     assert run.counters.limited_steps[Reason.SWAP_SLOW.value] == 0
@@ -58,14 +58,14 @@ def become(run: Run, block_s: float) -> None:
 
 
 def turns(seen: list[tuple[View, Decision]]) -> int:
-    """How often a request was preempted for another one's turn."""
+    """Return how often a request was preempted for another one's turn."""
     orders = [order for _, decision in seen for order in decision.preemptions]
     return [order.reason for order in orders].count(Reason.SLICE_ENDED)
 
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_link_that_becomes_slow_ends_turns_and_all_requests_resume(name: str) -> None:
-    """Copies tell. Those that are under way when it happens are slow, too, and no request is preempted meanwhile."""
+    """The policy measures copies. Those in flight at the change are slow too; no request is preempted then."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
     run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, REQUESTS)
     slow_from_s = 0.6
@@ -73,7 +73,7 @@ def test_a_link_that_becomes_slow_ends_turns_and_all_requests_resume(name: str) 
     run.environment.run()
     assert not run.loop.has_unfinished
     before, after = ([(v, d) for v, now, d in recorder.seen if (now > slow_from_s) is late] for late in (False, True))
-    assert after[0][0].swapped  # some are out
+    assert after[0][0].swapped  # some are swapped out
     told = next(index for index, (_, decision) in enumerate(after) if decision.reason is Reason.SWAP_SLOW)
     assert told < 30
     assert turns(before) > turns(after[:told])
@@ -83,7 +83,7 @@ def test_a_link_that_becomes_slow_ends_turns_and_all_requests_resume(name: str) 
 
 @pytest.mark.parametrize("name", SHARING)
 def test_a_link_that_is_quick_again_is_tried_again(name: str) -> None:
-    """While there are no turns nothing is copied, and nothing is learned; so what was learned is forgotten."""
+    """Without turns nothing is copied and no price is measured, so old prices are discarded after some steps."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
     requests = make_burst(400, interval_s=0.045, num_prompt=8, max_tokens=24)
     run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, requests)

@@ -1,4 +1,4 @@
-"""``timely`` under overload, in virtual time: what it promises, and what it gains."""
+"""``timely`` under overload, in virtual time: its bounds, and its gains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.overload import CAPACITY, MACHINE, MAX_TOKENS, NUM_PROMPT, lo
 
 TTFT_S, MAX_GAP_S, PATIENCE = 0.3, 1.0, 1.1
 TIGHT_S, LOOSE_S = 0.04, 0.1
-"""TPOT goals: a token in a full batch takes 0.015 s, so requests cannot share the device in turns, or can."""
+"""TPOT goals that exclude turns, and that allow them: a token in a full batch takes 0.015 s."""
 LOADS = [(1.2, 400), (1.5, 300), (3.0, 300)]
 
 
@@ -38,7 +38,7 @@ def turns_s(run: Run, num_turns: int) -> float:
 
 
 def wait_bound_s(factor: float, num_requests: int) -> float:
-    """FCFS's longest wait with patience, the grace, and the turns of streams that go before a head that is due."""
+    """Return FCFS's longest wait with patience, the grace, and turns of streams that precede a head that is due."""
     run, _ = play(factor, num_requests)
     return PATIENCE * play(factor, num_requests, "fcfs")[0].max_ttft_s + LINE_GRACE_S + turns_s(run, 2)
 
@@ -54,7 +54,7 @@ def test_no_request_waits_longer_than_the_law_of_the_line_allows(factor: float, 
 
 @pytest.mark.slow
 def test_without_the_law_the_head_of_the_line_waits_behind_all_newcomers() -> None:
-    """The control."""
+    """Control: a patience of 1000 disables the law."""
     assert play(1.2, 400, patience=1000.0)[0].max_ttft_s > 1.3 * wait_bound_s(1.2, 400)
 
 

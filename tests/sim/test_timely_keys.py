@@ -28,7 +28,7 @@ TWO_LIGHT: Loads = (("light", 0.2), ("other", 0.2), ("heavy", 4.0))
 
 
 def requests_of(client: str, number: int, factor: float) -> list[Request]:
-    """Requests for eight seconds, at ``factor`` times what the machine can serve; no two share a prefix."""
+    """Return requests for eight seconds at ``factor`` times the machine's rate; no two share a prefix."""
     made = make_burst(
         int(8 * factor * CAPACITY), interval_s=1 / (factor * CAPACITY), num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS
     )
@@ -41,7 +41,7 @@ def requests_of(client: str, number: int, factor: float) -> list[Request]:
 
 @cache
 def play(loads: Loads, *, has_keys: bool = True) -> tuple[dict[str, list[Lifecycle]], float]:
-    """(lifecycles by key, the longest gap)."""
+    """Return (lifecycles by key, the longest gap)."""
     goals = {"ttft_goal_s": TTFT_S, "tpot_goal_s": TPOT_S, "max_gap_s": MAX_GAP_S}
     sent = [one for number, (client, factor) in enumerate(loads) for one in requests_of(client, number, factor)]
     sent.sort(key=lambda one: one.arrival_s)
@@ -78,7 +78,7 @@ def test_a_key_within_its_share_is_never_in_line_because_of_a_burst(loads: Loads
 
 @pytest.mark.slow
 def test_without_keys_the_same_burst_keeps_most_of_them_in_line() -> None:
-    """The control."""
+    """Control: no keys."""
     by_client, _ = play(ONE_LIGHT, has_keys=False)
     show("no keys", by_client)
     assert count_on_time(by_client["light"]) < 0.5 * len(by_client["light"])

@@ -1,4 +1,4 @@
-"""``timely`` over links of every speed, in virtual time: dear copies are made less, and cost no throughput."""
+"""``timely`` over links of every speed, in virtual time: expensive copies are avoided, and cost no throughput."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTFT_S, TPOT_S, NUM_REQUESTS = 0.3, 0.04, 200
 COMPUTE_S = MACHINE.block_tokens * MACHINE.line.prefill_token_s
 """Seconds to compute the tokens of a block."""
 LATE = replace(MACHINE, latency_s=6 * COMPUTE_S)
-"""A copy of one block takes six times as long as computing it, and a copy of many hardly longer than that."""
+"""A copy of one block takes six times as long as computing it, and a copy of many hardly longer."""
 
 
 def play(machine: Machine, name: str = "timely") -> Run:
@@ -46,7 +46,7 @@ def attained(run: Run) -> float:
 @example(block=-2.0, latency=0.8)
 @example(block=-0.4, latency=-3.0)
 def test_over_any_link_more_attain_their_goals_and_the_device_loses_nothing(block: float, latency: float) -> None:
-    """Copies of a block take 10 ** ``block`` times as long as computing it, and 10 ** ``latency`` times more each."""
+    """A copy takes 10 ** ``block`` times a block's compute time per block, plus 10 ** ``latency`` times that."""
     run = play(replace(MACHINE, block_s=COMPUTE_S * 10**block, latency_s=COMPUTE_S * 10**latency))
     assert attained(run) > 2.5 * attained(fcfs())
     assert run.elapsed_s <= 1.05 * fcfs().elapsed_s
@@ -57,7 +57,7 @@ def test_over_any_link_more_attain_their_goals_and_the_device_loses_nothing(bloc
 
 @pytest.mark.slow
 def test_turns_that_ignore_the_latency_of_copies_attain_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: all turns are over this link, and a victim's KV is recomputed."""
+    """Control: turns over this link in spite of their price."""
     priced = play(LATE)
     monkeypatch.setattr(gate, "copying_pays", lambda view: True)
     free = play(LATE)

@@ -1,4 +1,4 @@
-"""Short prompts are not stuck behind long ones under ``timely``, in virtual time, although all fit on the device.
+"""Under ``timely``, short prompts do not wait behind long ones, although all fit on the device; in virtual time.
 
 ``pytest -s`` prints the figures of ``docs/design/004``.
 """
@@ -25,7 +25,7 @@ NUM_LONG, LONG_TOKENS = 10, 5000
 
 @cache
 def play(name: str, num_streams: int) -> dict[str, list[Lifecycle]]:
-    """Streams, ten long prompts within 0.1 s, and a short one each second; lifecycles by kind."""
+    """Serve streams, ten long prompts within 0.1 s, and a short one each second; return lifecycles by kind."""
     kinds = {
         "stream": make_burst(num_streams, num_prompt=16, max_tokens=400),
         "long": make_burst(NUM_LONG, interval_s=0.01, num_prompt=LONG_TOKENS, first_s=2.0),
@@ -45,7 +45,7 @@ def play(name: str, num_streams: int) -> dict[str, list[Lifecycle]]:
 
 
 def max_ttft_s(found: dict[str, list[Lifecycle]]) -> float:
-    """The longest TTFT of a short prompt."""
+    """Return the longest TTFT of a short prompt."""
     return max(one.ttft_s or 0.0 for one in found["short"])
 
 
@@ -68,7 +68,7 @@ def test_short_prompts_are_on_time_and_long_ones_lose_a_tenth_at_most(num_stream
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fcfs", "paced"])
 def test_other_policies_serve_short_prompts_after_long_ones(name: str) -> None:
-    """The control."""
+    """Control: other policies."""
     found = play(name, 0)
     print(f"\n{name}: TTFT at most {max_ttft_s(found):.2f} s")
     assert all((one.ttft_s or 0.0) > 10 * TTFT_S for one in found["short"])

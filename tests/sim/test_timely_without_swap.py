@@ -66,7 +66,7 @@ def test_more_requests_attain_both_goals_than_under_fcfs(factor: float, machine:
 @pytest.mark.parametrize("machine", [NO_SWAP, SMALL])
 @pytest.mark.parametrize("factor", [1.2, 1.5, 3.0])
 def test_a_wait_is_at_most_that_of_the_line_and_a_longest_answer(factor: float, machine: Machine) -> None:
-    """No stream makes room for the head of the line before it ends."""
+    """No stream is preempted for the head of the line."""
     run, fcfs = play(factor, machine), play(factor, NO_SWAP, "fcfs")
     answer_s = LENGTHS[1] * longest_step_s(run)
     assert run.max_ttft_s <= PATIENCE * fcfs.max_ttft_s + LINE_GRACE_S + answer_s

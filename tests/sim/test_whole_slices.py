@@ -1,4 +1,4 @@
-"""An admitted request stays for a slice, whatever others need meanwhile; in virtual time, without shared prefixes."""
+"""An admitted request stays for a slice, whatever others need; in virtual time, without shared prefixes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ BURSTS = {
 
 @cache
 def turned_out(name: str, load: str) -> list[tuple[Preemption, int, int]]:
-    """(preemption, steps since its request entered the device, steps since the decision that admitted it).
+    """Return (preemption, steps since its request entered the device, steps since it was admitted).
 
-    The first are fewer where its KV was copied in before.
+    The former are fewer if its KV was swapped in first.
     """
     recorder = Recorder(make_policy(name, SETTINGS))
     machine, requests = BURSTS[load]
@@ -77,7 +77,7 @@ def test_an_admitted_request_has_room_for_a_slice(name: str, load: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fair", "paced"])
 def test_without_the_rule_requests_are_preempted_within_a_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: no protection of requests within their slice."""
     for module in (fair, paced):
         monkeypatch.setattr(module, "rows_in_slice", lambda view, slice_steps: [])
     seen = [num_steps for _, num_steps, _ in turned_out.__wrapped__(name, "twice")]
@@ -89,7 +89,7 @@ def test_without_the_rule_requests_are_preempted_within_a_slice(name: str, monke
 def test_without_reserved_room_requests_are_preempted_within_a_slice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Control: no reserved room."""
 
     def nothing_due(view: View, row: SequenceView, num_steps: int) -> int:
         return 0
@@ -108,6 +108,6 @@ def test_under_fair_a_slice_on_the_device_is_whole_for_any_reason(load: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", BURSTS)
 def test_under_paced_it_nearly_always_is(load: str) -> None:
-    """Room is kept from the decision on, and not for what others need after a copy in that takes steps of its own."""
+    """Room is reserved from the decision on, not for the growth of others after a swap-in that takes steps."""
     seen = [num_steps for _, num_steps, _ in turned_out("paced", load)]
     assert sum(num_steps < SLICE for num_steps in seen) <= 0.02 * len(seen)

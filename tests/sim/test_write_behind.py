@@ -1,7 +1,7 @@
-"""What is written behind makes leaving cheap, whatever the ranking; in virtual time.
+"""Blocks written behind make preemption cheap, under any ranking; in virtual time.
 
-With room for every copy and no prefix cache, a victim's full blocks are in swap space before it leaves, and at the
-switch only its last one is copied.
+With room for every copy and no prefix cache, a victim's full blocks are in swap space before it is preempted, and the
+switch copies only its last one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SHARING: dict[str, type[SharingPolicy]] = {"cfs": CfsPolicy, "fair": FairPolicy,
 
 MACHINE = Machine(num_slots=20_000, caches_prefixes=False)
 NARROW = replace(MACHINE, line=replace(LINE, base_s=0.003, prefill_token_s=0.001), block_s=0.0015)
-"""Nearly as slow as turns allow: a block is computed in 4 ms, and copied in 1.5; in a step, about four are copied."""
+"""Almost too slow for turns: a block is computed in 4 ms, and copied in 1.5; in a step, about four are copied."""
 
 SETTINGS = SharingSettings(slice_steps=8)
-"""Two blocks of tokens: without writing behind a turn leaves more than one to copy."""
+"""A slice of two blocks of tokens: without writing behind, a swap-out copies more than one block."""
 
 
 def run_burst(name: str, settings: SharingSettings = SETTINGS, machine: Machine = MACHINE) -> tuple[Run, Recorder]:
@@ -39,14 +39,14 @@ def run_burst(name: str, settings: SharingSettings = SETTINGS, machine: Machine 
 
 
 def sizes(run: Run, kind: TransferKind) -> list[int]:
-    """Blocks of every copy of this kind."""
+    """Return the blocks of every copy of this kind."""
     return [len(move.blocks) for _, plan in run.steps for move in plan.transfers if move.kind is kind]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_a_preempted_request_has_one_block_to_copy(name: str) -> None:
-    """All but a few: a request may be preempted in the step in which its block became full."""
+    """At least 95 %: a request may be preempted in the step in which its block became full."""
     run, _ = run_burst(name)
     swap_outs = sizes(run, TransferKind.SWAP_OUT)
     assert len(swap_outs) > 80
@@ -57,7 +57,7 @@ def test_a_preempted_request_has_one_block_to_copy(name: str) -> None:
 
 @pytest.mark.slow
 def test_in_aquas_switch_it_has_more() -> None:
-    """The control: nothing is written behind."""
+    """Control: AQUA's switch writes nothing behind."""
     run, _ = run_burst("cfs", replace(SETTINGS, is_synchronous=True))
     swap_outs = sizes(run, TransferKind.SWAP_OUT)
     assert sum(size > 1 for size in swap_outs) > 0.5 * len(swap_outs)
@@ -68,27 +68,27 @@ def test_in_aquas_switch_it_has_more() -> None:
 
 
 def num_writable(view: View, row: SequenceView) -> int:
-    """Full blocks of computed tokens that have no copy, counted by hand."""
+    """Count full blocks of computed tokens without a copy, independently of the product."""
     num_tokens = row.num_scheduled + (view.step - row.since_step if row.is_decoding else 0)
     return max(0, num_tokens // view.block_tokens - row.num_backed_blocks)
 
 
 def likeliest(view: View, rows: Iterable[SequenceView], decision: Decision) -> list[tuple[int, int]]:
-    """(name, blocks to write) of the residents that stay and have some, those that rank last first."""
+    """Return (request, blocks to write) of residents that stay and have some, in reverse order of rank."""
     gone = {order.seq_id for order in decision.preemptions}
     staying = [row for row in rows if row.status is Status.RUNNING and row.seq_id not in gone]
     return [(row.seq_id, num_writable(view, row)) for row in reversed(staying) if num_writable(view, row)]
 
 
 def is_in_order(orders: tuple[BackupOrder, ...], victims: list[tuple[int, int]]) -> bool:
-    """Each order in its place, no victim passed over; and whole but for the last one, where the link is full."""
+    """Each order is for the next victim, none passed over, and complete except the last one, if the link is full."""
     wanted = victims[: len(orders)]
     given = [(order.seq_id, order.num_blocks) for order in orders]
     return given[:-1] == wanted[:-1] and given[-1][0] == wanted[-1][0] and given[-1][1] <= wanted[-1][1]
 
 
 def out_of_order(name: str) -> tuple[int, int, int]:
-    """(decisions that break the order, those that left blocks for later, all that write behind)."""
+    """Return counts of decisions: (out of order, incomplete, all that write behind)."""
     policy, num_broken, num_partial, num_all = SHARING[name](SETTINGS), 0, 0, 0
     for view, now, decision in run_burst(name, machine=NARROW)[1].seen:
         if decision.backups:
@@ -105,13 +105,13 @@ def test_the_likeliest_victims_are_written_first(name: str) -> None:
     num_broken, num_partial, num_all = out_of_order(name)
     assert num_broken == 0
     assert num_all > 100
-    assert num_partial > 10  # the link was too narrow for all, so that the order mattered
+    assert num_partial > 10  # the link was too narrow for all, so the order mattered
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_reversed_victims_are_noticed_as_out_of_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
+    """Control: victims in reverse order."""
     write = SwapBudget.write_behind
 
     def write_safest(self: SwapBudget, victims: Iterable[SequenceView]) -> tuple[BackupOrder, ...]:

@@ -1,1 +1,1 @@
-"""What several tests share: fakes and generators, never a copy of the code under test."""
+"""Shared fakes and generators of the tests, never a copy of the code under test."""

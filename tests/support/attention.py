@@ -1,4 +1,4 @@
-"""Random attention problems over a paged KV, and their answer by the definition, in float64."""
+"""Random attention problems over a paged KV, and their answers by definition, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 @dataclass(frozen=True)
 class Problem:
-    """A batch with its queries and new keys and values, a KV that is NaN wherever no context is, and the answer."""
+    """A batch with its queries, new keys and values, a KV that is NaN outside of contexts, and the answer."""
 
     batch: ForwardBatch
     q: torch.Tensor
@@ -28,7 +28,7 @@ class Problem:
     answer: torch.Tensor
 
     def solve(self, backend: AttentionBackend) -> torch.Tensor:
-        """What a backend says, [T, num_heads * head_dim]."""
+        """Return a backend's output, [T, num_heads * head_dim]."""
         kv = self.kv.clone()
         plan = backend.plan(self.batch, self.q.dtype)
         plan.write(kv, self.new_kv)
@@ -77,11 +77,11 @@ def make_problem(
 def moved_attention(
     device: Any, backend: Callable[[AttentionShape], AttentionBackend], forgets: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention says over a layer's blocks in a pool, and when their pages lie in a group's memory.
+    """Return attention over a layer's blocks in a pool, and after their pages moved to a group's memory.
 
     Args:
-        device: Whose pages they are: some 30 of 2 MiB.
-        backend: What computes it.
+        device: Provides the pages: some 30 of 2 MiB.
+        backend: The backend to run.
         forgets: Whether block ids stay those of before the drop: a fault.
     """
     shape = AttentionShape(32, 8, 128, 16)
@@ -122,7 +122,7 @@ def _attend(problem: Problem, backend: AttentionBackend, batch: ForwardBatch, kv
 
 
 def attention_by_definition(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64: the last ``len(q)`` tokens of ``kv`` [C, 2, num_kv_heads, head_dim] ask."""
+    """Causal attention in float64: queries of the last ``len(q)`` tokens of ``kv`` [C, 2, num_kv_heads, head_dim]."""
     num_tokens, num_heads, head_dim = q.shape
     repeat = num_heads // kv.shape[2]
     keys, values = kv.double().repeat_interleave(repeat, dim=2).unbind(1)  # [C, num_heads, head_dim]

@@ -1,4 +1,4 @@
-"""Ways to get the table of backups wrong: negative controls of its own laws and of those over real bytes."""
+"""Faults of the table of backups: negative controls of its own laws and of those over real bytes."""
 
 from __future__ import annotations
 

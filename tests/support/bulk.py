@@ -42,7 +42,7 @@ class FlatStore:
 
 
 class BlockingStore(FlatStore):
-    """Its reads begin, and end when they are let go."""
+    """A store whose reads set ``began`` and block until ``may_end`` is set."""
 
     def __init__(self, parts: list[npt.NDArray[np.uint8]], index_bytes: int) -> None:
         super().__init__(parts, index_bytes)
@@ -64,7 +64,7 @@ def item(store: str, part: int, *indices: int) -> BulkItem:
 
 
 class Received:
-    """A sink: the bytes of each item so far, in the order in which they came."""
+    """A sink: the bytes received of each item, in order of arrival."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, bytearray] = {}
@@ -105,20 +105,20 @@ def serving(
 
 
 class Cut(Exception):
-    """The relay sends half of the frame, and hangs up."""
+    """The relay sends the start of a frame, and closes the connection."""
 
 
 class Silence(Exception):
-    """The relay sends nothing more, and does not hang up."""
+    """The relay sends nothing more, and keeps the connection open."""
 
 
 Alter = Callable[[int, Frame], Frame]
-"""(number of the answer, answer) to what is sent instead; raises ``Cut`` or ``Silence``."""
+"""Maps (number of the reply, reply) to the frame that is sent instead; raises ``Cut`` or ``Silence``."""
 
 
 @contextmanager
 def relaying(server: BulkServer, alter: Alter) -> Iterator[str]:
-    """The address of a relay for one client."""
+    """Yield the address of a relay for one client."""
     with bind(LOCAL, 0) as listener, socket.create_connection(split_address(server.address, "")) as upstream:
         listener.listen()
         thread = threading.Thread(target=_relay, args=(listener, upstream, alter), daemon=True)
@@ -126,7 +126,7 @@ def relaying(server: BulkServer, alter: Alter) -> Iterator[str]:
         try:
             yield f"{LOCAL}:{listener.getsockname()[1]}"
         finally:
-            with suppress(OSError):  # the client or the server has hung up, and so the relay has, too
+            with suppress(OSError):  # the client or the server has closed the connection, so the relay has, too
                 upstream.shutdown(socket.SHUT_RDWR)
             thread.join()
 
@@ -143,7 +143,7 @@ def _relay(listener: socket.socket, upstream: socket.socket, alter: Alter) -> No
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):  # one end is gone
+    with suppress(OSError):  # one end has closed the connection
         while data := source.recv(2**16):
             target.sendall(data)
         target.shutdown(socket.SHUT_RDWR)
@@ -157,7 +157,7 @@ def _answer(upstream: FrameSocket, downstream: socket.socket, alter: Alter) -> N
             try:
                 sent.send(alter(number, frame))
             except Cut:
-                downstream.sendall(b"\0\0\0\x02")  # a part of a frame's head
+                downstream.sendall(b"\0\0\0\x02")  # a part of a frame's header
                 sent.close()
                 return
             except Silence:
@@ -168,14 +168,14 @@ def _answer(upstream: FrameSocket, downstream: socket.socket, alter: Alter) -> N
 
 
 def damage(frame: Frame, position: int) -> Frame:
-    """The frame with one bit of its bytes changed."""
+    """Return the frame with one bit of its bytes changed."""
     data = frame.data.copy()
     data[position % len(data)] ^= 1 << position % 8
     return replace(frame, data=data)
 
 
 def forge(frame: Frame) -> Frame:
-    """The frame with the digest of the bytes that it has."""
+    """Return the frame with the digest of its current bytes."""
     return replace(frame, body={**frame.body, "digest": compute_digest(frame.data)})
 
 
@@ -188,5 +188,5 @@ STORES = {"kv": KV, "parameters": PARAMETERS, "wide": WIDE}
 
 
 def whole(part: int = 0) -> BulkItem:
-    """All of one part of ``KV``."""
+    """Return an item with all pieces of one part of ``KV``."""
     return item("kv", part, *range(40))

@@ -1,4 +1,4 @@
-"""Bursts: loops whose policies see what links cost, and virtual instances that run them.
+"""Bursts: loops whose policies know the cost of links, and virtual instances that run them.
 
 Token ids of different requests are distinct, so that no prefix is shared by accident; sharing is a parameter.
 """
@@ -49,11 +49,11 @@ class Machine:
 
     @property
     def link(self) -> Link:
-        """The way to the host."""
+        """The link to the host."""
         return Link(Tier.HOST, BLOCK_BYTES / self.block_s if self.block_s else 1e30, self.latency_s)
 
     def make_loop(self, policy: Policy, seed: int = 0) -> Loop:
-        """An empty loop on this machine."""
+        """Return an empty loop on this machine."""
         config = LoopConfig(
             max_model_len=self.max_model_len,
             max_batched_tokens=self.max_batched_tokens,
@@ -70,7 +70,7 @@ class Machine:
 
 
 class Recorder:
-    """A policy that remembers what another one saw and decided: (view, now, decision)."""
+    """Wraps a policy and records (view, now, decision) of each of its decisions."""
 
     def __init__(self, inner: Policy) -> None:
         self.name = inner.name
@@ -98,7 +98,7 @@ def make_burst(
     clients: Sequence[str] = ("",),
     first_s: float = 0.0,
 ) -> list[Request]:
-    """Requests that arrive ``interval_s`` apart; the first ``num_shared`` prompt tokens are the same for all."""
+    """Return requests ``interval_s`` apart; the first ``num_shared`` prompt tokens are the same for all."""
     requests = []
     for index in range(num_requests):
         own = tuple(1000 + 1000 * index + position for position in range(num_prompt - num_shared))
@@ -115,11 +115,11 @@ def make_burst(
 
 @dataclass
 class Run:
-    """What came of a burst.
+    """The result of a burst.
 
     Attributes:
-        links: Those that copies really go over; a test may change them meanwhile.
-        steps: (when it began, its plan) of every step.
+        links: The links that copies really use; a test may change them during the run.
+        steps: (begin time, plan) of every step.
     """
 
     instance: VirtualInstance
@@ -139,12 +139,12 @@ class Run:
 
     @property
     def lifecycles(self) -> dict[SeqId, Lifecycle]:
-        """Of every request, in order of submission."""
+        """Lifecycles of all requests, in order of submission."""
         return self.instance.lifecycles
 
     @property
     def elapsed_s(self) -> float:
-        """Virtual time until everything was at rest."""
+        """Virtual time until everything is at rest."""
         return self.environment.now
 
     @property
@@ -154,17 +154,17 @@ class Run:
 
     @property
     def max_gap_s(self) -> float:
-        """The longest silence between two tokens of one stream."""
+        """The longest gap between two tokens of one stream."""
         return max(max(one.itl_s, default=0.0) for one in self.lifecycles.values())
 
 
 def entries(lifecycle: Lifecycle) -> list[float]:
-    """When a request came onto the device: the beginnings of its turns."""
+    """Return the times at which a request entered the device: the beginnings of its turns."""
     return [when for when, kind in lifecycle.events if kind in (EventKind.SCHEDULED, EventKind.SWAPPED_IN)]
 
 
 def exits(lifecycle: Lifecycle) -> list[float]:
-    """When it was sent away."""
+    """Return the times at which a request was preempted."""
     return [when for when, kind in lifecycle.events if kind is EventKind.PREEMPTED]
 
 
@@ -175,7 +175,7 @@ def begin(
     seed: int = 0,
     step_time_s: Callable[[StepPlan], float] | None = None,
 ) -> Run:
-    """An instance whose requests are about to arrive; steps take what the machine's line says, or ``step_time_s``."""
+    """Return a run with all arrivals scheduled; steps take the time of the machine's line, or ``step_time_s``."""
     environment = Environment()
     links = {Tier.HOST: machine.link}
     executor = VirtualExecutor(step_time_s or machine.line.time_s, VirtualLinks(links, BLOCK_BYTES))
@@ -188,7 +188,7 @@ def begin(
 
 
 def burst(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:
-    """Let all requests arrive and end, and everything come to rest."""
+    """Run until all requests have arrived and ended, and everything is at rest."""
     run = begin(machine, policy, requests, seed)
     run.environment.run()
     assert not run.loop.has_unfinished

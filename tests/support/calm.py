@@ -1,4 +1,4 @@
-"""The answers of an engine with room for all requests: the reference of every storm."""
+"""Outputs of an engine with room for all requests: the reference of every storm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "dummy:tiny-llama"
 
 
 def run_calmly(requests: Sequence[Request], **flags: Any) -> list[Reference]:
-    """Tokens, their logprobs, and how near the second-best was; no request ever leaves the device.
+    """Return tokens, their logprobs, and gaps to the second-best token; no request is preempted.
 
     ``model`` and ``kv_memory`` may be among the flags.
     """

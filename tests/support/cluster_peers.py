@@ -1,4 +1,4 @@
-"""A front without processes: peers on real sockets that say what the test tells them."""
+"""A front without processes: peers on real sockets that send what the test orders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def next_letter(tokens: tuple[int, ...]) -> int:
 
 
 def reference(request: Request) -> list[int]:
-    """What the request must give if nothing ends it before its length."""
+    """Return the tokens of a request that nothing ends before its length."""
     tokens = list(request.prompt_token_ids)
     for _ in range(request.params.max_tokens or 0):
         tokens.append(next_letter(tuple(tokens)))
@@ -51,7 +51,7 @@ def reference(request: Request) -> list[int]:
 
 @dataclass
 class Peer:
-    """One instance, driven by hand."""
+    """One instance, driven by the test."""
 
     link: FrameLink
     epoch: int = 0
@@ -61,7 +61,7 @@ class Peer:
     denied: str = ""
 
     async def read(self) -> Any:
-        """The next message that is no beat; None if the front has hung up."""
+        """Return the next message that is not a beat; None if the front has closed the connection."""
         while (frame := await self.link.read()) is not None:
             message = read_front_message(frame[0])
             match message:
@@ -85,7 +85,7 @@ class Peer:
         self.say(Beat(self.epoch, EngineStats(num_blocks=num_blocks)))
 
     def step(self, ticket: int, num_tokens: int = 1) -> None:
-        """So many tokens of one request."""
+        """Send this number of tokens of one request."""
         rows = []
         for _ in range(num_tokens):
             tokens, request = self.tokens[ticket], self.requests[ticket]
@@ -109,13 +109,13 @@ class Stage:
         self._peers: list[Peer] = []
 
     async def dial(self) -> Peer:
-        """A connection that has said nothing."""
+        """Open a connection that has sent nothing."""
         reader, writer = await asyncio.open_connection(*self.sock.getsockname()[:2])
         self._peers.append(Peer(FrameLink(reader, writer)))
         return self._peers[-1]
 
     async def join(self, token: str = OWN, **facts: Any) -> Peer:
-        """One that said hello, and what it was answered."""
+        """Open a connection, send a hello and read the reply."""
         peer = await self.dial()
         peer.say(Hello(token, replace(FACTS, **facts)))
         answer = await peer.read()
@@ -125,13 +125,13 @@ class Stage:
     def ask(
         self, prompt: bytes = b"hello", on_accepted: Callable[[], None] = lambda: None, **params: Any
     ) -> tuple[Any, Caller]:
-        """A request of a client: its entry, and where its deltas come."""
+        """Submit a client's request; return its entry and its caller, which gets the deltas."""
         request = make_request("r", tuple(prompt), asyncio.get_running_loop().time(), **params)
         caller = Caller(ByteTokenizer(256), request, on_accepted)
         return self.front.requests.submit(request, caller), caller
 
     def age(self, epoch: int, seconds: float) -> None:
-        """Move the last message of an instance so much further into the past."""
+        """Move an instance's last message this long into the past."""
         self.front.book.roster.expect(epoch).heard_s -= seconds
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class Stage:
 
 @asynccontextmanager
 async def stage() -> AsyncIterator[Stage]:
-    """A front that listens; a bound in time keeps a bug from hanging the suite."""
+    """Start a front that listens; a time limit keeps a bug from hanging the suite."""
     some = Stage()
     async with asyncio.timeout(HANG_S):
         await some.front.start(some.sock)
@@ -154,6 +154,6 @@ async def stage() -> AsyncIterator[Stage]:
 
 
 async def until(condition: Any) -> None:
-    """Let the loop run until it is so."""
+    """Run the event loop until the condition holds."""
     while not condition():
         await asyncio.sleep(0.001)

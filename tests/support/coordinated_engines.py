@@ -1,7 +1,7 @@
-"""Engines that lend and borrow as they should, and the devices on which they really take the bytes.
+"""Engines that lend and borrow by the rules, and the devices whose bytes they really take.
 
-The rules are those of ``core/leases``; the test carries messages. What is taken is kept beside what was
-sent: an allocation, or the growth of an owner's pool, for which there is no room fails the test. Safe for threads.
+The rules are those of ``core/leases``; the test carries messages. Bytes taken are recorded independently of messages:
+an allocation, or the growth of an owner's pool, for which there is no room fails the test. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CAPACITY = 16
 
 
 class Devices:
-    """Bytes of each device: its owner's, and what others have taken under which lease."""
+    """Bytes of each device: its owner's, and those that others have taken under a lease."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -31,18 +31,18 @@ class Devices:
         self.num_taken = 0
 
     def foreign_bytes(self, device: str) -> int:
-        """What others hold of it."""
+        """Return the bytes of the device that others hold."""
         with self._lock:
             return sum(lease.num_bytes for lease in self._taken.values() if lease.producer == device)
 
     def set_own(self, device: str, num_bytes: int) -> None:
-        """Its owner's pool has so many bytes from now on."""
+        """Set the size of the owner's pool."""
         with self._lock:
             self._own[device] = num_bytes
             self._check(device)
 
     def take(self, lease: Lease) -> None:
-        """A consumer allocates what it was granted."""
+        """Take the bytes of a granted lease."""
         with self._lock:
             assert lease.lease_id not in self._consumers, f"{lease.lease_id} is allocated twice"
             self._consumers[lease.lease_id] = lease.consumer
@@ -51,7 +51,7 @@ class Devices:
             self._check(lease.producer)
 
     def free(self, lease_id: LeaseId) -> None:
-        """It gives it back."""
+        """Release the bytes of a lease."""
         with self._lock:
             del self._taken[lease_id]
 
@@ -66,9 +66,9 @@ class Engine:
     Args:
         name: Of its device.
         lends: Whether it has a device to lend; else it borrows.
-        devices: Where the bytes are.
-        random: What it wants, and how it feels about what it is granted.
-        clock: Its own.
+        devices: Devices whose bytes it takes.
+        random: Chooses its goals, and which grants it refuses.
+        clock: Its own clock.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Engine:
         self.goal_bytes = 0
 
     def exchange(self, send: Callable[[Sequence[Message]], Sequence[Reply] | None], wants: int | None = None) -> bool:
-        """Say what there is to say, learn from the answers and act on them; whether there were any.
+        """Send due messages, learn from the replies and act on them; return whether there were replies.
 
         Args:
-            send: Carries messages; None if no coordinator answered.
-            wants: How much it wants to lend from now on; None leaves that to chance.
+            send: Carries messages; None if no coordinator replied.
+            wants: Bytes to lend from now on; None leaves that to chance.
         """
         if wants is not None:
             self.goal_bytes = wants
@@ -103,7 +103,7 @@ class Engine:
         return replies is not None
 
     def leave(self) -> Leave:
-        """What it says when it ends; it gives everything back before."""
+        """Free all bytes, and return the last message."""
         for lease_id in self.borrower.allocated_ids:
             self._give_back(lease_id)
         return Leave(self.name, self.side.stamp.generation)
@@ -119,7 +119,7 @@ class Engine:
         return [*messages, *self.borrower.say()]
 
     def _lend(self) -> Message | None:
-        """Its pool shrinks by what it wants to lend, and grows by what is not promised."""
+        """Shrink the pool by the bytes to lend, and grow it by bytes that are not promised."""
         self.lender.target_bytes = self.goal_bytes
         own = min(self._own_bytes, CAPACITY - self.goal_bytes)
         self._own_bytes = max(own, min(CAPACITY - self.lender.promised_bytes, CAPACITY - self.goal_bytes))

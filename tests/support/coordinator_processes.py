@@ -1,4 +1,4 @@
-"""Real ``floodplain coordinator`` processes on one store, and engines on threads that talk to whichever leads."""
+"""Real ``floodplain coordinator`` processes on one store, and engines on threads that send to the leader."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ TTL_S = 5.0
 
 
 def run(*argv: str, timeout_s: float = HANG_S, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command to its end."""
+    """Run a command to its end."""
     return forks.run([*COMMAND, *argv], timeout_s, env={**os.environ, **environ})
 
 
 class CoordinatorProcess:
-    """One process; ``url`` is where it serves."""
+    """One coordinator process; ``url`` is its address."""
 
     def __init__(self, store_url: str, log: Path, *flags: str) -> None:
-        tiny = ["--least-lease", "1"]  # the engines here lend bytes
+        tiny = ["--least-lease", "1"]  # these engines lend single bytes
         command = [*COMMAND, "coordinator", "--store", store_url, "--port", "0", "--format", "json", *tiny, *flags]
         with log.open("ab") as errors:
             self.process = forks.Popen(command, stdout=-1, stderr=errors, text=True, cwd=ROOT)
@@ -45,14 +45,14 @@ class CoordinatorProcess:
         self.url = ""
 
     def wait_ready(self) -> None:
-        """Until it takes requests; it may stand by."""
+        """Wait until it takes requests; it may stand by."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log.read_text()
         self.url = json.loads(line)["url"]
 
     def leads(self) -> bool:
-        """Whether it answers a listing."""
+        """Return whether it replies to a request for the listing."""
         with closing(CoordinatorClient(self.url, timeout_s=1.0)) as client:
             try:
                 client.list_leases()
@@ -64,7 +64,7 @@ class CoordinatorProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """At once, even if it is stopped. Safe to call twice."""
+        """Kill it at once, even if it is stopped. Safe to call twice."""
         self.process.kill()
         self.process.wait(HANG_S)
         assert self.process.stdout is not None
@@ -79,7 +79,7 @@ class Fleet:
         self.processes: list[CoordinatorProcess] = []
 
     def start(self, number: int = 1) -> list[CoordinatorProcess]:
-        """So many more, that take requests."""
+        """Start more coordinators, and wait until they take requests."""
         new = [CoordinatorProcess(self._store_url, self._log, "--ttl", str(TTL_S)) for _ in range(number)]
         self.processes += new
         for process in new:
@@ -88,28 +88,28 @@ class Fleet:
 
     @property
     def urls(self) -> str:
-        """All addresses, as a client takes them; if none serves, one without a server."""
+        """All addresses, as a client takes them; if none serves, an address without a server."""
         return ",".join(process.url for process in list(self.processes) if process.url) or "http://127.0.0.1:1"
 
     def leader(self, *among: CoordinatorProcess) -> CoordinatorProcess:
-        """The leader of these, or of all, once there is one."""
+        """Return the leader among these, or among all, once there is one."""
         found = wait_until(lambda: [each for each in among or self.processes if each.leads()])
         return found[0]
 
     def kill(self, process: CoordinatorProcess) -> None:
-        """It is no more."""
+        """Kill a coordinator, and remove it from the fleet."""
         self.processes.remove(process)
         process.kill()
 
     def listing(self) -> dict[str, Any]:
-        """What the leader knows."""
+        """Return the leader's listing."""
         with closing(CoordinatorClient(self.leader().url)) as client:
             return dict(client.list_leases())
 
 
 @contextmanager
 def fleet(store_url: str, folder: Path) -> Iterator[Fleet]:
-    """Coordinators that have all ended when the context is left."""
+    """Yield a fleet; all its coordinators have ended when the context is left."""
     some = Fleet(store_url, folder)
     try:
         yield some
@@ -119,11 +119,11 @@ def fleet(store_url: str, folder: Path) -> Iterator[Fleet]:
 
 
 class Crowd:
-    """Engines on threads of their own, and one more that looks at the listing all the time.
+    """Engines on their own threads, and a thread that polls the listing.
 
     Args:
-        fleet: The coordinators that they talk to.
-        seed: Of what they want.
+        fleet: The coordinators that they send to.
+        seed: Of the engines' choices.
     """
 
     def __init__(self, fleet: Fleet, seed: int, num_producers: int = 2, num_consumers: int = 5) -> None:
@@ -140,12 +140,12 @@ class Crowd:
         self._threads.append(threading.Thread(target=self._guard, args=(self._watch,)))
 
     def start(self) -> None:
-        """Begin to talk."""
+        """Start all threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Say nothing more; raise what any of them found wrong. Safe to call twice."""
+        """End all threads; raise the first error that one of them found. Safe to call twice."""
         self._is_over.set()
         for thread in self._threads:
             thread.join(HANG_S)
@@ -153,14 +153,14 @@ class Crowd:
             raise self._errors[0]
 
     def wait_busy(self, number: int) -> None:
-        """Until so many more leases were allocated, and the listing was looked at."""
+        """Wait until this many more leases are allocated, and the listing was polled."""
         before, listings = self.devices.num_taken, self.num_listings
         wait_until(lambda: self._errors or (self.devices.num_taken >= before + number and self.num_listings > listings))
         if self._errors:
             raise self._errors[0]
 
     def go_home(self) -> None:
-        """Give everything back; then nothing is leased, and what was lent has come back."""
+        """Release everything; then no lease is left, and every producer has its bytes."""
         with closing(CoordinatorClient(self._fleet.urls, timeout_s=DEFAULT_TIMEOUT_S)) as client:
             for engine in self.engines[::-1]:  # borrowers come last in the list
                 engine.goal_bytes = 0
@@ -203,7 +203,7 @@ class Crowd:
             self._check_listing(listing["members"], listing["leases"])
 
     def _check_listing(self, members: Sequence[Any], leases: Sequence[Any]) -> None:
-        """Leased is at most offered; no lease is granted to two."""
+        """Leased is at most offered; no lease is granted to two consumers."""
         for member in members:
             leased = sum(lease["num_bytes"] for lease in leases if lease["producer"] == member["name"])
             assert leased == member["leased_bytes"] <= member["offered_bytes"], f"{member['name']}: {leased} bytes"
@@ -212,7 +212,7 @@ class Crowd:
 
 
 def send(client: CoordinatorClient, messages: Sequence[Message]) -> Sequence[Reply] | None:
-    """The answers; None if no coordinator leads."""
+    """Return the replies; None if no coordinator leads."""
     try:
         return client.send(messages).replies
     except CoordinatorUnreachable:
@@ -221,7 +221,7 @@ def send(client: CoordinatorClient, messages: Sequence[Message]) -> Sequence[Rep
 
 @contextmanager
 def crowd(fleet: Fleet, seed: int) -> Iterator[Crowd]:
-    """Engines that talk, until the context is left."""
+    """Yield a crowd that runs until the context is left."""
     some = Crowd(fleet, seed)
     some.start()
     try:

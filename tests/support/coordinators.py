@@ -24,7 +24,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 
 class RunningCoordinator:
-    """``url`` is where it serves, and ``stop`` is what a signal does."""
+    """``url`` is its address; ``stop`` has the effect of a signal."""
 
     def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, port: int) -> None:
         self._sock = bind("127.0.0.1", port)
@@ -63,7 +63,7 @@ class RunningCoordinator:
 def coordinating(
     store: Store, *, tokens: TokenRing | None = None, ttl_s: float = 10.0, leads: bool = True, port: int = 0
 ) -> Iterator[RunningCoordinator]:
-    """A coordinator that takes requests, and leads, if it will; it has ended, and its store is closed, at the end."""
+    """Yield a running coordinator, once it leads if ``leads``; at the end it is stopped and its store is closed."""
     running = RunningCoordinator(store, tokens, ttl_s, port)
     with closing(store):
         running.start()
@@ -77,23 +77,23 @@ def coordinating(
 
 
 def open_store(folder: Path) -> HookedStore:
-    """A store in a file of that folder."""
+    """Open a store in a file of the folder."""
     return HookedStore.open(f"sqlite:///{folder / 'leases.db'}")
 
 
 def join(name: str, instance: str = "i1") -> dict[str, Any]:
-    """A message."""
+    """Return a join message."""
     return {"kind": "join", "name": name, "instance": instance}
 
 
 def say(coordinator: RunningCoordinator, *messages: dict[str, Any], token: str = "") -> httpx.Response:
-    """The answer to a batch."""
+    """Send a batch; return the response."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return httpx.post(f"{coordinator.url}/v1/messages", json={"messages": list(messages)}, headers=headers)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which is shaped as all of ours are, and one line."""
+    """Return the error of a response; it has our usual shape, and one line."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000

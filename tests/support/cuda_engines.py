@@ -22,7 +22,7 @@ TINY_POOL_BYTES = 24 * 8192
 
 
 class SameWeights(DummyModel):
-    """A dummy whose weights are drawn on the CPU, so that every device gets the same."""
+    """A dummy whose weights are drawn on the CPU, so that they are the same on every device."""
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         weights = torch.empty(target.shape)
@@ -31,7 +31,7 @@ class SameWeights(DummyModel):
 
 
 def use_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips the test if the GPU cannot be used."""
+    """Patch the engine to use them; skip the test if the GPU cannot be used."""
     pytest.importorskip("cuda.bindings")
     pytest.importorskip("triton")
     monkeypatch.setattr(build, "open_model", lambda model, seed: SameWeights(model.removeprefix("dummy:"), seed))
@@ -42,7 +42,7 @@ def load(device: str, name: str = "tiny-llama", **flags: Any) -> LLM:
 
 
 def generate(llm: LLM) -> list[RequestOutput]:
-    """Greedily, from 1 to 100 random tokens; every fourth prompt begins with 40 tokens of the one before it."""
+    """Generate greedily from random prompts; every fourth begins with 40 tokens of the one before it."""
     rng = random.Random(7)
     prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 61))] for _ in range(NUM_PROMPTS)]
     for index in range(3, NUM_PROMPTS, 4):

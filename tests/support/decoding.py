@@ -1,4 +1,4 @@
-"""The smallest driver of a decoder: one sequence or several, no scheduler, a KV whose free slots are NaN."""
+"""The smallest driver of a decoder: some sequences, no scheduler, a KV whose free slots are NaN."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Sequences:
         self.hooks: LayerHooks | None = None
 
     def run(self, decodes: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """One step: (sequence, token) decodes, then (sequence, tokens) chunks. Logits of every row."""
+        """Run one step: (sequence, token) decodes, then (sequence, tokens) chunks. Returns logits of every row."""
         return self._model.forward(self.next_batch(decodes, chunks), self.kv_layers, self.hooks)
 
     def next_batch(
         self, decodes: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, Sequence[int]]]
     ) -> ForwardBatch:
-        """The batch of a step, which counts as done."""
+        """Return the batch of a step; the step counts as done."""
         rows = [(seq, [token]) for seq, token in decodes] + [(seq, list(tokens)) for seq, tokens in chunks]
         token_ids, positions, slots, segments = [], [], [], []
         for index, (seq, tokens) in enumerate(rows):
@@ -62,7 +62,7 @@ class Sequences:
 
 
 def all_logits(model: Decoder, token_ids: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:
-    """Logits [len(token_ids), vocab]: in chunks of ``chunk_tokens`` (1: by decoding), or all at once."""
+    """Return logits [len(token_ids), vocab]: in chunks of ``chunk_tokens`` (1: by decoding), or all at once."""
     step = chunk_tokens or len(token_ids)
     sequences = Sequences(model, 1, len(token_ids))
     pieces = [list(token_ids[begin : begin + step]) for begin in range(0, len(token_ids), step)]

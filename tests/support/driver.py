@@ -1,4 +1,4 @@
-"""Drives a loop and a fake executor by hand: plan, complete, settle, each as late as the test likes."""
+"""Drives a loop and a fake executor by hand: plan, complete, settle, each as late as the test chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Choice = Callable[[View], Decision]
 
 
 class ScriptedPolicy:
-    """Decides as it is told, once for each choice in ``script``; as FCFS when the script is at its end."""
+    """Decides by ``script``, one choice per decision; as FCFS when the script is at its end."""
 
     name = "scripted"
     waiting_window, num_newest = 16, 0
@@ -42,7 +42,7 @@ class ScriptedPolicy:
 
 
 class Driver:
-    """A loop, its executor, and what came out; the loop's laws are checked after every call."""
+    """A loop, its executor and its outputs; the loop's laws are checked after every call."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -90,7 +90,7 @@ class Driver:
         return plan
 
     def settle(self, ok: bool = True, lost: Seq[int] = ()) -> Transfer:
-        """End the oldest transfer; blocks at the places ``lost`` were not copied, and of a failed one none was."""
+        """End the oldest transfer; blocks at the places ``lost`` are not copied, and none is if it fails."""
         transfer = self.executor.transfers.pop(0)
         lost = lost if ok else range(len(transfer.blocks))
         self.executor.copy(transfer, lost)
@@ -99,7 +99,7 @@ class Driver:
         return transfer
 
     def shrink(self, target_blocks: int = 0) -> dict[BlockId, BlockId]:
-        """The pool gives memory back at a boundary: bytes, ledger and block tables follow."""
+        """Shrink the pool at a boundary: bytes, ledger and block tables follow."""
         plan = plan_shrink(self.loop.state.ledger, target_blocks)
         for source, destination in plan.moves:
             self.executor.blocks[destination] = dict(self.executor.blocks.pop(source, {}))
@@ -109,19 +109,19 @@ class Driver:
         return moved
 
     def grow_back(self) -> None:
-        """All memory that ever was returns."""
+        """Grow the pool to its original size."""
         ledger = self.loop.state.ledger
         everything = range(ledger.num_indexed_blocks)
         ledger.add_memory([b for b in everything if ledger.state(BlockId(b)) is BlockState.ABSENT])
 
     def evict_everything(self) -> None:
-        """Fill the pool with something else for a moment: what is cached is gone."""
+        """Allocate and free all available blocks: cached blocks are evicted."""
         blocks = self.loop.state.ledger.allocate(self.loop.state.ledger.num_available)
         assert blocks is not None
         self.loop.state.ledger.free(blocks)
 
     def run(self, max_steps: int = 1000) -> list[StepPlan]:
-        """Go on until everything has ended, as deep as the loop allows."""
+        """Run until everything has ended, as deep as the loop allows."""
         plans: list[StepPlan] = []
         while self.loop.has_unfinished:
             assert len(plans) < max_steps, "the loop does not come to rest"
@@ -138,7 +138,7 @@ class Driver:
         return plans
 
     def check_at_rest(self) -> None:
-        """Everything that was taken is given back, and every output is that of an undisturbed run."""
+        """All blocks and slots are released, and every output is that of an undisturbed run."""
         self.loop.check_integrity()
         ledger = self.loop.state.ledger
         assert ledger.num_available == ledger.num_blocks
@@ -148,14 +148,14 @@ class Driver:
                 assert self.outputs[seq_id] == self.reference(seq_id)
 
     def reference(self, seq_id: SeqId) -> list[int]:
-        """What the request must produce."""
+        """Return the tokens that the request must produce."""
         return reference_output(self.requests[seq_id], self.loop.state.config.max_model_len)
 
     def seq(self, seq_id: SeqId) -> Sequence:
-        """The loop's own object for a live request."""
+        """Return the loop's own object for a live request."""
         return self.loop.state.sequences[seq_id]
 
 
 def computed(plan: StepPlan) -> dict[SeqId, int]:
-    """How many tokens of which sequences a step computes."""
+    """Return the number of tokens of each sequence that a step computes."""
     return dict.fromkeys(plan.decodes, 1) | {chunk.seq_id: len(chunk.token_ids) for chunk in plan.prefills}

@@ -1,4 +1,4 @@
-"""A stage in a process of its own that sends one step whole, and of the next one the plan without its activations."""
+"""A stage in its own process that sends one step whole, and of the next one the plan without its activations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NUM_ROWS = 5
 
 
 def make_x(rows: int, limits: PlanLimits) -> torch.Tensor:
-    """Activations that both processes know."""
+    """Return activations that both processes can compute."""
     return torch.randn(rows, limits.hidden_size, generator=torch.Generator().manual_seed(rows)).to(limits.dtype)
 
 
 @contextmanager
 def dying_sender(limits: PlanLimits, device: torch.device, choose: Choose) -> Iterator[tuple[StageLink, BaseProcess]]:
-    """The receiver's end of a link on which nothing was said yet, and the process at the other end."""
+    """Yield the receiver's end of a fresh link, and the process at the other end."""
     with listen() as listener:
         args = (listener.getsockname()[1], limits, device, choose)
         process = multiprocessing.get_context("spawn").Process(target=_announce_then_die, args=args, daemon=True)
@@ -69,5 +69,5 @@ def _announce_then_die(port: int, limits: PlanLimits, device: torch.device, choo
     sender = choose_link(link, SENDER, limits, device, HOST, choose)
     sender.send(Frame({}, tensor=make_x(NUM_ROWS, limits).to(device)))
     link.send(Frame({"tensor": [NUM_ROWS, limits.hidden_size]}))
-    link.recv()  # the other end has the first step
+    link.recv()  # the other end has received the first step
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A folder of a tiny model whose ``config.json`` is edited; ours and transformers' answer to the same folder."""
+"""A folder of a tiny model whose ``config.json`` is edited; compares our logits with transformers'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EditedFolder:
 
     Args:
         folder: Where it is saved.
-        config: What the model is.
+        config: The model's configuration.
 
     Attributes:
         config: The mapping that was written.
@@ -44,7 +44,7 @@ class EditedFolder:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
 
     def fault_of(self, changes: Mapping[str, Any], name: str) -> str | None:
-        """What is wrong with our answer to changed keys; None if it is transformers' or a refusal that has ``name``.
+        """Return the fault of our logits for changed keys; None if they equal transformers' or a refusal has ``name``.
 
         Args:
             changes: Keys by path (``rope_parameters.factor``), with their new values.
@@ -56,13 +56,13 @@ class EditedFolder:
             return None if name in ours else f"{dict(changes)}: refused without naming {name}: {ours}"
         try:
             theirs = self._theirs(len(ours))
-        except Exception as error:  # whatever it says of a folder that it cannot load
+        except Exception as error:  # any error of a folder that it cannot load
             return f"{dict(changes)}: loaded, and transformers refuses it: {type(error).__name__}: {error}"
         distance = float((ours - theirs).abs().max())
         return None if distance < TOLERANCE else f"{dict(changes)}: dropped in silence, logits differ by {distance}"
 
     def unused_tensors(self) -> list[str]:
-        """Tensors of the checkpoint that can be changed without changing our logits."""
+        """Return tensors of the checkpoint whose change does not change our logits."""
         (self._folder / "config.json").write_text(json.dumps(self.config))
         file = self._folder / "model.safetensors"
         stored, usual = load_file(file), self._ours()

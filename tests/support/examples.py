@@ -1,4 +1,4 @@
-"""How many examples a law is tried on: few in every run, many in a search for new ones."""
+"""The number of examples of a law: few in every run, many in a search for new failures."""
 
 from __future__ import annotations
 

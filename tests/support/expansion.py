@@ -36,7 +36,7 @@ class Device:
     token_s: float = 0.0
 
     def count_blocks(self, num_streamed: int) -> int:
-        """Of the pool while so many layers stream."""
+        """Return the blocks of the pool while this many layers stream."""
         return int(self.base_blocks * EVERY_BY_NUMBER[num_streamed].expansion)
 
 
@@ -67,7 +67,7 @@ class Served:
         return sum(step.stall_s for step in steps) / sum(step.step_s + step.stall_s for step in steps)
 
     def changes(self, since: int = 0) -> list[int]:
-        """Steps before which the number of streamed layers changed."""
+        """Return the steps before which the number of streamed layers changed."""
         numbers = [step.num_streamed for step in self.steps]
         return [at for at in range(max(1, since), len(numbers)) if numbers[at] != numbers[at - 1]]
 
@@ -77,9 +77,9 @@ class Load:
 
     Args:
         seed: Of their lengths.
-        prompt_blocks: Fewest and most of a prompt.
-        output_blocks: Fewest and most of an output.
-        most_running: Requests that there ever are at the same time.
+        prompt_blocks: Fewest and most blocks of a prompt.
+        output_blocks: Fewest and most blocks of an output.
+        most_running: The most running requests.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ def serve(
     num_steps: int,
     on_step: Callable[[int, float], float | None] = lambda at, now: None,
 ) -> Served:
-    """Serve for so many steps.
+    """Serve for ``num_steps`` steps.
 
-    Each request reserves its last size when it starts, and none is preempted. A pool that is to shrink takes no new
-    requests beyond its new size; layers come back when what is held fits.
+    Each request reserves its final size when it starts, and none is preempted. A pool that is to shrink takes no new
+    requests beyond its new size; fewer layers stream once the held blocks fit.
 
     Args:
-        device: What things take.
-        decide: Which layers stream, or how many always do.
+        device: Its costs and sizes.
+        decide: Chooses the streamed layers; or a constant number of them.
         load: The requests.
-        num_steps: When to end.
-        on_step: Told the step and the time; what it returns is the link ratio from now on.
+        num_steps: Steps of the run.
+        on_step: Called with the step and the time; may return a new link ratio.
     """
     served, now, link_ratio = Served(), 0.0, device.link_ratio
     held = 0

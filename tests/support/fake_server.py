@@ -1,4 +1,4 @@
-"""A server in this process that answers with whatever bytes a test wants, on a real socket."""
+"""A server in this process that answers with any bytes, on a real socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, and the connection that it came over."""
+    """One request, and its connection."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Asked:
             await self.writer.drain()
 
     async def wait_gone(self) -> None:
-        """Return when the client hangs up."""
+        """Return when the client closes the connection."""
         while await self.reader.read(2**16):
             pass
 
@@ -51,7 +51,7 @@ def whole(status: int, body: bytes, *headers: bytes) -> bytes:
 
 
 def streaming(*parts: bytes, end: bytes = LAST_CHUNK) -> Handler:
-    """Each part is a chunk of its own."""
+    """Send each part as a chunk of its own."""
 
     async def handle(asked: Asked) -> None:
         await asked.say(STREAM_HEAD, *map(chunk, parts), end)
@@ -60,7 +60,7 @@ def streaming(*parts: bytes, end: bytes = LAST_CHUNK) -> Handler:
 
 
 def saying(*parts: bytes) -> Handler:
-    """Exactly these bytes, then the end of the connection."""
+    """Send exactly these bytes, then close the connection."""
 
     async def handle(asked: Asked) -> None:
         await asked.say(*parts)
@@ -69,7 +69,7 @@ def saying(*parts: bytes) -> Handler:
 
 
 def pouring(head: bytes, piece: bytes) -> Handler:
-    """A piece over and over, as long as the client takes it."""
+    """Send a piece repeatedly, as long as the client reads."""
 
     async def handle(asked: Asked) -> None:
         await asked.say(head)
@@ -81,7 +81,7 @@ def pouring(head: bytes, piece: bytes) -> Handler:
 
 @asynccontextmanager
 async def serving(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[str]:
-    """The address of a server; its connections end with the context."""
+    """Yield the address of a server; its connections end with the context."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -91,7 +91,7 @@ async def serving(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[str
         try:
             await handle(await _read(reader, writer))
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the client, or the test, is done
+            pass  # the client, or the test, has ended
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""A network that fails, by seed: an HTTP proxy that loses, delays, doubles and reorders requests and answers."""
+"""A network that fails, by seed: an HTTP proxy that loses, delays, doubles and reorders requests and responses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """Parts of all requests to which this happens.
+    """The share of requests with each fault.
 
     Attributes:
         lost: The request never arrives.
-        unanswered: It arrives, and the answer is lost.
-        doubled: It arrives twice; the second answer is lost.
-        delayed: It waits for up to ``max_delay_s``, so that others overtake it.
+        unanswered: It arrives, and the response is lost.
+        doubled: It arrives twice; the second response is lost.
+        delayed: It is held for up to ``max_delay_s``, so that others overtake it.
         max_delay_s: See ``delayed``.
     """
 
@@ -35,16 +35,16 @@ class NetworkFaults:
 
 
 class FaultProxy:
-    """Between clients and one server. A context manager; ``url`` is where clients go.
+    """A proxy between clients and one server. A context manager; ``url`` is its address.
 
     Args:
         target: The server's address; may be changed while it runs.
-        seed: Of the dice.
-        faults: What goes wrong; may be changed while it runs.
+        seed: Of the random choices.
+        faults: Shares of faults; may be changed while it runs.
 
     Attributes:
-        seen: How often what happened.
-        is_cut: While set, nothing gets through.
+        seen: Counts of fates.
+        is_cut: While set, no request arrives.
     """
 
     def __init__(self, target: str, seed: int, faults: NetworkFaults) -> None:
@@ -72,7 +72,7 @@ class FaultProxy:
         self._thread.join()
 
     def draw(self) -> tuple[str, float]:
-        """What happens to the next request, and how long it waits before."""
+        """Draw the fate of the next request, and its delay."""
         faults = self.faults
         with self._mutex:
             dice, delay_dice = self._random.random(), self._random.random()
@@ -89,10 +89,10 @@ class FaultProxy:
             return fate, delay_s
 
     def forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Ask the server.
+        """Forward a request to the server.
 
         Raises:
-            OSError, http.client.HTTPException: It does not answer.
+            OSError, http.client.HTTPException: The server does not respond.
         """
         address = urlsplit(self.target)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5)
@@ -125,7 +125,7 @@ class FaultProxy:
                     if fate == "unanswered" or proxy.is_cut:
                         raise ConnectionAbortedError("lost")
                 except (OSError, http.client.HTTPException):
-                    self.close_connection = True  # the client sees a connection that ends without an answer
+                    self.close_connection = True  # the client sees the connection end without a response
                     return
                 with suppress(OSError):  # the client has disconnected
                     self.send_response(status)
@@ -137,6 +137,6 @@ class FaultProxy:
             do_GET = do_POST = do_DELETE = _pass_on  # noqa: N815
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         return Handler

@@ -1,4 +1,4 @@
-"""Transfer engines whose copies fail, or end, when a test says so."""
+"""Transfer engines whose copies fail, or end, by a test's choice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class FaultyTransferEngine:
     """A decorator: the n-th copies (from 0) fail without moving anything.
 
     Args:
-        engine: Does the others.
-        failing: Which ones fail.
+        engine: Does the other copies.
+        failing: Numbers of the failing copies.
     """
 
     def __init__(self, engine: TransferEngine, failing: Sequence[int]) -> None:
@@ -55,10 +55,10 @@ class FaultyTransferEngine:
 
 
 class HeldTransferEngine:
-    """A decorator: copies end when ``release`` is called, from any thread, and not before.
+    """A decorator: copies end once ``release`` is called, from any thread, and not before.
 
     Args:
-        engine: Does them.
+        engine: Does the copies.
     """
 
     def __init__(self, engine: TransferEngine) -> None:
@@ -71,7 +71,7 @@ class HeldTransferEngine:
         return self._engine.num_in_flight
 
     def release(self) -> None:
-        """Let the copies end, and all later ones."""
+        """Release these copies, and all later ones."""
         self._is_released.set()
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:

@@ -1,9 +1,9 @@
-"""Python processes without their imports: forked from one that has torch and the product loaded, and no thread.
+"""Python processes without their imports: forked from a process that has loaded torch and the product, and no thread.
 
 An interpreter takes seconds of CPU to import what a server needs, and a test of processes starts a dozen of them.
-``Popen`` is ``subprocess.Popen`` but for that: the process has its own pid, is its caller's child, and its pipes,
-folder, variables, cores and ``sys.path`` are as asked. So are those that it starts itself, as a front does. OpenMP has
-read its variables before: it computes with one thread.
+Otherwise ``Popen`` equals ``subprocess.Popen``: the process has its own pid, is its caller's child, and has the pipes,
+folder, variables, cores and ``sys.path`` of its arguments. So do processes that it starts itself, as a front does.
+OpenMP has read its variables before the fork: it computes with one thread.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _LOADED = {
     "leases": "floodplain.cli.main floodplain.cli.leases floodplain.lending.client",
     "tests.chaos.engine": f"{_ENGINE} tests.support.parity tests.support.swapping",
 }
-"""What is loaded before a process of a verb or module is forked; what else it needs, it loads itself."""
+"""Modules loaded before a process of a verb or module is forked; it loads all others itself."""
 _NAMES_ENGINE = re.compile(r"torch|floodplain\.engine|floodplain\.memory")
-"""Code that imports one of these imports most of what an engine needs."""
+"""Code that imports one of these imports most of an engine's modules."""
 _PADDING = "x" * 4096
-"""Of the first process: room for the command lines of its forks."""
+"""Argument of the first process: space for the command lines of its forks."""
 _PR_SET_CHILD_SUBREAPER = 36
-_Executed = subprocess.Popen  # which a fork replaces
+_Executed = subprocess.Popen  # which a fork patches
 _ARGUMENTS = list(inspect.signature(_Executed._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 
 
 class Popen(subprocess.Popen[Any]):
-    """See the module. Other programs than this Python's are executed."""
+    """See the module. Programs other than this Python are executed normally."""
 
     def _execute_child(self, *args: Any) -> None:
         asked = dict(zip(_ARGUMENTS, args, strict=True))
@@ -79,7 +79,7 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(command: Sequence[str], timeout_s: float, **how: Any) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` of a command, which says what it wrote."""
+    """Run a command as ``subprocess.run`` does; return its output."""
     with Popen(command, stdout=-1, stderr=-1, text=True, cwd=ROOT, **how) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -88,14 +88,14 @@ def run(command: Sequence[str], timeout_s: float, **how: Any) -> subprocess.Comp
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
-# -- in the process that asks ------------------------------------------------------------------------------------------
+# -- in the process that requests a fork -------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_address: bytes | None = None  # of the process to fork from; its forks know it
+_address: bytes | None = None  # of the process to fork from; its forks inherit it
 
 
 def _fork(asked: Mapping[str, Any], fds: Sequence[int]) -> int:
-    """The pid of a new child of this process."""
+    """Return the pid of a new child of this process."""
     request = {
         "command": list(map(os.fspath, asked["args"])),
         "environment": dict(os.environ if asked["env"] is None else asked["env"]),
@@ -119,12 +119,12 @@ def _fork(asked: Mapping[str, Any], fds: Sequence[int]) -> int:
 
 
 def _adopt(yes: bool) -> None:
-    """Whether an orphan among the descendants of this process is its child from then on."""
+    """Set whether orphans among this process's descendants become its children."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
 
 
 def _start() -> bytes:
-    """Start the first process, which ends with this one; its address."""
+    """Start the first process, which ends with this one; return its address."""
     global _address
     command = [sys.executable, "-c", "from tests.support import forks; forks.main()", _PADDING]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -134,7 +134,7 @@ def _start() -> bytes:
     )  # fmt: skip
     assert process.stdout is not None
     _address = b"\0" + process.stdout.readline().strip().encode()
-    atexit.register(process.communicate)  # its standard input ends, and so does it
+    atexit.register(process.communicate)  # its standard input ends, and then it exits
     return _address
 
 
@@ -142,7 +142,7 @@ def _start() -> bytes:
 
 
 def main() -> None:
-    """Fork as asked until standard input ends; in a fork, be what was asked for."""
+    """Fork on request until standard input ends; in a fork, run the requested command."""
     listening = _listen()
     print(listening.getsockname()[1:].decode(), flush=True)
     asked = _serve(listening)
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def _split(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """A front goes on here, and beside it a child from which its instances are forked: theirs is the front then."""
+    """Continue here as a front; fork a child from which its instances are forked, with the front as their parent."""
     global _address
     listening, (end, _alive) = _listen(), os.pipe()
     _address = listening.getsockname()
@@ -177,7 +177,7 @@ def _listen() -> socket.socket:
 
 
 def _serve(listening: socket.socket) -> dict[str, Any] | None:
-    """Fork as asked. Returns in a fork, with what was asked for; None once standard input has ended."""
+    """Fork on request. Returns the request in a fork; None once standard input has ended."""
     with listening:
         while listening in select.select([listening, 0], [], [])[0]:
             connection, _ = listening.accept()
@@ -202,11 +202,11 @@ def _load(command: Sequence[str]) -> None:
     of_code = _ENGINE if command[1] == "-c" and _NAMES_ENGINE.search(command[2]) else ""
     for name in next((_LOADED[word] for word in command[2:4] if word in _LOADED), of_code).split():
         importlib.import_module(name)
-    gc.freeze()  # or each fork would look at all of it
+    gc.freeze()  # or each fork would collect all of it
 
 
 def _is_orphan(adopter: int) -> bool:
-    """Whether this is a fork, whose parent has ended, and which this process adopted then."""
+    """Fork twice; True in a grandchild that ``adopter`` has adopted, False in the caller."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -217,12 +217,12 @@ def _is_orphan(adopter: int) -> bool:
     while os.getppid() == parent:
         time.sleep(0.0005)
     if os.getppid() != adopter:
-        os._exit(1)  # it is gone
+        os._exit(1)  # the adopter has exited
     return True
 
 
 def _wear(request: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Be what was asked for, but for the code."""
+    """Apply everything of the request but its code."""
     if request["is_session"]:
         os.setsid()
     for fd, number in zip(fds, (0, 1, 2), strict=True):
@@ -239,7 +239,7 @@ def _wear(request: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 
 def _show(command: Sequence[str]) -> None:
-    """Let ``/proc`` show this command line."""
+    """Make ``/proc`` show this command line."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join([*command, ""]).encode()[: end - start].ljust(end - start, b"\0")
@@ -247,7 +247,7 @@ def _show(command: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """As Python runs it: ``-c`` code, or ``-m`` a module."""
+    """Run the command as Python does: ``-c`` code, or ``-m`` a module."""
     sys.modules.pop("sitecustomize", None)
     with suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
@@ -260,7 +260,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _end(work: Callable[..., None], *args: Any) -> NoReturn:
-    """Do this work and end as Python does, but for taking apart all that was loaded: that takes a second, too."""
+    """Run this and exit as Python does, without tearing down loaded modules, which takes a second."""
     status = 1
     try:
         work(*args)

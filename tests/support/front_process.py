@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 VERB = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
 PROMPT = list(range(3, 40))
 NUM_TOKENS, EARLY = 300, 5
-"""Of a stream, and after how many of them something happens to it: long before an instance has computed the rest."""
+"""Tokens of a stream, and tokens after which ``do`` is called: long before an instance has computed the rest."""
 START_TIMEOUT_S = 120.0
 
 
@@ -34,7 +34,7 @@ class FrontProcess:
         folder: For its log.
         model: As on the command line.
         flags: Of ``serve``.
-        num_instances: How many it starts.
+        num_instances: Number of instances that it starts.
         environment: More variables for all processes.
     """
 
@@ -70,18 +70,18 @@ class FrontProcess:
         return list(self.listing()["instances"])
 
     def wait_full(self) -> list[Any]:
-        """All instances, once they serve."""
+        """Return all instances, once they serve."""
         count = self.num_instances
         found: Any = wait_until(lambda: len(rows := self.rows()) == count and rows, timeout_s=START_TIMEOUT_S)
         return list(found)
 
     def busy(self) -> Any:
-        """The only instance that has a request."""
+        """Return the only instance that has a request."""
         (row,) = (row for row in self.rows() if row["requests"])
         return row
 
     def stream(self, prompt: Sequence[int] = PROMPT, do: Callable[[], object] | None = None, **how: Any) -> list[int]:
-        """The tokens of a streamed completion; ``do`` is called once, when ``EARLY`` of them have come."""
+        """Return the tokens of a streamed completion; calls ``do`` once, after ``EARLY`` of them."""
         tokens: list[int] = []
         extra = {"ignore_eos": True, "return_token_ids": True}
         options = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | how
@@ -99,7 +99,7 @@ class FrontProcess:
         os.kill(self.busy()["pid"], signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it. Safe to call twice."""
+        """Kill the front. Safe to call twice."""
         self.client.close()
         self.http.close()
         self.process.kill()
@@ -108,14 +108,14 @@ class FrontProcess:
         self.process.stdout.close()
 
     def address(self) -> str:
-        """Where the instances dialled in, as their command says."""
+        """Return the address to which instances connect, from their command line."""
         words = Path(f"/proc/{self.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
         return words[words.index("--join") + 1]
 
 
 @contextmanager
 def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[FrontProcess]:
-    """A front that serves, killed at the end."""
+    """Yield a front that serves; it is killed at the end."""
     front = FrontProcess(folder, model, flags)
     try:
         yield front
@@ -124,7 +124,7 @@ def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[FrontPro
 
 
 def one_engine(model: str, prompts: Sequence[Sequence[int]], flags: dict[str, Any], **how: Any) -> list[list[int]]:
-    """What one engine without a front gives."""
+    """Return the tokens that one engine without a front generates."""
     params = SamplingParams(ignore_eos=True, **{"temperature": 0.0, "max_tokens": NUM_TOKENS} | how)
     with LLM(model, **flags) as llm:
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)

@@ -67,14 +67,14 @@ _DONE = {
 
 
 class Wire:
-    """What the front takes for the two streams of a connection."""
+    """Stands for the two streams of a connection of the front."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
         self.sent: deque[tuple[Any, tuple[int, ...]]] = deque()
         self.is_over = False
 
-    # -- the writer, as far as frames use it ---------------------------------------------------------------------------
+    # -- the writer's methods that frames use --------------------------------------------------------------------------
 
     @property
     def transport(self) -> Wire:
@@ -107,7 +107,7 @@ class Wire:
 
 @dataclass
 class Bot:
-    """An instance that does what it is told, when it is let."""
+    """An instance that obeys its orders when the test chooses."""
 
     wire: Wire
     slot: int
@@ -129,7 +129,7 @@ class Bot:
             self.wire.reader.feed_data(data)
 
     def listen(self) -> None:
-        """Take in what the front said; orders wait."""
+        """Receive the front's messages; orders are queued."""
         while self.wire.sent:
             message, integers = self.wire.sent.popleft()
             match message:
@@ -148,11 +148,11 @@ class Bot:
         self.lengths[submit.ticket] = len(tokens), submit
 
     def known(self, ticket: int) -> int:
-        """Tokens of a request; 0 if it is not here."""
+        """Return the number of tokens of a request; 0 if it is not here."""
         return self.lengths[ticket][0] if ticket in self.lengths else 0
 
     def step(self) -> None:
-        """One token for each request that it has."""
+        """Send one token of each of its requests."""
         rows = []
         for ticket, (known, submit) in list(self.lengths.items()):
             is_last = known + 1 - submit.num_prompt >= (submit.params.max_tokens or 0)
@@ -167,7 +167,7 @@ class Bot:
         self.say(Beat(self.epoch, EngineStats(num_blocks=NUM_BLOCKS, kv_blocks={"free": 3}, num_steps=1)))
 
     def answer(self) -> tuple[Any, tuple[int, ...]] | None:
-        """What it would say to the oldest order; None if there is none, or it needs no answer."""
+        """Obey the oldest order and return the reply; None if there is no order, or it needs no reply."""
         if not self.orders:
             return None
         order = self.orders.popleft()[0]
@@ -222,13 +222,13 @@ class Bot:
 
 
 async def settle(num_rounds: int = 12) -> None:
-    """Let everything that can run, run."""
+    """Run all ready tasks for some rounds."""
     for _ in range(num_rounds):
         await asyncio.sleep(0)
 
 
 class World:
-    """A front, its instances by slot, and tasks of their connections."""
+    """A front, its instances by slot, and the tasks of their connections."""
 
     def __init__(self, front: Front, num_slots: int, is_pipeline: bool) -> None:
         self.front, self.num_slots, self._is_pipeline = front, num_slots, is_pipeline
@@ -239,7 +239,7 @@ class World:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def join(self, slot: int) -> Bot:
-        """An instance of this slot begins a life."""
+        """Begin a life of an instance in this slot."""
         wire = Wire()
         bot = Bot(wire, slot)
         self.tasks.append(asyncio.create_task(self.front._welcome(FrameLink(wire.reader, wire))))  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ class World:
         return [bot for bot in self.bots.values() if self.front.book.roster.get(bot.epoch) is not None]
 
     def unit_of(self, epoch: int) -> set[int]:
-        """Epochs of all whose lives end with this one's."""
+        """Return the epochs of all lives that end together with this one."""
         front, found = self.front, {epoch}
         groups = [] if front.grouping is None else list(front.grouping.groups)
         units = [set(group.epochs) for group in groups]

@@ -1,4 +1,4 @@
-"""Writes models as llama.cpp's converter would: any key, any tensor, in one file or in parts."""
+"""Writes models as llama.cpp's converter does: any key, any tensor, in one file or in parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from floodplain.model.network.config import ModelConfig
 
 
 def gguf_keys(config: ModelConfig) -> dict[str, object]:
-    """The keys that a converter writes for a plain model."""
+    """Return the keys that the converter writes for a plain model."""
     shape = config.shape
     return {
         "llama.block_count": shape.num_layers,
@@ -27,7 +27,7 @@ def gguf_keys(config: ModelConfig) -> dict[str, object]:
 
 
 def gguf_tensors(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a HF checkpoint by llama.cpp's names, query and key rows in its order."""
+    """Return the tensors of a HF checkpoint by llama.cpp's names, with query and key rows in its order."""
     shape = config.shape
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_layers)
     stored = {}
@@ -46,7 +46,7 @@ def write_gguf_file(
     architecture: str = "llama",
     quantised: str = "",
 ) -> Path:
-    """Write one file; the type of a value says the type of its key, and None leaves the key out.
+    """Write one file; a value's type gives the type of its key, and None leaves the key out.
 
     ``quantised`` names a tensor that is stored in Q8_0.
     """

@@ -1,4 +1,4 @@
-"""Device links between two ends in one process, over gloo: tensors of the CPU go as those of GPUs do over NCCL."""
+"""Device links between two ends in one process, over gloo: CPU tensors, sent as GPU tensors are over NCCL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_gloo(one: EndFacts, other: EndFacts) -> str:
 
 
 class Forgetful(PairGroup):
-    """The fault to be found: a transfer that says it has ended, and left nothing."""
+    """Fault: a transfer reports its end without its content."""
 
     def recv(self, x: torch.Tensor) -> None:
         super().recv(x)
@@ -35,7 +35,7 @@ class Forgetful(PairGroup):
 def link_by_gloo(
     sender: StageLink, receiver: StageLink, limits: PlanLimits, group_class: Any = PairGroup
 ) -> tuple[Link, Link]:
-    """Device links over both ends of a link."""
+    """Return device links over both ends of a link."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
         patch.setattr(link_choice, "PairGroup", group_class)
         choose = partial(choose_link, limits=limits, device=CPU, host=HOST, choose=choose_gloo)

@@ -1,4 +1,4 @@
-"""What must hold of groups, their members and requests, whatever order messages come in."""
+"""Laws of groups, their members and requests, for any order of messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Edge = tuple[GroupState, GroupState]
 
 
 class GroupLaws:
-    """What processes and the front have done so far; ``reached`` counts from which state to which groups went."""
+    """The state of processes and the front; ``reached`` counts the transitions of groups."""
 
     def __init__(self, book: GroupBook, reached: Counter[Edge] | None = None) -> None:
         self.book, self.reached = book, Counter[Edge]() if reached is None else reached
@@ -27,7 +27,7 @@ class GroupLaws:
         self.states: dict[int, GroupState] = {}
         self.sources: dict[tuple[int, int], set[int]] = {}  # (group, handed-over request) -> epochs that have its KV
         self.kept: dict[int, dict[int, frozenset[int]]] = {}  # group -> epoch -> layers
-        self.swapped: set[tuple[int, int]] = set()  # (group, handed-over request) of those whose KV has no block yet
+        self.swapped: set[tuple[int, int]] = set()  # (group, handed-over request) whose KV is in swap space
         self.copied: set[tuple[int, Answer, int, int]] = set()  # (group, answer, request, epoch)
         self.groups: dict[int, Group] = {}
         self.next_epoch = self.next_request = 1
@@ -40,7 +40,7 @@ class GroupLaws:
         return self.kept[number][epoch]
 
     def is_copied(self, request: int, order: Order, group: Group) -> bool:
-        """Whether every member that needs a copy of a request's KV has one."""
+        """Return whether every member that needs a copy of a request's KV has one."""
         copies = {
             answer: {epoch for epoch in group.epochs if (group.number, answer, request, epoch) in self.copied}
             for answer in REQUEST_ANSWERS.values()
@@ -52,7 +52,7 @@ class GroupLaws:
         return order.epoch in copies[Answer.COLLECTED] or (order.epoch == group.leader and everywhere)
 
     def check_order(self, process: Process, order: Order, others: list[Process]) -> None:
-        """What must be true of the other members when one obeys."""
+        """Check the state of the other members when one obeys an order."""
         size = len(self.groups[order.number].epochs)
         if order.kind is OrderKind.DROP:
             assert process.is_paused and len(others) == size - 1, "a member drops before all have confirmed"

@@ -43,7 +43,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, num=st.integers(1, 40))
     def work(self, seed: int, num: int) -> None:
-        """Processes obey and copy, messages come: in any order between processes."""
+        """Processes obey and copy, messages arrive: in any order between processes."""
         dice = Random(seed)
         for _ in range(num):
             if not self.world.step(dice, is_faulty=True):
@@ -52,7 +52,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def prepare(self, seed: int) -> None:
-        """A group of any instances; half of the time, with all of a group that is there."""
+        """Prepare a group of any instances; half of the time, of existing groups and others."""
         dice, world = Random(seed), self.world
         named = [epoch for group in world.book for epoch in group.epochs if group.state is GroupState.PIPELINED]
         named = [epoch for epoch in dict.fromkeys(named) if dice.random() < 0.9] if dice.random() < 0.5 else []
@@ -89,7 +89,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, what=st.sampled_from(["stop", "wake", "silence", "end"]))
     def fail(self, seed: int, what: str) -> None:
-        """A process ends; or it stops, is taken for dead, and goes on where it was under its old epoch."""
+        """A process ends; or it stops, counts as dead, and resumes later under its old epoch."""
         dice, world = Random(seed), self.world
         if not world.members:
             return
@@ -107,7 +107,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def expire(self, seed: int) -> None:
-        """A timer fires, perhaps late; or an operator gives up."""
+        """A timer fires, perhaps late; or an operator cancels."""
         dice, world = Random(seed), self.world
         if not world.groups:
             return
@@ -122,7 +122,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def turmoil(self, seed: int) -> None:
-        """Much of everything: a change of a group takes some thirty messages."""
+        """Many random events: a change of a group takes some thirty messages."""
         dice, world = Random(seed), self.world
         for _ in range(dice.randrange(200)):
             self.world.step(dice, is_faulty=True)
@@ -147,7 +147,7 @@ class GroupMachine(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self) -> None:
-        """Without faults every group ends, one more goes all the way, and every request is served."""
+        """Without faults every group ends, one more runs to its end, and every request is served."""
         if not hasattr(self, "world"):
             return
         world, dice = self.world, Random(len(self.world.past))
@@ -164,7 +164,7 @@ class GroupMachine(RuleBasedStateMachine):
 
 
 def run(machine: type[GroupMachine], num_examples: int, *, derandomize: bool = False) -> None:
-    """Play so many stories of a machine; ``derandomize``: the same ones each time."""
+    """Run a machine for this many stories; ``derandomize``: the same ones each time."""
     few = settings(
         max_examples=num_examples,
         stateful_step_count=30,

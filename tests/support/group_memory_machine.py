@@ -1,6 +1,6 @@
 """One instance's pages, alone and in groups: a machine of random drops, settlements, shrinks and returns.
 
-On any device: on one of this machine's memory, and on a GPU's, by the driver or a fake of it.
+It runs on host memory, and on a GPU's, by the driver or a fake of it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ PARAM_PAGES = [3, 1, 2, 5]
 
 
 def pattern(layout: KVLayout, layer: int, tag: int) -> np.ndarray:
-    """uint8 [layer_block_bytes] of a layer's part of a block."""
+    """Return uint8 [layer_block_bytes]: a layer's part of a block."""
     words = np.arange(layout.layer_block_words, dtype=np.int32) * (2 * layer + 3) + tag
     return words.view(np.uint8)
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """One instance: a pool while alone, a ``GroupMemory`` while in a group. Each used block has a tag all over it."""
+    """One instance: a pool while alone, a ``GroupMemory`` in a group. Each used block is filled with a tag."""
 
     layout = EVEN
     memory_class = GroupMemory
 
     def open_device(self) -> Any:
-        """At least 96 pages that nothing else uses."""
+        """Open a device with at least 96 pages of its own."""
         return open_private_device(2**24)
 
     @initialize(data=st.data(), num_quanta=st.integers(1, 6), stop=st.booleans())
@@ -63,7 +63,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.memory = self.memory_class(self.device, self.layout, self.buffers)
         self.taken: list[Page] = []
         self.tags: dict[tuple[int, int], int] = {}  # (layer, group block) -> tag, of kept layers
-        self.left: dict[tuple[int, int], int] = {}  # of leaving ones
+        self.left: dict[tuple[int, int], int] = {}  # of layers that leave
         self.next_tag = 1
         self.is_settled = True
         self.drop(data, stop)
@@ -103,7 +103,7 @@ class GroupMachine(RuleBasedStateMachine):
         event(f"dropped to {len(kept)} of {self.layout.num_layers} layers")
 
     def fail_drop(self, data: st.DataObject, pages: list[Page], *args: object) -> bool:
-        """Whether a drop meets the limit on mappings somewhere on the way: then nothing has changed."""
+        """Whether a drop exceeds the limit on mappings at a random point: then nothing has changed."""
         budget = self.device._budget
         room, budget.max_mappings = budget.max_mappings, budget.num_mappings + data.draw(st.integers(-20, 40))
         owned = self.device.num_owned_pages
@@ -120,7 +120,7 @@ class GroupMachine(RuleBasedStateMachine):
         return False
 
     def regroup(self, used: Sequence[int], kept: range, first: int) -> None:
-        """What is expected where from now on."""
+        """Set the expected tag of each block after a drop."""
         size = self.pool.quantum_blocks
         at = {quantum: first + k for k, quantum in enumerate(used)}
         moved = {
@@ -212,7 +212,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), in_order=st.booleans(), stop=st.booleans())
     def return_to_pool(self, data: st.DataObject, in_order: bool, stop: bool) -> None:
-        """From any state the pool has as many blocks as before, and the parameters have pages. Then the next group."""
+        """From any state the pool gets as many blocks as before, and the parameters get pages. Then drop again."""
         if in_order and self.memory.num_missing_pages:
             with pytest.raises(InvariantError, match="have no parameters"):
                 self.memory.close_group()

@@ -1,4 +1,4 @@
-"""One process of a group: what it has been told and has not obeyed, what it holds, and what it says."""
+"""One process of a group: its pending orders, its state, and the messages that it sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Said:
 
 @dataclass
 class Process:
-    """One life of an instance; ``done`` is what it obeyed in its group, ``next_number`` a group it is paused for."""
+    """One life of an instance; ``done`` has obeyed orders of its group, ``next_number`` a group it is paused for."""
 
     epoch: int
     layers: frozenset[int] = LAYERS
@@ -37,7 +37,7 @@ class Process:
     done: set[OrderKind] = field(default_factory=set)
 
     def will(self, *kinds: OrderKind) -> set[int]:
-        """Requests of orders of these kinds that it has not obeyed yet."""
+        """Return requests of pending orders of these kinds."""
         orders = [one for one in self.inbox if isinstance(one, Order) and one.kind in kinds]
         return {request for order in orders for request in order.requests}
 
@@ -45,6 +45,6 @@ class Process:
         return any(isinstance(one, Order) and one.kind is kind for one in self.inbox)
 
     def copies(self, request: int) -> bool:
-        """Whether it copies this request's KV, or will."""
+        """Return whether it copies this request's KV, or has an order to."""
         under_way = {one for one, _ in self.copying} | self.will(OrderKind.FETCH, OrderKind.COLLECT)
         return request in under_way

@@ -1,4 +1,4 @@
-"""Processes that obey a front's orders for groups, late and in any order; and a front that believes a ``GroupBook``."""
+"""Processes that obey a front's orders for groups, late and in any order; the front follows a ``GroupBook``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class World(GroupLaws):
         self.place()
 
     def end(self, epoch: int) -> None:
-        """A life is over, as the front sees it; the process may not know, and send messages later."""
+        """A life ends for the front; its process may still run, and send messages later."""
         process = self.members.pop(epoch, None)
         if process is None:
             return
@@ -47,13 +47,13 @@ class World(GroupLaws):
         for request, place in self.places.items():
             if place == ("at", epoch):
                 self.places[request] = ("queue", 0)
-        for _ in range(2):  # of a group, and of one that is to take it in
+        for _ in range(2):  # of its group, and of a group that is to merge it
             self.apply(self.book.end(epoch))
         assert self.book.find(epoch) is None
         self.place()
 
     def obey(self, process: Process, dice: Random, *, is_faulty: bool) -> None:
-        """It does what it was told first."""
+        """Obey the oldest order."""
         order = process.inbox.pop(0)
         if not isinstance(order, Order):
             verb, request = order
@@ -73,7 +73,7 @@ class World(GroupLaws):
             process.outbox.append(Said(process.epoch, order.number, Answer.CONFIRMED if is_willing else None))
             return
         if number not in (process.number, process.next_number):
-            return  # it refused, and is told to go on
+            return  # it refused, and was ordered to go on
         self.change_memory(process, order)
         process.done.add(order.kind)
         if order.kind in (OrderKind.FETCH, OrderKind.COLLECT):
@@ -119,7 +119,7 @@ class World(GroupLaws):
         self.place()
 
     def place(self) -> None:
-        """Waiting requests are given to members that take some, the least busy one first."""
+        """Place waiting requests on members that take some, the least busy one first."""
         for request in [request for request, place in self.places.items() if place[0] == "queue"]:
             takers = [epoch for epoch in self.members if self.takes_requests(epoch)]
             if takers:
@@ -184,7 +184,7 @@ class World(GroupLaws):
         self.apply(change)
 
     def repeat(self, said: Said) -> None:
-        """What came before comes again: it must change nothing."""
+        """Repeat an earlier message: it must change nothing."""
         assert self.hear(said) is None, f"{said} is believed twice"
 
     def apply(self, change: Change | None) -> None:
@@ -220,7 +220,7 @@ class World(GroupLaws):
         self.members[order.epoch].inbox.append(order)
 
     def decide(self, group: Group) -> None:
-        """What the front's caller does when all have confirmed, or returned. One in five requests loses its KV."""
+        """Act as the front's caller when all have confirmed, or returned. One in five requests loses its KV."""
         rows = {
             request: epoch for request, (kind, epoch) in self.places.items() if kind == "at" and epoch in group.epochs
         }
@@ -236,7 +236,7 @@ class World(GroupLaws):
             self.apply(self.book.adopt(group.number, {one: group.epochs[one % size] for one in keeping}))
 
     def find_copiers(self, group: Group, keeping: dict[int, int]) -> dict[int, set[int]]:
-        """Some requests of single instances are in swap space; KV of old groups is with all of their members."""
+        """Some single instances' requests are in swap space; all members of an old group have its requests' KV."""
         old = {epoch: set(one.epochs) for one in group.old for epoch in one.epochs}
         self.ended |= {one.number for one in group.old}
         self.num_merged += bool(group.old)
@@ -252,7 +252,7 @@ class World(GroupLaws):
     # -- stories ---------------------------------------------------------------------------------------------------
 
     def step(self, dice: Random, *, is_faulty: bool) -> bool:
-        """One thing that can happen; False if none can."""
+        """Execute one possible event; False if there is none."""
         candidates = [*self.members.values(), *(self.former if is_faulty else [])]
         steps: list[Callable[[], None]] = []
         for one in candidates:
@@ -267,13 +267,13 @@ class World(GroupLaws):
         return bool(steps)
 
     def settle(self, dice: Random) -> None:
-        """All that is under way ends, without faults."""
+        """Run everything in flight to its end, without faults."""
         self.former.clear()
         while self.step(dice, is_faulty=False):
             self.check()
 
     def finish(self, dice: Random) -> None:
-        """A group of those that are there goes all the way; then every live request is served."""
+        """A group of these members runs to its end; then every live request is served."""
         if len(self.members) > 1:
             self.prepare(sorted(self.members)[:4])
         self.settle(dice)

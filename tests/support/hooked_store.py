@@ -1,4 +1,4 @@
-"""A real store with a hook around every call: the test chooses where it fails, or where time passes and others act."""
+"""A real store with a hook around every call: the test chooses where it fails, or what happens between calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def let_pass(_: str) -> None:
 
 
 class HookedStore(Store):
-    """See the module. In SQLite; nothing here outlives a power failure.
+    """See the module. Uses SQLite without fsync.
 
     Attributes:
-        hook: Called with ``before CALL`` and ``after CALL``; what it raises is what the caller gets.
-        epoch: The last in which it was made the leader's.
+        hook: Called with ``before CALL`` and ``after CALL``; its errors reach the caller.
+        epoch: The last epoch taken over through this store.
     """
 
     def __init__(self, engine: sql.Engine) -> None:
@@ -51,7 +51,7 @@ class HookedStore(Store):
         self._hooked("resign", lambda: super(HookedStore, self).resign(epoch))
 
     def rows(self) -> tuple[dict[str, Member], dict[LeaseId, Lease]]:
-        """The committed rows, under any leader."""
+        """Return the committed rows, under any leader."""
         with self._engine.connect() as connection:
             members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
             leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
@@ -61,14 +61,14 @@ class HookedStore(Store):
         return {member.name: member for member in members}, {lease.lease_id: lease for lease in kept}
 
     def clear(self) -> None:
-        """Forget all rows, and the leader, unhooked."""
+        """Delete all rows, and the leader, without the hook."""
         with self._engine.begin() as connection:
             connection.execute(BOOK.update().values(ttl_s=0.0, leader=""))
             connection.execute(MEMBERS.delete())
             connection.execute(LEASES.delete())
 
     def epoch_now(self) -> int:
-        """Whose turn it is, unhooked."""
+        """Return the stored epoch, without the hook."""
         with self._engine.connect() as connection:
             return int(connection.execute(sql.select(BOOK.c.epoch)).scalar_one())
 
@@ -80,7 +80,7 @@ class HookedStore(Store):
 
 
 def failing(random: Random, part: float) -> Callable[[str], None]:
-    """A hook that fails in a part of all calls: before the database gets them, or after it has done them."""
+    """Return a hook that fails a part of all calls: before or after the database executes them."""
 
     def hook(moment: str) -> None:
         if random.random() < part / 2:

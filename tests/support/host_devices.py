@@ -1,4 +1,4 @@
-"""A machine's device as a process has it that computes nothing there: only tests open one so."""
+"""Opens a machine's device for a process that computes nothing there: only tests do so."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -
     Args:
         name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
         capacity_bytes: Its size, rounded down to whole pages; the same for all that attach.
-        directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
+        directory: Of the file; None is /dev/shm, or the temporary folder if there is none.
 
     Raises:
-        UserError: The name is bad, or what is there is another user's, of another size or no device.
+        UserError: The name is bad, or the file is another user's, of another size or no device.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     fd, found_pages = device_file.attach_or_create(path, num_pages)

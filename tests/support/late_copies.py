@@ -1,7 +1,7 @@
-"""A transfer engine whose bytes move as late as the protocol allows, in the thread that asks for results.
+"""A transfer engine whose bytes move as late as the protocol allows, in the thread that polls.
 
-``HostTransferEngine`` copies at once and an emulated link holds only the result back, so a block that is handed out
-while its copy is in flight would go unseen. Here the bytes are on the way until dice say so, and some never arrive.
+``HostTransferEngine`` copies at once and an emulated link delays only the result, so neither finds a block that is
+reused while its copy is in flight. Here copies end at random, and some fail.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, check_copy
 
 
 class LateTransferEngine:
-    """See ``TransferEngine``. What a copy will overwrite is scribbled over at once: it must not be read any more.
+    """See ``TransferEngine``. Targets of a copy are overwritten with garbage at once: they must not be read any more.
 
     Args:
-        pool: Its blocks move.
-        slots: Where to.
+        pool: Its blocks are copied.
+        slots: The other end of copies.
         dice: Decide when a copy ends, and how.
-        haste: How likely the next copy ends at each poll.
-        failing: How likely a copy fails, after half of its blocks or none.
+        haste: The probability that the next copy ends, at each poll.
+        failing: The probability that a copy fails, after half of its blocks or none.
 
     Attributes:
         pool: See above.
@@ -91,13 +91,13 @@ class LateTransferEngine:
 
     @property
     def coming(self) -> list[HostJob]:
-        """Inbound copies under way, in their order."""
+        """Inbound copies in flight, in their order."""
         return [job for _, job in self._queues[Direction.INBOUND]]
 
     def land(self, direction: Direction, num_blocks: int | None = None) -> BlockCopy:
-        """The oldest copy of a direction ends; it fails if it moves only ``num_blocks``, fewer than it has."""
+        """End the oldest copy of a direction; it fails if ``num_blocks`` is given, after so many of its blocks."""
         since, job = self._queues[direction].popleft()
-        self.pool.expect_backed(job.copy.blocks)  # they were unmapped under the copy: a crash, otherwise
+        self.pool.expect_backed(job.copy.blocks)  # if they were unmapped during the copy, a real copy would crash
         self.longest_wait = max(self.longest_wait, self._num_polls - since)
         if num_blocks is None:
             ((_, result),) = self._lanes[direction].finish([job]).results
@@ -129,5 +129,5 @@ class LateTransferEngine:
         return CopyResult(job.transfer_id, lost, num_bytes, problem="interrupted by the test")
 
     def _garbage(self, *shape: int) -> torch.Tensor:
-        """Words that are numbers of ordinary size in fp32, so that nothing but their being wrong gives them away."""
+        """Return words that are ordinary numbers in fp32, so that only a comparison finds them."""
         return torch.randn(shape, generator=self._scribble).view(torch.int32)

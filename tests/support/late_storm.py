@@ -1,6 +1,6 @@
 """A real tiny engine in fp32 under a random policy whose copies arrive late; deterministic by seed.
 
-Its clock counts how often it is read and its copies run in the engine's thread, so two storms of one seed are equal.
+Its clock counts its readings and its copies run in the engine's thread, so two storms of one seed are equal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Disturb = Callable[["LateStorm"], None]
 
 
 class Ticks:
-    """A clock that goes on by a tenth of a millisecond whenever it is read."""
+    """A clock that advances by a tenth of a millisecond at each reading."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -46,7 +46,7 @@ class Ticks:
 
 @dataclass
 class LateStorm:
-    """An engine, the copies that it waits for, and what came out of it."""
+    """An engine, its pending copies, and its outputs."""
 
     engine: Engine
     copies: LateTransferEngine
@@ -57,7 +57,7 @@ class LateStorm:
     aborted: set[SeqId] = field(default_factory=set)
 
     def rage(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
-        """Until no request is live; laws are checked after every step, and nothing is kept at the end."""
+        """Run until no request is live; laws are checked after every step, and nothing is held at the end."""
         arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
         while arriving or engine.has_unfinished:
             if arriving and self.dice.random() < 0.5:
@@ -78,16 +78,16 @@ class LateStorm:
         return stats
 
     def pool_words(self, block: int) -> torch.Tensor:
-        """The bytes of a block in the pool: [layers, words]."""
+        """Return the bytes of a block in the pool: [layers, words]."""
         return torch.stack([words[block] for words in self.copies.pool.words])
 
     def hang_up(self, seq_id: SeqId) -> None:
-        """A client goes."""
+        """A client aborts its request."""
         assert self.engine.finish(seq_id, FinishReason.ABORT)
         self.aborted.add(seq_id)
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare with an undisturbed run; what was aborted, with its beginnings."""
+        """Compare with an undisturbed run; aborted requests with the beginnings of their references."""
         return judge_with_aborted(expected, self.outputs, self.logprobs, self.aborted)
 
 
@@ -100,7 +100,7 @@ def late_storm(
     failing: float = 0.0,
     **flags: Any,
 ) -> Iterator[LateStorm]:
-    """An engine of 24 blocks under ``policy``, by default one that does anything at any moment."""
+    """Yield an engine of 24 blocks under ``policy``, by default one with random decisions."""
     swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": num_slots * BLOCK_BYTES}
     engine = build_engine(EngineConfig(model=MODEL, **(FLAGS | swapping | flags)), policy or ImpatientPolicy())
     try:
@@ -108,7 +108,7 @@ def late_storm(
         engine.loop._rng = Random(seed)
         engine.loop.state.links = Links(
             [Link(Tier.HOST, 1e12)], BLOCK_BYTES
-        )  # as measured, no two runs would decide alike
+        )  # with measured links, runs of one seed would differ
         engine.clock = executor._swap._clock = Ticks()
         old = executor._swap._tiers[Tier.HOST]
         old.engine.close()
@@ -120,7 +120,7 @@ def late_storm(
 
 
 def make_requests(num_requests: int, num_tokens: int, *, num_prefixes: int, num_own_tokens: int) -> list[Request]:
-    """Greedy; each prompt has up to ``num_own_tokens``, behind one of the prefixes of 48 tokens if there are some."""
+    """Return greedy requests: up to ``num_own_tokens``, after one of the 48-token prefixes if there are any."""
     dice = Random(5)
     prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(num_prefixes)]
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)

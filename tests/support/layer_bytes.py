@@ -1,7 +1,7 @@
-"""What lies in each place, from what a schedule of layers did: an oracle that knows no rule of any schedule.
+"""The content of each place, from the record of a schedule: an oracle that uses no rule of any schedule.
 
-The KV of a layer has a version: how often the layer has computed. A copy takes along what lies at its source, as it
-begins; until it ends, its destination holds nothing.
+The KV of a layer has a version: how often the layer has computed. A copy takes the content of its source as it begins;
+until it ends, its destination is empty.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Content = tuple[int, int]
 
 
 class Fault(AssertionError):
-    """Something was computed on the wrong bytes, or bytes were lost."""
+    """A layer computed on wrong bytes, or bytes were lost."""
 
 
 class Bytes:
     """The contents of all places.
 
     Args:
-        contents: What lies where before the first step; other places are empty.
-        copies_rows: Whether outbound copies bring only what was added since the last one.
+        contents: Contents before the first step; other places are empty.
+        copies_rows: Whether outbound copies contain only rows added since the last one.
     """
 
     def __init__(self, num_layers: int, contents: dict[Place, Content], *, copies_rows: bool) -> None:
@@ -35,13 +35,13 @@ class Bytes:
         self.contents = dict(contents)
         self.copies_rows = copies_rows
         self._users: dict[Place, list[LayerSpan]] = {}
-        self._taken: dict[int, Content] = {}  # what each copy under way brings, by the id of its span
+        self._taken: dict[int, Content] = {}  # the content of each copy in flight, by the id of its span
 
     def replay(self, spans: Iterable[LayerSpan]) -> None:
-        """Do everything again, in the order of time. At one moment, what ends is before what begins.
+        """Replay all spans in the order of time. At one moment, ends precede begins.
 
         Raises:
-            Fault: With what went wrong, and when.
+            Fault: With the violation, and its time.
         """
         events: list[tuple[float, int, int, int, LayerSpan]] = []
         for order, span in enumerate(spans):
@@ -89,7 +89,7 @@ class Bytes:
             self.contents[target] = self._taken.pop(id(span))
 
     def _ends(self, span: LayerSpan) -> tuple[Place, Place | None]:
-        """Source and target of a copy; the one place of a layer that computes."""
+        """Return source and target of a copy; of a layer that computes, its only place."""
         device = ("device", span.device_place)
         if span.direction is None:
             return device, None
@@ -111,14 +111,14 @@ class Bytes:
 
 
 def bytes_of_places(places: LayerPlaces) -> Bytes:
-    """Before the first step of ``AheadLayers`` and ``OnDemandLayers``: every streamed layer has its host copy."""
+    """Return the contents before ``AheadLayers`` or ``OnDemandLayers`` begin: streamed layers are on the host."""
     device: dict[Place, Content] = {("device", n): (n, 0) for n in {*range(places.num_layers)} - {*places.streamed}}
     host: dict[Place, Content] = {("host", layer): (layer, 0) for layer in places.streamed}
     return Bytes(places.num_layers, device | host, copies_rows=True)
 
 
 def bytes_of_fifo(fifo: PieFifo) -> Bytes:
-    """Before the first step of ``PieLayers``."""
+    """Return the contents before the first step of ``PieLayers``."""
     contents: dict[Place, Content] = {}
     for layer, row in enumerate(fifo.table):
         place = ("host", row.cpu_place) if row.gpu_place is None else ("device", row.gpu_place)

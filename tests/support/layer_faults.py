@@ -1,4 +1,4 @@
-"""Loads of layers ahead, broken in one way each: what a law must catch."""
+"""Loads of layers ahead with one fault each, which a law must find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from floodplain.sim.layers import AheadLayers
 
 
 class WaitsForNoLoad(AheadLayers):
-    """A layer computes while its load is under way."""
+    """A layer computes during its load."""
 
     def _await_layer(self, layer: int, work: LayerWork) -> None:
         pass
@@ -22,7 +22,7 @@ class LoadsOverWrites(AheadLayers):
 
 
 class WritesNothing(AheadLayers):
-    """New rows stay in the slot."""
+    """New rows are not written through."""
 
     def _write_through(self, layer: int, work: LayerWork) -> None:
         pass

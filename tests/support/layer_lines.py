@@ -1,4 +1,4 @@
-"""Lines that copy as late, or as early, as their promise allows: what is missing an order shows in every run."""
+"""Lines that copy as late, or as early, as they may: a missing order fails every run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class OrderedLine(HostClock):
 
     Args:
         num_layers: Of the model.
-        is_late: Whether each waits until its ticket is asked for; else it runs at once.
+        is_late: Whether each copy runs when its ticket is waited for; else at once.
 
     Attributes:
-        pool: Whose blocks a load spoils first in all of a place: what is read and was not loaded shows. None: nothing.
+        pool: A load first overwrites its blocks in a place: reads of anything not loaded fail. None: no overwriting.
     """
 
     def __init__(self, num_layers: int, *, is_late: bool = True) -> None:
@@ -43,7 +43,7 @@ class OrderedLine(HostClock):
         def job() -> None:
             near = self.nears[layer]
             if self.pool is not None:
-                num_blocks = self.pool.num_blocks  # the lowest ones, but for holes: those stay as they are
+                num_blocks = self.pool.num_blocks  # the lowest ones, except holes: those are not overwritten
                 blocks = [block for block in range(num_blocks) if self.pool.is_backed(block)]
                 place.view(torch.int16)[blocks] = -1
             _copy(place, self.homes[layer] if near is None else near, offsets, piece_bytes)
@@ -78,7 +78,7 @@ class OrderedLine(HostClock):
         self.wait(Ticket(self._num_submitted))
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Nothing here takes time."""
+        """Ignore pacing: copies take no time."""
 
     def stats(self) -> LineStats:
         return LineStats(self._loaded_bytes, self._loaded_bytes * 1e-9, self._written_bytes, self._near_bytes)
@@ -109,7 +109,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor | None, offsets: np.ndarray, pi
 
 
 class ForgetfulSlots(LayerSlots):
-    """Leaves one part of the protocol out: ``fault`` says which. Where tests are, that must show."""
+    """Leaves one part of the protocol out, given by ``fault``; the tests must find it."""
 
     fault = ""
 

@@ -1,6 +1,6 @@
-"""A lease client and a producer in one process with their coordinator, and no network: beats are the test's.
+"""A lease client and a producer in one process with their coordinator, without a network: the test sends beats.
 
-The client is a ``Borrower`` that talks to a ``LeaseBook`` when ``beat`` is called. The producer owns pages of a real
+The client is a ``Borrower`` that sends to a ``LeaseBook`` when ``beat`` is called. The producer owns pages of a real
 host device, shrinks by what it lends and grows by what it gets back.
 """
 
@@ -25,28 +25,28 @@ DEADLINE_S = 2.0
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class Coordinator:
-    """A book that answers at once."""
+    """A book that replies at once."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.book = LeaseBook(TTL_S, clock.now)
 
     def tell(self, side: MemberSide, message: Message) -> None:
-        """A message and its answer; no two messages leave at one time."""
+        """Handle a message and learn its reply; no two messages are sent at one time."""
         self.clock.now += 1e-3
         reply = self.book.handle(message, self.clock.now)
         self.book.rows.check_integrity()
         side.learn(message, reply, self.clock.now, self.clock.now)
 
     def pass_time(self, seconds: float) -> list[str]:
-        """Names of members that are taken for dead now, after a TTL of silence."""
+        """Advance the clock; return the members that are now dead, after a TTL of silence."""
         self.clock.now += seconds
         return self.book.tick(self.clock.now)
 
@@ -63,7 +63,7 @@ class InProcessClient:
         self._cancelled: set[int] = set()
 
     def beat(self) -> None:
-        """Talk to the coordinator, as an agent's thread does every second."""
+        """Exchange messages with the coordinator, as an agent's thread does every second."""
         self.coordinator.tell(self.side, self.side.greeting())
         for lease in self._grants():
             if lease.request in self._cancelled:
@@ -104,7 +104,7 @@ class InProcessClient:
         self.borrower.freed(lease_id)
 
     def _grants(self) -> list[Lease]:
-        """Of this life, whether or not they may be allocated at this moment, and not answered."""
+        """Return unanswered grants of this life, whether or not they may be allocated now."""
         return [
             lease
             for lease in self.side.borrowed()
@@ -115,7 +115,7 @@ class InProcessClient:
 
 
 class Producer:
-    """An engine whose pool takes all of its device but what it lends."""
+    """An engine whose pool takes all of its device except lent pages."""
 
     def __init__(self, coordinator: Coordinator, name: str, num_pages: int, directory: Path) -> None:
         self.coordinator = coordinator
@@ -128,15 +128,15 @@ class Producer:
 
     @property
     def num_foreign_pages(self) -> int:
-        """What others hold of the device, as it sees it."""
+        """Pages of the device that others hold, as it sees them."""
         return self.num_pages - self.device.num_free_pages() - len(self.pages)
 
     def lend(self, num_pages: int) -> None:
-        """Want to lend so much from now on."""
+        """Set the pages to lend from now on."""
         self.lender.target_bytes = num_pages * PAGE_BYTES
 
     def beat(self) -> None:
-        """Resize the pool, talk to the coordinator, and follow what it said."""
+        """Resize the pool, exchange messages with the coordinator, and follow its replies."""
         self.was_refused = False
         self._resize()
         self.coordinator.tell(self.side, self.side.greeting())

@@ -17,7 +17,7 @@ TTL_S = 10.0
 
 
 class Desk:
-    """A book with a producer that has offered ten bytes and a consumer, and short names for their messages."""
+    """A book with a producer that has offered bytes and a consumer, and short names for their messages."""
 
     def __init__(self, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
         self.book = LeaseBook(TTL_S, now=0.0, limits=limits)

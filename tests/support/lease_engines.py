@@ -1,6 +1,6 @@
-"""Engines of the lease world: they lend and borrow by what they were told, and their bytes are really taken.
+"""Engines of the lease world: they lend and borrow by their orders, and their bytes are really taken.
 
-What is physically allocated is kept here: an allocation, or a growth of a pool, that finds no room fails the run.
+Physical allocations are kept here: an allocation, or a growth of a pool, that finds no room fails the run.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ CAPACITY = 16
 
 
 class Timeline:
-    """What is to happen, and when; ``now`` is the time of what happens."""
+    """Scheduled events; ``now`` is the time of the current event."""
 
     def __init__(self) -> None:
         self.now, self._num_events = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
 
     def after(self, delay_s: float, happen: Callable[[], object]) -> None:
-        """Let it happen so many seconds from now."""
+        """Schedule an event in this many seconds."""
         self._num_events += 1
         heapq.heappush(self._events, (self.now + delay_s, self._num_events, happen))
 
     def run(self, seconds: float) -> Iterator[None]:
-        """Everything that happens until ``seconds`` from now; one step for each."""
+        """Execute all events until ``seconds`` from now; one step for each."""
         end_s = self.now + seconds
         while self._events and self._events[0][0] <= end_s:
             self.now, _, happen = heapq.heappop(self._events)
@@ -48,19 +48,19 @@ class Timeline:
 
 @dataclass(eq=False)
 class Process:
-    """An engine with a device, which lends, or borrows.
+    """An engine that lends its device, or borrows.
 
     Attributes:
-        side: What it knows.
+        side: Its view of its leases.
         is_producer: Whether it has a device to lend.
-        haste: How likely it is to allocate at a beat what it was granted.
-        own_bytes: Of its device, taken by its own pool.
-        goal_bytes: Producer: how much it wants to lend; consumer: how much it wants to have borrowed.
-        taken: What it has allocated on others' devices.
-        leaving: What it says that it has freed, and the driver has not taken back yet.
-        stopped_until_s: It does nothing before.
+        haste: The probability that it allocates a grant at a beat.
+        own_bytes: Bytes of its device in its own pool.
+        goal_bytes: Producer: bytes to lend; consumer: bytes to borrow.
+        taken: Leases that it has allocated on others' devices.
+        leaving: Leases reported as freed whose memory the driver still holds.
+        stopped_until_s: It is stopped until then.
         cut_since_s: When the coordinator could be reached for the last time before ``cut_until_s``.
-        cut_until_s: Nothing that it says, and no answer to it, is carried before.
+        cut_until_s: None of its messages, and no reply to it, is carried before.
         lives: False after SIGKILL.
     """
 
@@ -81,11 +81,11 @@ class Process:
         self.borrower = Borrower(self.side)
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether nothing is carried between it and the coordinator."""
+        """Return whether the network carries nothing between it and the coordinator."""
         return now < self.cut_until_s
 
     def die(self) -> None:
-        """What it had allocated goes with it."""
+        """Kill the process; its allocations end with it."""
         self.lives = False
         self.taken.clear()
         self.leaving.clear()
@@ -93,18 +93,18 @@ class Process:
 
 
 class Engines:
-    """All processes, and what they do at a beat.
+    """All processes, and their actions at a beat.
 
     Args:
-        random: Decides what they want.
-        time: When they do it.
+        random: Chooses their goals.
+        time: Schedules their actions.
 
     Attributes:
-        processes: The last one that was started under each name.
-        zombies: Those before it that may still live.
-        gone: Names of devices that are broken, until there are others under those names.
-        void: Leases that were allocated on a device when it broke: nothing is there any more.
-        wants_change: Whether they come to want more or less.
+        processes: The last process that was started under each name.
+        zombies: Earlier ones that may still live.
+        gone: Names of broken devices that have not been replaced.
+        void: Leases that were allocated on a device when it broke: their memory is lost.
+        wants_change: Whether goals change.
     """
 
     def __init__(self, random: Random, time: Timeline) -> None:
@@ -121,7 +121,7 @@ class Engines:
         return [process for process in (*self.processes.values(), *self.zombies) if process.lives]
 
     def foreign_bytes(self) -> defaultdict[str, int]:
-        """What others really hold of each device."""
+        """Return the bytes of each device that others really hold."""
         held: defaultdict[str, int] = defaultdict(int)
         for process in self.living:
             for leases in (process.taken, process.leaving):
@@ -130,7 +130,7 @@ class Engines:
         return held
 
     def allocatable_bytes(self) -> defaultdict[str, int]:
-        """What consumers believe that they may allocate now, on each device."""
+        """Return the bytes of each device that consumers may allocate now, by their own state."""
         allocatable: defaultdict[str, int] = defaultdict(int)
         for process in self.living:
             for lease in process.borrower.to_allocate(self.time.now) if process.side.known else ():
@@ -138,28 +138,28 @@ class Engines:
         return allocatable
 
     def break_device(self, process: Process) -> None:
-        """A device is gone with all that is on it, and its process."""
+        """Lose a device with its contents and its process."""
         process.die()
         self.gone.add(process.side.name)
         taken = (lease for process in self.living for lease in (*process.taken.values(), *process.leaving.values()))
         self.void.update(lease.lease_id for lease in taken if lease.producer == process.side.name)
 
     def act(self, process: Process) -> Iterator[Message]:
-        """One beat of a process: what it does with its bytes, and what it says."""
+        """Execute one beat of a process; yields its messages."""
         if self.wants_change and self.random.random() < 0.1:
             process.goal_bytes = self.random.randint(0, CAPACITY)
         yield process.side.greeting()
         yield from self._lend(process) if process.is_producer else self._borrow(process)
 
     def end(self, process: Process) -> Iterator[Message]:
-        """What a process says that ends as it should."""
+        """Yield the last messages of a process that ends normally."""
         if process.is_producer:
             message = process.lender.say_last(self.foreign_bytes()[process.side.name])
             yield from () if message is None else (message,)
         yield Leave(process.side.name, process.side.stamp.generation)
 
     def _lend(self, process: Process) -> Iterator[Message]:
-        """Its pool shrinks by what it wants to lend, and grows by what is not promised: there must be room."""
+        """Shrink the pool by the bytes to lend, and grow it by bytes that are not promised: there must be room."""
         lender, foreign = process.lender, self.foreign_bytes()[process.side.name]
         lender.target_bytes = process.goal_bytes
         process.own_bytes = min(process.own_bytes, CAPACITY - process.goal_bytes)
@@ -170,7 +170,7 @@ class Engines:
         message = lender.say(process.own_bytes, foreign)
         if message is not None:
             yield message
-        if any(lease.is_owed for lease in process.side.lent()):  # it looks whenever it can, though it sees nothing
+        if any(lease.is_owed for lease in process.side.lent()):  # it observes whenever it can, even if nothing is free
             yield Observe(process.side.name, process.side.stamp, foreign)
 
     def _borrow(self, process: Process) -> Iterator[Message]:
@@ -207,12 +207,12 @@ class Engines:
                 process.borrower.allocated(lease.lease_id, self.time.now)
 
     def _check_is_heard_of(self, process: Process) -> None:
-        """A process that is cut off allocates nothing new after a TTL, even if no other one wants the bytes."""
+        """A process that is cut off allocates nothing new after a TTL, even if no other one needs the bytes."""
         now = self.time.now
         assert not process.is_cut_off(now) or now <= process.cut_since_s + TTL_S, "it is cut off, and allocates"
 
     def _free(self, process: Process) -> None:
-        """What is recalled, by its deadline at the latest; what is too much, sooner or later."""
+        """Free recalled leases, at the latest by their deadlines, and leases beyond the goal."""
         assert set(process.borrower.allocated_ids) == set(process.taken)
         for lease_id, due_s in process.borrower.to_free().items():
             if self.random.random() < 0.3 or due_s <= self.time.now + BEAT_S:

@@ -1,4 +1,4 @@
-"""Strategies for what stores and wires carry: rows, messages and answers, up to the extremes that the API lets in."""
+"""Strategies for stored and sent values: rows, messages and replies, up to the extremes that the API allows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from floodplain.leases.rows import Member, Reply, Shard
 from floodplain.leases.states import ENDED, Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp
 
 MOST = 2**62 - 1
-"""The largest number that a message may hold."""
+"""The largest number that a message may have."""
 
 LETTERS = "ABCXYZabcxyz0189"
 NAMES = st.one_of(

@@ -1,8 +1,8 @@
 """A world for the lease protocol, by seed: devices whose bytes are really taken, processes that exit, a network.
 
 Messages are late, lost and doubled; processes are stopped, killed, replaced, and cut off from the coordinator; devices
-break and are replaced by others; the coordinator exits, also between a change and its commit, and starts again from
-its store. Each process acts on the answers it got. Physical allocations are kept beside them: the laws are about those.
+break and are replaced by others; the coordinator exits, also between a change and its commit, and restarts from its
+store. Each process acts on the replies it got. The laws are about physical allocations, which are recorded separately.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Proces
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often what goes wrong.
+    """Rates of faults.
 
     Attributes:
-        lost: Part of all messages, either way.
-        doubled: Part of all messages, either way.
+        lost: Share of messages, either way.
+        doubled: Share of messages, either way.
         max_delay_s: Of a message, either way; so they overtake each other.
-        stops_per_s: Of every process, for up to three TTLs; of some consumers another process takes the name meanwhile.
-        cuts_per_s: Of every process from the coordinator, likewise; it goes on, and what was under way arrives.
-        kills_per_s: Of every process; another of its name is started soon.
-        max_absence_s: Until then.
-        losses_per_s: Of every device, with its process; an operator says so, and then there is another of its name.
+        stops_per_s: Of every process, for up to three TTLs; another process takes the name of some stopped consumers.
+        cuts_per_s: Of every process from the coordinator, likewise; it keeps running, and messages in flight arrive.
+        kills_per_s: Of every process; another of its name is started within ``max_absence_s``.
+        max_absence_s: See ``kills_per_s``.
+        losses_per_s: Of every device, with its process; an operator reports it, and then a new one gets its name.
         crashes_per_s: Of the coordinator.
     """
 
@@ -57,12 +57,12 @@ LIMITS = LeaseLimits(
     max_members=7,
     forget_after_s=0.5,
 )
-"""So narrow that members are forgotten while others still speak of them, and that requests are often too many."""
+"""Narrow limits: members are forgotten while others still name them, and requests are often too many."""
 WIDE_LIMITS = LeaseLimits(forget_after_s=0.5)
 
 
 class LeaseWorld:
-    """See the module. ``run`` goes on for a while; ``settle`` lets calm return and expects everything back."""
+    """See the module. ``run`` executes events; ``settle`` ends all faults and expects all bytes back."""
 
     def __init__(self, seed: int, faults: Faults, num_producers: int = 2, num_consumers: int = 3) -> None:
         self.random, self.faults = Random(seed), faults
@@ -81,14 +81,14 @@ class LeaseWorld:
         self.time.after(BEAT_S, self._tick)
 
     def run(self, seconds: float) -> None:
-        """Everything that happens until ``seconds`` from now."""
+        """Execute all events until ``seconds`` from now, and check the laws after each."""
         for _ in self.time.run(seconds):
             self.check()
 
     def settle(self) -> None:
-        """Nothing goes wrong any more, and no process wants anything: nothing stays lent."""
+        """End all faults and set all goals to 0: then nothing stays lent."""
         self.faults = Faults()
-        self.run(4 * TTL_S)  # the stopped go on, the dead are replaced
+        self.run(4 * TTL_S)  # stopped ones resume, dead ones are replaced
         self.engines.wants_change = False
         counted_on = {lease_id for process in self.engines.living for lease_id in process.taken}
         assert not counted_on & self.engines.void, "what was on a broken device is still counted on"
@@ -116,10 +116,10 @@ class LeaseWorld:
             assert held <= leased[name], f"others hold, or may take, {held} bytes of {name}: {leased[name]} are leased"
             assert process.own_bytes + foreign[name] <= CAPACITY
 
-    # -- what processes do, and what goes wrong with them ------------------------------------------------------------
+    # -- actions of processes, and their faults ----------------------------------------------------------------------
 
     def _is_hit(self, per_s: float) -> bool:
-        """Whether what happens so often happens in this beat."""
+        """Draw whether an event with this rate happens in this beat."""
         return self.random.random() < per_s * BEAT_S
 
     def _start(self, name: str, is_producer: bool) -> None:
@@ -179,7 +179,7 @@ class LeaseWorld:
             self._take_name(process)
 
     def _take_name(self, process: Process) -> None:
-        """The names of some consumers that are cut off are taken by another process."""
+        """Another process takes the names of some consumers that are cut off or stopped."""
         name = process.side.name
         if not process.is_producer and self.engines.processes[name] is process and self.random.random() < 0.3:
             self.seen["replaced"] += 1
@@ -193,12 +193,12 @@ class LeaseWorld:
         self._carry(process, lambda: self._receive(process, message, sent_s))
 
     def _carry(self, process: Process, deliver: Callable[[], object]) -> None:
-        """To the coordinator from a process, or back."""
+        """Carry a message to the coordinator, or its reply back."""
         if process.is_cut_off(self.time.now):
             return
         for _ in range(2 if self.random.random() < self.faults.doubled else 1):
             if self.random.random() >= self.faults.lost:
-                self.time.after(self.random.random() ** 4 * self.faults.max_delay_s, deliver)  # most are quick
+                self.time.after(self.random.random() ** 4 * self.faults.max_delay_s, deliver)  # most delays are short
 
     def _answer(self, process: Process, message: Message, reply: Reply, sent_s: float) -> None:
         now = self.time.now
@@ -220,7 +220,7 @@ class LeaseWorld:
             self._carry(process, lambda: self._answer(process, message, reply, sent_s))
 
     def _forget(self, name: str) -> None:
-        """An operator says that a device is gone until that is stored; then there is an empty one under its name."""
+        """An operator reports a lost device until that is stored; then an empty one starts under its name."""
         if self.book is not None:
             before = dict(self.book.rows.members)
             self.book.forget(name)
@@ -257,7 +257,7 @@ class LeaseWorld:
         self.book = LeaseBook(TTL_S, self.time.now, *rows, limits=self.limits, floor=self.stored_floor)
 
     def _commit(self, message: Message | None, before: dict[str, Member]) -> None:
-        """Leased is at most offered; only what is stored is told."""
+        """Store the changes. Leased is at most offered; only stored changes are reported."""
         assert self.book is not None
         self.book.rows.check_integrity()
         changes = self.book.take_changes()
@@ -276,7 +276,7 @@ class LeaseWorld:
         self._check_limits()
 
     def _forget_members(self, changes: Changes) -> None:
-        """A member that is forgotten owes nothing."""
+        """Delete forgotten members: none of them has a lease."""
         ends = {name for lease in self.stored_leases.values() for name in (lease.producer, lease.consumer)}
         for name in changes.forgotten:
             assert name not in ends, f"{name} is forgotten and has leases"
@@ -285,7 +285,7 @@ class LeaseWorld:
         self.stored_floor = changes.floor
 
     def _check_limits(self) -> None:
-        """No consumer has more than it may, no device has more leases, and no lease is too small."""
+        """Consumers and devices are within their limits, and no lease is too small."""
         leases, limits = self.stored_leases.values(), self.limits
         assert all(lease.num_bytes >= limits.least_lease_bytes for lease in leases), "a lease is too small"
         of_consumer, on_device, borrowed = (defaultdict[str, int](int) for _ in range(3))
@@ -302,7 +302,7 @@ class LeaseWorld:
         assert len(self.stored_members) <= limits.max_members, "too many members are remembered"
 
     def _note(self, lease: Lease) -> None:
-        """Count the change; a lease is granted once, and changes as the table says."""
+        """Count the change; a lease is granted once, and then follows the table of transitions."""
         old = self.stored_leases.get(lease.lease_id)
         if old is None:
             assert lease.lease_id not in self.granted, "a lease was granted twice"

@@ -19,7 +19,7 @@ KEYS = st.integers(0, 5).map(lambda n: BlockKey(bytes([n])))
 
 
 class LedgerMachine(LedgerModel, RuleBasedStateMachine):
-    """Does everything to a ledger that can be done to one, and the same to the model."""
+    """Applies every operation to a ledger and to the model."""
 
     @initialize(
         num_blocks=st.sampled_from([12, 13, 4, 1, 0]),
@@ -52,7 +52,7 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(index=INDEX, position=INDEX, key=KEYS)
     def seal(self, index: int, position: int, key: BlockKey) -> None:
-        """The block is full: its bytes are those of its key, as in every other block with that key."""
+        """A block becomes full: its bytes are those of its key, as in every other block with that key."""
         table, expected = self.tables[index % len(self.tables)], self.expected[index % len(self.tables)]
         position %= len(table)
         block = table[position]
@@ -65,7 +65,7 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
 
     @rule(keys=st.lists(KEYS, min_size=1, max_size=4, unique=True))
     def pass_through(self, keys: list[BlockKey]) -> None:
-        """A sequence comes, fills its blocks and goes: what it leaves is cached."""
+        """A sequence takes blocks, fills them and ends: its blocks are cached."""
         num_tables = len(self.tables)
         self.allocate(len(keys))
         if len(self.tables) > num_tables:
@@ -104,7 +104,7 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 4))
     def pin_cached(self, num_blocks: int) -> None:
-        """A copy of what is about to be forgotten begins."""
+        """A copy of the blocks that are evicted next begins."""
         going = self.ledger.next_evicted(num_blocks)
         assert going == [(block, self.keys[block]) for block in self.lru[:num_blocks]]
         if going:
@@ -140,7 +140,7 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
         before = set(self.present)
         plan = shrinking.plan_shrink(self.ledger, num_wanted)
         self.check_shrink_plan(plan, used, fixed, max(num_wanted, len(used)))
-        for block in [*plan.retired, *(b for _, b in plan.moves)]:  # cached prefixes there are gone, come what may
+        for block in [*plan.retired, *(b for _, b in plan.moves)]:  # cached prefixes there are evicted in any case
             if block in self.lru:
                 self.lru.remove(block)
                 del self.keys[block]

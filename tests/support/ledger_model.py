@@ -1,4 +1,4 @@
-"""A model of the block ledger that shares nothing with it: plain sets, lists and dicts, and readable bytes."""
+"""An independent model of the block ledger: plain sets, lists and dicts, and readable bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from floodplain.core.shrink import ShrinkPlan
 
 
 class LedgerModel:
-    """What the ledger should say, and the checks of its answers; ``data`` stands for the bytes of every block."""
+    """The expected state of the ledger, and checks of its answers; ``data`` stands for the bytes of every block."""
 
     def start_model(self, num_blocks: int, quantum: int, caches: bool) -> None:
         self.quantum = quantum
@@ -50,7 +50,7 @@ class LedgerModel:
         return next((b for b, k in self.keys.items() if k == key), None)
 
     def settle(self, block: int) -> None:
-        """Cache or free the block if it has no reference and no pin any more."""
+        """Cache or free the block if it has no reference and no pin."""
         if self.references(block) or self.pins(block):
             return
         if self.caches and block in self.keys:
@@ -62,7 +62,7 @@ class LedgerModel:
             self.keys.pop(block, None)
 
     def check_given(self, blocks: list[BlockId] | None, num_blocks: int) -> bool:
-        """Whether the ledger gave what it should: all or nothing, oldest prefixes evicted, fullest quantum first."""
+        """Check an allocation: all or nothing, oldest prefixes evicted, fullest quantum first."""
         free = self.free_blocks()
         if num_blocks > len(free) + len(self.lru):
             assert blocks is None
@@ -86,7 +86,7 @@ class LedgerModel:
         return self.data[block]
 
     def check_shrink_plan(self, plan: ShrinkPlan, used: set[int], fixed: set[int], num_wanted: int) -> None:
-        """Nothing that a copy touches moves; if none is in flight, no smaller number of quanta would do."""
+        """Blocks in use by a copy do not move; if no copy is in flight, the fewest possible quanta are kept."""
         sizes = [sum(b // self.quantum == q for b in self.present) for q in {b // self.quantum for b in self.present}]
         fewest = next(n for n in range(len(sizes) + 1) if n == len(sizes) or self.largest(sizes, n) >= num_wanted)
         num_kept = len(sizes) - len(plan.quanta)

@@ -35,14 +35,14 @@ from tests.support.host_devices import open_device
 from tests.support.waiting import HANG_S
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
-"""For a clock that goes on by a hundredth of a second whenever it is read. Rates mean nothing there."""
+"""For a clock that advances by a hundredth of a second at each reading. Rates have no meaning there."""
 
 
 _PAUSE_S = 0.0005
 
 
 class Ticks:
-    """Goes on by a hundredth of a second whenever it is read."""
+    """A clock that advances by a hundredth of a second at each reading."""
 
     def __init__(self) -> None:
         self._num_reads = 0
@@ -54,9 +54,9 @@ class Ticks:
 
 @contextmanager
 def coordinating(*, ttl_s: float = 60.0, tokens: TokenRing | None = None, port: int = 0) -> Iterator[str]:
-    """A coordinator that answers, on a thread of its own, from an empty store; its address.
+    """Yield the address of a coordinator on a thread of its own, with an empty store.
 
-    The store lies in memory where it can: every commit waits for the disk, and others may keep that busy for seconds.
+    The store is in memory if possible: each commit waits for the disk, which other processes may keep busy for seconds.
     """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
@@ -90,7 +90,7 @@ def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int)
 
 
 class Consumer:
-    """Borrows leases of some size, as many as it gets, and gives back what is recalled; ``turn`` does what is due.
+    """Borrows as many leases of one size as it gets, and returns recalled ones; ``turn`` does all that is due.
 
     Args:
         device: Of its producer, as a visitor; closed with it.
@@ -105,7 +105,7 @@ class Consumer:
         self._lease_bytes = lease_bytes
 
     def turn(self) -> None:
-        """Allocate what was granted, free what is recalled, ask for more."""
+        """Allocate grants, free recalled leases, request another one."""
         member = self.agent.membership
         for lease_id in member.to_free():
             self.device.release(self.held.pop(lease_id))
@@ -125,7 +125,7 @@ class Consumer:
         self.agent._wake()
 
     def close(self) -> None:
-        """Free everything, and say goodbye."""
+        """Free everything, and leave."""
         for lease_id in list(self.held):
             self.device.release(self.held.pop(lease_id))
             self.agent.membership.freed(lease_id)
@@ -135,7 +135,7 @@ class Consumer:
 
 @contextmanager
 def borrowing(consumer: Consumer) -> Iterator[Consumer]:
-    """A consumer that has joined; it is gone when the context is left."""
+    """Yield a consumer that has joined; it is closed when the context is left."""
     consumer.agent.start()
     try:
         yield consumer
@@ -144,7 +144,7 @@ def borrowing(consumer: Consumer) -> Iterator[Consumer]:
 
 
 class WildPolicy(LendingPolicy):
-    """Wants to lend now this, now that, whatever the load; each target in turn, for some looks."""
+    """Lends by a fixed list of targets, whatever the load; each one in turn, for some looks."""
 
     def __init__(self, targets: Sequence[int], num_looks: int = 25) -> None:
         super().__init__(QUICK, 1)
@@ -176,30 +176,30 @@ class Producer:
 
     @property
     def pool(self) -> LentPool:
-        """What it lends of."""
+        """The pool that it lends from."""
         assert self.engine.neighbours is not None and self.engine.neighbours.lent_pool is not None
         return self.engine.neighbours.lent_pool
 
     @property
     def num_blocks(self) -> int:
-        """Of its pool, now."""
+        """Current number of blocks of its pool."""
         return self.engine.loop.state.ledger.num_blocks
 
     @property
     def is_whole(self) -> bool:
-        """Whether its pool is as large as if it had never lent."""
+        """Whether its pool has its full size."""
         return self.num_blocks == self.pool.full_blocks
 
     @property
     def num_lent_bytes(self) -> int:
-        """Of leases that it knows of."""
+        """Bytes of all leases that it knows."""
         assert self.engine.neighbours is not None
         return sum(self.engine.neighbours.agent.membership.lease_bytes().values())
 
     def wake(self) -> None:
-        """Let its agent talk now, not at the next beat.
+        """Let its agent send now, not at the next beat.
 
-        An idle engine's boundary is a few quick system calls, each of which lets go of the interpreter's lock and takes
+        An idle engine's boundary is a few quick system calls, each of which releases the interpreter's lock and takes
         it back before the threads of the agent and of the coordinator wake up: without a pause they starve.
         """
         assert self.engine.neighbours is not None
@@ -207,7 +207,7 @@ class Producer:
         time.sleep(_PAUSE_S)
 
     def check(self) -> None:
-        """Nothing is lost, nothing is there twice, and neighbours have no more of the device than its owner lent."""
+        """The loop is consistent, and neighbours have at most the bytes of the device that its owner lent."""
         self.engine.loop.check_integrity()
         pool = self.pool
         owned, foreign = pool.own_bytes, pool.foreign_bytes
@@ -217,7 +217,7 @@ class Producer:
 
 
 class Neighbour:
-    """A process with a device of which it uses nothing: it lends what it is told to lend."""
+    """A process with a device that it does not use: it lends as much as the test sets."""
 
     def __init__(self, url: str, num_pages: int, deadline_s: float) -> None:
         self.name, self._num_pages = f"peer-test-{os.getpid()}", num_pages

@@ -1,4 +1,4 @@
-"""A small service under connection limits, on a thread, with a clock that stands still until a test moves it."""
+"""A small service under connection limits, on a thread, with a clock that only a test advances."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = ConnectionLimits(
 
 
 class Clock:
-    """Seconds that only a test moves."""
+    """Seconds that only a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -39,9 +39,9 @@ class Clock:
 
 
 class LimitedServer(StoppableServer):
-    """Answers with the length of the body.
+    """Responds with the length of the body.
 
-    ``/hold`` answers when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB.
+    ``/hold`` responds when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB.
     """
 
     failure = None
@@ -68,24 +68,24 @@ class LimitedServer(StoppableServer):
         assert self._is_ready.wait(HANG_S)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the server's event loop, and everything that it left for later."""
+        """Run ``function`` on the server's event loop, with the callbacks that it schedules."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (function(), self._loop.call_soon(done.set)))
         assert done.wait(HANG_S)
 
     def pass_time(self, seconds: float) -> None:
-        """Let time go on, and check the connections."""
+        """Advance the clock, and check the connections."""
         self.clock.now_s += seconds
         self.call(self.sweep)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        """A client that has sent something, which the server has read."""
+        """Return a client's connection on which bytes have been sent."""
         client = socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S)
         client.sendall(sent)
         return client
 
     def settle(self, num_connections: int) -> None:
-        """Return once so many connections are open."""
+        """Return once this many connections are open."""
         seen: list[int] = []
 
         def is_settled() -> bool:
@@ -95,7 +95,7 @@ class LimitedServer(StoppableServer):
         wait_until(is_settled)
 
     def stop_and_join(self) -> bool:
-        """Stop the server; whether it has ended in time."""
+        """Stop the server; return whether it has ended in time."""
         if self.is_alive:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.stop)
@@ -132,7 +132,7 @@ class LimitedServer(StoppableServer):
 
 @contextmanager
 def limited(limits: ConnectionLimits = LIMITS, sock: socket.socket | None = None) -> Iterator[LimitedServer]:
-    """A server that has ended when the context is left."""
+    """Yield a server; it has ended when the context is left."""
     server = LimitedServer(limits, sock)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""Counts lines of Python: a law about the growth of work that no clock has a part in."""
+"""Counts executed lines of Python, for laws about the growth of work that do not use a clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def count_lines(act: Callable[[], object]) -> int:
-    """Lines of the product that run; what runs in C is none, and what a garbage collection calls is not counted."""
+    """Return the number of executed lines of the product; C code and garbage collection do not count."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:

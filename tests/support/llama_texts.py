@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ, and small vocabularies whose merges cross every boundary that a split may draw."""
+"""Texts on which tokenizers differ, and small vocabularies whose merges cross every boundary of a split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from floodplain.model.network.config import ModelConfig
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 
 DATA = Path(__file__).with_name("llama_texts.json.gz")
-"""Merges, texts and what llama.cpp makes of them; ``python -m tests.clients.llama_cpp --write`` makes it."""
+"""Merges, texts and llama.cpp's ids; written by ``python -m tests.clients.llama_cpp --write``."""
 
 SPECIAL = {
     "<|begin_of_text|>": 3, "<|end_of_text|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<tool>": 4, "<tool_call>": 4,
@@ -22,7 +22,7 @@ SPECIAL = {
 }  # fmt: skip
 """Tokens with their types: control, user-defined, unused."""
 UNMERGED = ("\u0120zebra", "quux", "\u00c3\u0126rger", "!!!!", "2026", "\u0120:-)")
-"""Words in the vocabulary that no merge makes."""
+"""Words of the vocabulary that no merge produces."""
 
 PIECES = (
     "the river floods the plain", "def f(x):", "    return x + 1", "\treturn -x", "\n", "\n\n", "\r\n", "\r", " \n ",
@@ -51,18 +51,18 @@ CORPUS_LINES = [
 
 
 def texts(seed: int, count: int) -> list[str]:
-    """Texts of one to a dozen pieces; half of them keep the pieces apart with spaces."""
+    """Return texts of one to a dozen pieces; half of them are joined by spaces."""
     rng = random.Random(seed)
     return [rng.choice(("", " ")).join(rng.choices(PIECES, k=rng.randint(1, 12))) for _ in range(count)]
 
 
 def read_data() -> dict[str, Any]:
-    """What is committed: ``merges`` and ``pieces`` of the two vocabularies, ``texts``, and ``ids`` by name."""
+    """Return the committed data: ``merges`` and ``pieces`` of the vocabularies, ``texts``, and ``ids`` by name."""
     return dict(json.loads(gzip.decompress(DATA.read_bytes())))
 
 
 def byte_level_keys(pre: str, merges: list[list[str]]) -> dict[str, object]:
-    """The tokenizer of a file with ``tokenizer.ggml.model = gpt2``."""
+    """Return the keys of a tokenizer with ``tokenizer.ggml.model = gpt2``."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -80,7 +80,7 @@ def byte_level_keys(pre: str, merges: list[list[str]]) -> dict[str, object]:
 
 
 def sentencepiece_keys(pieces: list[str]) -> dict[str, object]:
-    """The tokenizer of a file with ``tokenizer.ggml.model = llama``; the first pieces are merged first."""
+    """Return the keys of a tokenizer with ``tokenizer.ggml.model = llama``; the first pieces are merged first."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     types = {"<unk>": 2, "<s>": 3, "</s>": 3, **dict.fromkeys(bytes_, 6), **dict.fromkeys(pieces, 1), **SPECIAL}
     return {
@@ -94,12 +94,12 @@ def sentencepiece_keys(pieces: list[str]) -> dict[str, object]:
 
 
 def keys_of(name: str, data: dict[str, Any]) -> dict[str, object]:
-    """The tokenizer's keys for a value of ``tokenizer.ggml.pre``; for ``llama`` those of a SentencePiece vocabulary."""
+    """Return the keys for a value of ``tokenizer.ggml.pre``; for ``llama`` those of a SentencePiece vocabulary."""
     return sentencepiece_keys(data["pieces"]) if name == "llama" else byte_level_keys(name, data["merges"])
 
 
 def write_model(path: Path, keys: dict[str, object]) -> Path:
-    """A whole model, as small as llama.cpp loads it, with these keys of a tokenizer."""
+    """Write the smallest model that llama.cpp loads, with these tokenizer keys."""
     from dataclasses import replace
 
     from floodplain.cost.model_shape import shape_named

@@ -1,7 +1,7 @@
 """Loops with a fake executor that has no model: its next token is a function of all tokens before it.
 
-The fake keeps its own replica of every block's content, so it notices when the loop hands out a block that still holds
-a request's KV, forgets to fill one, or feeds a token at the wrong position.
+The fake keeps its own replica of every block's content, so it fails if the loop reuses a block that still holds a
+request's KV, does not fill one, or feeds a token at the wrong position.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ EOS = 7
 
 
 def pick_lost(dice: Random, transfer: Transfer) -> list[int]:
-    """Places of the blocks that are lost in a transfer that fails: one at least, and often all."""
+    """Return the places of the lost blocks of a transfer that fails: at least one, and often all."""
     num_blocks = len(transfer.blocks)
     return sorted(dice.sample(range(num_blocks), dice.choice([1, dice.randint(1, num_blocks), num_blocks])))
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """The 'model': deterministic, depends on every token and every position, sometimes says EOS."""
+    """The 'model': deterministic, depends on every token and every position, sometimes returns EOS."""
     value = 17
     for position, token in enumerate(tokens):
         value = (value * 31 + token * 7 + position) % 99991
@@ -55,7 +55,7 @@ def next_token(tokens: tuple[int, ...]) -> int:
 
 
 def reference_output(request: Request, max_model_len: int) -> list[int]:
-    """What the request must produce, computed without any engine."""
+    """Return the tokens that the request must produce, computed without an engine."""
     tokens = list(request.prompt_token_ids)
     limit = max_model_len if request.params.max_tokens is None else len(tokens) + request.params.max_tokens
     while len(tokens) < limit:
@@ -91,11 +91,11 @@ class FakeExecutor:
         self.results.append(self.execute(plan))
 
     def collect(self) -> StepResult:
-        """The oldest result that was not collected."""
+        """Return the oldest result that was not collected."""
         return self.results.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run a plan at once; its transfers stay in ``transfers`` until ``copy`` or never."""
+        """Run a plan at once; its transfers stay in ``transfers`` until the test copies them."""
         self.plans.append(plan)
         for seq_id in plan.released:
             self.replicas.pop(seq_id, None)
@@ -117,7 +117,7 @@ class FakeExecutor:
         return StepResult(plan.step_id, tokens)
 
     def copy(self, transfer: Transfer, lost: Collection[int] = ()) -> None:
-        """Move the content of a transfer but for the places ``lost``, between whichever steps the test likes."""
+        """Move the content of a transfer except at the places ``lost``, between any two steps."""
         for place, (block, location) in enumerate(zip(transfer.blocks, transfer.locations, strict=True)):
             if place in lost:
                 continue
@@ -128,14 +128,14 @@ class FakeExecutor:
                 self.slots[slot] = dict(self.blocks[block])
 
     def poll_transfers(self) -> list[tuple[int, Collection[int]]]:
-        """Copies end only when the loop waits for them."""
+        """Return nothing: copies end only when the loop waits for them."""
         return []
 
     def take_copy_times(self) -> list[CopyTime]:
         return []
 
     def wait_transfers(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
-        """The oldest copy ends, at once."""
+        """End the oldest copy at once."""
         if not self.transfers:
             return []
         transfer = self.transfers.pop(0)
@@ -143,7 +143,7 @@ class FakeExecutor:
         return [(transfer.transfer_id, ())]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _decode(self, seq_id: SeqId) -> int:
         replica = self.replicas[seq_id]
@@ -179,7 +179,7 @@ class AheadPolicy(FcfsPolicy):
 
 
 class RandomPolicy:
-    """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly.
+    """Makes any decision that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks at random.
 
     Attributes:
         num_refusals: How often swap space had no room for a request that was to be copied.
@@ -200,17 +200,17 @@ class RandomPolicy:
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         for _ in range(8):
             decision = self._dice(view, now, rng)
-            is_moving = decision.preemptions or decision.resumptions  # it is asked again if no copy begins with those
+            is_moving = decision.preemptions or decision.resumptions  # if no copy begins, ask again
             if is_moving or _computes(decision) or is_under_way(view):
                 return decision
         return self._work(view, now, rng)
 
     def rest(self, view: View, now: float, rng: Random) -> Decision:
-        """Nothing, while a step or a copy is under way."""
+        """Decide nothing while a step or a copy is in flight; else work."""
         return Decision() if is_under_way(view) else self._work(view, now, rng)
 
     def _work(self, view: View, now: float, rng: Random) -> Decision:
-        """As FCFS; if that has nothing to run, resume the first sequence that fits."""
+        """Decide as FCFS; if that has nothing to run, resume the first sequence that fits."""
         decision = self._fcfs.decide(view, now, rng)
         if _computes(decision) or decision.preemptions or decision.resumptions:
             return decision
@@ -239,7 +239,7 @@ class RandomPolicy:
         return Decision(preemptions=preemptions, decodes=self._decodes(view, stays), backups=backups)
 
     def _decodes(self, view: View, rows: list[SequenceView]) -> tuple[SeqId, ...]:
-        """Only those that need no new block: FCFS is not asked in this step."""
+        """Return decodes that need no new block: FCFS does not decide this step."""
         return tuple(r.seq_id for r in rows if r.is_decoding and view.step < min(r.end_step, r.block_due_step))
 
     def _preempt(self, row: SequenceView, slots: dict[Tier, int], rng: Random) -> Preemption:
@@ -257,7 +257,7 @@ class RandomPolicy:
         return True
 
     def _resume_too(self, view: View, base: Decision, rng: Random) -> Decision:
-        """Resume if that alone is decided: FCFS has spent the blocks that it saw."""
+        """Resume a sequence alone, since FCFS has spent the view's free blocks; else ``base`` with random chunks."""
         if resumptions := self._resume_one(view):
             return Decision(resumptions=resumptions)
         chunks = tuple(Chunk(c.seq_id, rng.randint(1, c.num_tokens)) for c in base.chunks)
@@ -280,7 +280,7 @@ class RandomPolicy:
 
 
 def is_under_way(view: View) -> bool:
-    """Whether a step or a copy is, so that a policy may idle: it is asked again when that has ended."""
+    """Whether a step or a copy is in flight, so that a policy may idle: its end requests another decision."""
     copying = any(tier.num_outbound_blocks or tier.num_inbound_blocks for tier in view.tiers)
     return copying or bool(view.outstanding)
 

@@ -35,7 +35,7 @@ class Moving:
     Attributes:
         front: The front.
         members: Instances by epoch.
-        lives: What runs them.
+        lives: The tasks that run them.
     """
 
     front: Front
@@ -83,7 +83,7 @@ class Moving:
                 return tokens
 
     async def started(self, entry: Entry, num_tokens: int = 5) -> tuple[int, int]:
-        """Once it has so many tokens: the epochs of its instance and of the other one."""
+        """Return the epochs of its instance and of the other one, once it has this many tokens."""
         await until(lambda: len(entry.tokens) >= num_tokens)
         (other,) = (epoch for epoch in self.members if epoch != entry.epoch)
         assert entry.epoch is not None
@@ -117,7 +117,7 @@ def _is_at_rest(engine: Engine) -> bool:
 
 @asynccontextmanager
 async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
-    """Two instances behind a front; a bound in time keeps a bug from hanging the suite."""
+    """Yield two instances behind a front; a time limit keeps a bug from hanging the suite."""
     sock = bind("127.0.0.1", 0)
     front = Front(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
     some = Moving(front, sock)
@@ -125,7 +125,7 @@ async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
         await front.start(sock)
         members = [open_movable(config, "127.0.0.1") for _ in range(2)]
         try:
-            front.first_facts = members[0].hello(OUTSIDE).facts  # else only the front's own may join first
+            front.first_facts = members[0].hello(OUTSIDE).facts  # else only the front's own instances may join first
             for member in members:
                 await some.join(member)
             yield some

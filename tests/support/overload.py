@@ -1,4 +1,4 @@
-"""Overload in virtual time: requests that keep coming at a multiple of what a machine can serve.
+"""Overload in virtual time: requests arrive at a multiple of the rate that a machine can serve.
 
 The machine serves about 26 of these requests a second: 25 at a time, 64 steps of 15 ms each.
 """
@@ -27,7 +27,7 @@ NUM_PROMPT, MAX_TOKENS = 16, 64
 
 MAX_GAP_S = 1.0
 UNCROWDED = 1e9
-"""A gap that nobody reaches: the rule never holds."""
+"""A gap that is never reached: no crowding."""
 
 
 @cache
@@ -39,7 +39,7 @@ def overload(
     tpot_goal_s: float | None = None,
     goals_s: Sequence[float | None] = (None,),
 ) -> tuple[Run, Recorder]:
-    """Requests at ``factor`` times the rate that the machine can serve; ``goals_s`` are their TPOT goals, in turn."""
+    """Serve requests at ``factor`` times the machine's rate; ``goals_s`` are their TPOT goals, in turn."""
     recorder = Recorder(make_policy(name, SharingSettings(max_gap_s=max_gap_s, tpot_goal_s=tpot_goal_s)))
     interval_s = 1 / (factor * CAPACITY)
     requests = make_burst(num_requests, interval_s=interval_s, num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
@@ -48,5 +48,5 @@ def overload(
 
 
 def longest_step_s(run: Run) -> float:
-    """The device time of a run's longest step."""
+    """Return the device time of a run's longest step."""
     return max(MACHINE.line.time_s(plan) for _, plan in run.steps)

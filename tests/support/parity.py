@@ -1,7 +1,7 @@
-"""When are two greedy outputs equal? The rule of docs/architecture.md for fp32.
+"""Equality of greedy outputs: the rule of docs/architecture.md for fp32.
 
-Batching changes the order of sums, so two logits that are nearly equal may change places. Tokens are compared up to the
-first difference, which is excused only where the reference itself could hardly decide.
+Batching changes the order of sums, so two nearly equal logits may swap ranks. Tokens are compared up to the first
+difference, which is excused only where the reference's two best logits are nearly equal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_EXCUSED_PART = 0.02
 """The part of all requests that may be excused."""
 
 LOGPROB_NOISE = 1e-4
-"""What the order of sums may change in a token's logprob. A tiny model in fp32 shows 3e-6."""
+"""Noise of a token's logprob from the order of sums. A tiny model in fp32 shows 3e-6."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Greedy tokens of one request, and at each position the gap between the two best logits.
 
-    ``logprobs`` are those of the tokens, where a test compares them.
+    ``logprobs`` are those of the tokens, if a test compares them.
     """
 
     token_ids: Sequence[int]
@@ -33,13 +33,13 @@ class Reference:
     logprobs: Sequence[float] = ()
 
     def cut(self, num_tokens: int) -> Reference:
-        """Its beginning: what a request must have said that was ended from outside."""
+        """Return its beginning: the expected tokens of an aborted request."""
         return Reference(self.token_ids[:num_tokens], self.gaps[:num_tokens], self.logprobs[:num_tokens])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How many requests were equal throughout, excused, and wrong (by their index)."""
+    """The number of equal requests, and the indices of excused and wrong ones."""
 
     num_equal: int
     excused: tuple[int, ...]
@@ -60,7 +60,7 @@ def judge(
 ) -> Verdict:
     """Compare outputs with references, request by request.
 
-    With ``logprobs`` they count, too, up to the first difference of tokens: much that is wrong changes no token.
+    ``logprobs``, if given, are compared up to the first difference of tokens: many faults change no token.
     """
     excused, wrong = [], []
     for index, (reference, output) in enumerate(zip(references, outputs, strict=True)):
@@ -80,7 +80,7 @@ def judge_with_aborted(
     logprobs: Mapping[SeqId, Sequence[float]] | None,
     aborted: Collection[SeqId],
 ) -> Verdict:
-    """Compare by sequence; what was aborted, with the beginning of its reference."""
+    """Compare by sequence; aborted requests with the beginning of their references."""
     references = [
         expected[seq_id].cut(len(output)) if seq_id in aborted else expected[seq_id]
         for seq_id, output in outputs.items()

@@ -1,4 +1,4 @@
-"""The product's limits of time, made so long that only what hangs meets them: a busy machine alone must not."""
+"""The product's time limits, raised so that only a hang exceeds them, not a busy machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS_S = {
     "floodplain.lending.agent.START_S": HANG_S,
     "floodplain.lending.news_watch.CLOSING_S": HANG_S,
 }
-"""By the names of what is imported; a test whose subject is such a limit sets its own."""
+"""Limits by import name; a test whose subject is such a limit sets its own."""
 ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
 DEFAULTS_S = {
     BulkClient.__init__: (HANG_S,),
@@ -43,7 +43,7 @@ DEFAULTS_S = {
 
 @contextmanager
 def patience() -> Iterator[None]:
-    """Have these limits until it ends."""
+    """Apply these limits until the context ends."""
     with pytest.MonkeyPatch.context() as patch:
         for name, limit_s in LIMITS_S.items():
             patch.setattr(name, limit_s)

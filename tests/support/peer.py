@@ -1,4 +1,4 @@
-"""A server that answers as a test says: with any bytes, never, or by hanging up."""
+"""A server that follows a script: it sends any bytes, never responds, or closes the connection."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from floodplain.web.listen import bind, url_of
 
 
 def answer(body: bytes, status: int = 200, headers: str = "") -> bytes:
-    """A whole HTTP answer; the connection stays open."""
+    """Return a whole HTTP response; the connection stays open."""
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
 DRIP_S = 0.01
-"""Between two bytes of an answer that never ends."""
+"""Seconds between two bytes of an endless response."""
 DRIP = b"\n~"
-"""What an answer ends with after which a byte comes now and then, for ever."""
+"""A response with this ending is followed by single bytes, forever."""
 HANG_UP = b""
 HANG_UP_AFTER = b"\n#"
-"""What an answer ends with after which the connection is closed."""
+"""After a response with this ending the connection is closed."""
 
 
 class Peer:
     """See the module.
 
     Attributes:
-        url: Where it listens.
-        requests: The whole of every request that has come.
-        num_connections: How often it was connected to.
+        url: Its address.
+        requests: Every request received, whole.
+        num_connections: Number of connections so far.
     """
 
     def __init__(self, listener: socket.socket, answers: list[bytes | None]) -> None:
@@ -50,14 +50,14 @@ class Peer:
                 connection, _ = self._listener.accept()
                 self.num_connections += 1
                 self._sockets.append(connection)
-                if self._closed.is_set():  # ``close`` may not have seen it
+                if self._closed.is_set():  # ``close`` may not have closed it
                     connection.close()
                     return
                 with suppress(OSError):
                     self._converse(connection)
 
     def _converse(self, connection: socket.socket) -> None:
-        """Answer requests of one connection until the script says to hang up; None answers nothing more on it."""
+        """Respond to requests of one connection until the script closes it; after None, it sends nothing more."""
         while request := self._read(connection):
             self.requests.append(request)
             text = self._answers.get()
@@ -93,6 +93,6 @@ class Peer:
 
 @contextmanager
 def answering(*answers: bytes | None) -> Iterator[Peer]:
-    """A peer that gives these answers, in this order."""
+    """Yield a peer that sends these responses, in this order."""
     with closing(Peer(bind("127.0.0.1", 0), list(answers))) as peer:
         yield peer

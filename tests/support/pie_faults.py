@@ -1,4 +1,4 @@
-"""Pie's rule, broken in one way each: what a law must catch."""
+"""Pie's rule with one fault each, which a law must find."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from floodplain.policy.pie_fifo import PieFifo, Swap
 
 
 class SwitchesAtStart(PieFifo):
-    """The table says that a layer has arrived as soon as its swap begins: one phase instead of two."""
+    """The table reports a layer as present from the beginning of its swap: one phase instead of two."""
 
     def is_present(self, layer: int) -> bool:
         return self.table[layer].gpu_place is not None
 
 
 class FreesAtStart(PieFifo):
-    """A swap-out's place on the GPU is given away before the copy from it has ended."""
+    """A swap-out's place on the GPU is reused before the copy from it has ended."""
 
     def _start(self, layer: int, direction: Direction, now: float) -> Swap:
         swap = super()._start(layer, direction, now)
@@ -30,7 +30,7 @@ class FreesAtStart(PieFifo):
 
 
 class FetchesTheColdest(PieFifo):
-    """Last in, first out."""
+    """Swaps the coldest layer in first."""
 
     def _swap_in_hottest(self, layer: int, now: float) -> Swap | None:
         if Direction.INBOUND in self._under_way or not self._free_gpu:
@@ -42,7 +42,7 @@ class FetchesTheColdest(PieFifo):
 
 
 class EvictsTheHottest(PieFifo):
-    """The layer that computes next but one makes room."""
+    """Swaps out the layer that computes next but one."""
 
     def _swap_out_coldest(self, layer: int, now: float) -> Swap | None:
         if Direction.OUTBOUND in self._under_way or not self._free_cpu:
@@ -53,7 +53,7 @@ class EvictsTheHottest(PieFifo):
 
 
 class SwapsTwoAtOnce(PieFifo):
-    """A swap-out begins although the last one has not ended."""
+    """A swap-out begins before the last one has ended."""
 
     def _swap_out_coldest(self, layer: int, now: float) -> Swap | None:
         last = self._under_way.pop(Direction.OUTBOUND, None)

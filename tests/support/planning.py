@@ -1,4 +1,4 @@
-"""Small clusters by Hypothesis, and every placement of them by trying all: an oracle that shares no code with ours."""
+"""Small clusters by Hypothesis, and all their placements by enumeration: an oracle without the product's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMORY = st.sampled_from([-30, -20, -7, 0, 5, 15, 25]).map(lambda gb: gb * GB)
 
 @st.composite
 def clusters(draw: st.DrawFn, *, is_easy: bool = False, max_units: int = 6) -> Cluster:
-    """Up to three servers and so many units; some have no placement unless they are easy (no pins, nothing apart)."""
+    """Draw up to three servers and ``max_units`` units; easy ones (no pins, nothing apart) have a placement."""
     kinds = draw(st.lists(st.sampled_from([(2, 80), (4, 80), (4, 80), (3, 40)]), min_size=1, max_size=3))
     domains = draw(st.sampled_from(["own", "one"]))
     servers = tuple(
@@ -46,7 +46,7 @@ def clusters(draw: st.DrawFn, *, is_easy: bool = False, max_units: int = 6) -> C
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """What the best placements have in common.
+    """Values that all best placements share.
 
     Attributes:
         objective: Eq. 6.
@@ -58,7 +58,7 @@ class Optimum:
 
 
 def optimum(cluster: Cluster) -> Optimum | None:
-    """By looking at every placement; None if there is none."""
+    """Return the optimum over every placement; None if there is none."""
     best: tuple[int, int] | None = None
     for gpus in every_placement(cluster):
         found = eq6(cluster, gpus), -sum(most_matched(here) for here in gpus)
@@ -67,13 +67,13 @@ def optimum(cluster: Cluster) -> Optimum | None:
 
 
 def every_placement(cluster: Cluster) -> Iterator[list[list[int]]]:
-    """R_m of each used GPU of each server, for every placement."""
+    """Yield R_m of each used GPU of each server, for every placement."""
     for places in every_assignment(cluster):
         yield gpus_of(cluster, places)
 
 
 def every_assignment(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """The server of each unit, for every placement."""
+    """Yield the server of each unit, for every placement."""
     units = [unit for unit, _ in cluster.units()]
     for places in product(range(len(cluster.servers)), repeat=len(units)):
         if is_allowed(cluster, units, places):
@@ -81,7 +81,7 @@ def every_assignment(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def gpus_of(cluster: Cluster, places: Sequence[int]) -> list[list[int]]:
-    """R_m of each used GPU of each server."""
+    """Return R_m of each used GPU of each server."""
     gpus: list[list[int]] = [[] for _ in cluster.servers]
     for (_, model), place in zip(cluster.units(), places, strict=True):
         gpus[place] += [model.memory_bytes] * model.num_shards
@@ -89,7 +89,7 @@ def gpus_of(cluster: Cluster, places: Sequence[int]) -> list[list[int]]:
 
 
 def is_allowed(cluster: Cluster, units: Sequence[Unit], places: Sequence[int]) -> bool:
-    """Whether servers have room, pins hold, and what is kept apart is."""
+    """Return whether servers have room, and pins and sets kept apart are respected."""
     models = {model.name: model for model in cluster.models}
     for s, server in enumerate(cluster.servers):
         here = [models[unit.model] for unit, place in zip(units, places, strict=True) if place == s]
@@ -103,13 +103,13 @@ def is_allowed(cluster: Cluster, units: Sequence[Unit], places: Sequence[int]) -
 
 
 def eq6(cluster: Cluster, gpus: Sequence[Sequence[int]]) -> int:
-    """Eq. 6 of R_m of the GPUs of each server."""
+    """Return Eq. 6, given R_m of the GPUs of each server."""
     eq = [sum((r > 0) - (r < 0) for r in here) for here in gpus]
     return max(map(sum, gpus)) + max(n * server.memory_bytes for n, server in zip(eq, cluster.servers, strict=True))
 
 
 def most_matched(here: Sequence[int]) -> int:
-    """The most bytes of one-to-one pairs, by trying all: the shorter side in its order, the longer in any."""
+    """Return the most bytes of one-to-one pairs, by trying every order of the longer side."""
     sides = [[r for r in here if r > 0], [-r for r in here if r < 0]]
     few, many = sorted(sides, key=len)
     return max(sum(map(min, few, order)) for order in permutations(many, len(few)))

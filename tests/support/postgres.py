@@ -1,7 +1,7 @@
-"""A real PostgreSQL of this machine's own packages, for one session of tests: on a Unix socket, with nothing to lose.
+"""A real PostgreSQL from this machine's packages, for one session of tests: on a Unix socket, with disposable data.
 
 Fixtures: ``postgres`` is the server, ``postgres_url`` a fresh database on it, ``store_url`` an empty store, once in
-SQLite and once there. Tests that ask for them are skipped where there is no PostgreSQL, or no psycopg.
+SQLite and once in PostgreSQL. Tests that use them are skipped if there is no PostgreSQL, or no psycopg.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 from tests.support.waiting import HANG_S, wait_until
 
 OWNER = "floodplain"
-SETTINGS = {  # a crash of the machine may lose everything, one of the server nothing that it has committed
+SETTINGS = {  # a crash of the machine may lose everything, a crash of the server no commit
     "listen_addresses": "",
     "fsync": "off",
     "full_page_writes": "off",
@@ -38,7 +38,7 @@ class PostgresServer:
 
     Args:
         programs: The folder of ``initdb`` and ``postgres``.
-        folder: Where its data and its socket are; of the user that it runs as.
+        folder: Of its data and its socket; owned by the user that runs it.
         user: The user that runs it; None is the user that runs the tests.
     """
 
@@ -51,14 +51,14 @@ class PostgresServer:
         self._numbers = itertools.count()
 
     def set_up(self) -> None:
-        """Make its data."""
+        """Create its data folder."""
         flags = [f"--username={OWNER}", "--auth=trust", "--no-sync", "--locale=C", "--encoding=UTF8"]
         command = [str(self._programs / "initdb"), f"--pgdata={self._folder / 'data'}", *flags]
         done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False, **self._as_user)
         assert done.returncode == 0, done.stderr
 
     def start(self) -> None:
-        """Run it, and wait until it answers."""
+        """Start it, and wait until it accepts connections."""
         settings = [f"--{name}={value}" for name, value in SETTINGS.items()]
         folders = ["-D", str(self._folder / "data"), "-k", str(self._folder)]
         command = [str(self._programs / "postgres"), *folders, *settings]
@@ -76,7 +76,7 @@ class PostgresServer:
             self._process = None
 
     def new_database(self) -> str:
-        """The address of a database with nothing in it."""
+        """Return the address of a new, empty database."""
         name = f"leases{next(self._numbers)}"
         with closing(self._connect()) as connection:
             connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
@@ -99,7 +99,7 @@ class PostgresServer:
 
 
 def find_programs() -> Path | None:
-    """The folder of PostgreSQL's programs: of the newest version that is installed as Debian does, or on the PATH."""
+    """Return the folder of PostgreSQL's programs: on the PATH, else the newest version that Debian installed."""
     folders = Path("/usr/lib/postgresql").glob("*/bin/initdb")
     newest = max(folders, key=lambda path: float(path.parts[-3]), default=None)
     found = shutil.which("initdb") or newest
@@ -107,7 +107,7 @@ def find_programs() -> Path | None:
 
 
 def _unprivileged_user() -> str | None:
-    """The user that runs it in the place of root, which it refuses; None if the tests do not run as root."""
+    """Return the user that runs it if the tests run as root, which it refuses; else None."""
     known = {entry.pw_name for entry in pwd.getpwall()}
     return next(name for name in ("postgres", "nobody") if name in known) if os.geteuid() == 0 else None
 
@@ -134,7 +134,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator in this process that is slow is not taken for stopped; a test whose subject that is says when."""
+    """A slow coordinator in this process does not count as stopped; tests of stopped ones set their own limits."""
     for name in ("STATEMENT_TIMEOUT_S", "STOPPED_TIMEOUT_S"):
         monkeypatch.setattr(f"floodplain.coordinator.database.{name}", int(HANG_S))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs, or is stopped; one that waits for its parent does not."""
+    """Return whether the process runs or is stopped; a zombie does not count."""
     try:
         return _state(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -16,7 +16,7 @@ def is_alive(pid: int) -> bool:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Its parent, the parent's parent, and so on."""
+    """Return its parent, the parent's parent, and so on."""
     found = []
     while (pid := int(_state(pid)[1])) > 0:
         found.append(pid)
@@ -24,15 +24,15 @@ def ancestors(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, their children, and so on; those that end meanwhile may be missing."""
+    """Return its children, their children, and so on; some that end meanwhile may be missing."""
     found = _children(pid)
-    for child in found:  # grows meanwhile
+    for child in found:  # the list grows during the loop
         found += _children(child)
     return found
 
 
 def kill_all(pids: list[int]) -> None:
-    """SIGKILL each that is still there."""
+    """Send SIGKILL to each process that still exists."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -49,5 +49,5 @@ def _children(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> list[str]:
-    """From the state on."""
+    """Return the fields of /proc/PID/stat from the state on."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

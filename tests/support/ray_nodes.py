@@ -1,7 +1,7 @@
 """A Ray cluster of several nodes on this machine, in a process of its own: ``python -m tests.support.ray_nodes``.
 
-It prints a line of JSON with its address and the raylet of the head, and for each line of input the raylet of a node
-that it adds. It ends with its input.
+It prints a line of JSON with its address and the head's raylet, and for each line of input the raylet of a node that it
+adds. It exits when its input ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 NUM_CPUS = 2
-"""Of each node: one has room for both instances."""
+"""CPUs of each node: one node has room for both instances."""
 REAP_S = 0.05
 
 
@@ -34,7 +34,7 @@ def _raylet(node: Any) -> int:
 
 
 def _wait_for_line(cluster: Any) -> bool:
-    """Whether there is one; meanwhile killed raylets are reaped: workers of a raylet that is a zombie go on."""
+    """Return whether there is a line. Reaps killed raylets: the workers of a zombie raylet keep running."""
     while not select.select([sys.stdin], [], [], REAP_S)[0]:
         for node in cluster.list_all_nodes():
             for info in node.all_processes.get("raylet", []):

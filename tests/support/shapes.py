@@ -1,4 +1,4 @@
-"""Bursts of every size and shape that are more than their machine can hold, for laws of ``fair``."""
+"""Bursts of every size and shape that exceed their machine, for laws of ``fair``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL_TOKENS = 320
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a burst that is more than its machine can hold."""
+    """The shape of a burst that exceeds its machine."""
 
     num_requests: int
     interval_ms: int
@@ -28,10 +28,10 @@ class Shape:
     block_tokens: int
     slice_steps: int
     priorities: tuple[int, ...] = (0,)
-    """Of one request after the other, again and again."""
+    """Priorities of consecutive requests, repeated."""
 
     num_shared: int = 0
-    """Tokens that all prompts begin with. Without any, nothing stays cached."""
+    """Length of the common prefix of all prompts. Without one, no block stays cached."""
 
     @property
     def machine(self) -> Machine:
@@ -47,10 +47,10 @@ class Shape:
 
     @property
     def turn_tokens(self) -> int:
-        """What a turn is worth at least.
+        """The least tokens of a turn.
 
-        A stream whose blocks are all still there comes back without a copy, in a step that computes nothing of it yet,
-        and its slice begins in that step: a token less.
+        A stream whose blocks are all still on the device resumes without a copy, in a step that computes nothing of it;
+        its slice begins in that step: one token less.
         """
         return self.slice_steps - (self.num_shared > 0)
 
@@ -90,16 +90,16 @@ SHARING_SHAPES = st.builds(
     slice_steps=st.integers(2, 8),
     num_shared=st.sampled_from([8, 16]),
 )
-"""Prompts with a common beginning, which is there once: what else they have must be more than fits."""
+"""Prompts with a common prefix, which is stored once: the other tokens alone must exceed the pool."""
 
 
 def work_of(row: SequenceView, view: View) -> float:
-    """What it was lifted to, and what it generated."""
+    """Return the work of a request: its credit, plus the tokens it generated."""
     return row.credit + max(0, row.num_generated(view.step))
 
 
 def count_between(times: list[float], begin_s: float, end_s: float) -> int:
-    """How many of these times lie there, the beginning included."""
+    """Return how many of these times are in the interval, its beginning included."""
     return max(0, bisect_left(times, end_s) - bisect_left(times, begin_s))
 
 

@@ -1,4 +1,4 @@
-"""Requests of random tokens, of which every third begins as the one before it: some blocks are shared."""
+"""Requests of random tokens; every third prompt begins as the one before it, so some blocks are shared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from floodplain.core.sampling import SamplingParams
 def make_requests(
     count: int, seed: int, params: SamplingParams, *, most_tokens: int = 116, shared_tokens: int = 64
 ) -> list[Request]:
-    """They arrive one second after the other, with prompts of 1 to ``most_tokens + shared_tokens`` tokens."""
+    """Return requests one second apart, with prompts of 1 to ``most_tokens + shared_tokens`` tokens."""
     rng = Random(seed)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, most_tokens))] for _ in range(count)]
     for index in range(2, count, 3):

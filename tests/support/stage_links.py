@@ -1,4 +1,4 @@
-"""Links between stages inside one process: both ends, and raw connections that misbehave."""
+"""Links between stages inside one process: both ends, and raw connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listen() -> socket.socket:
 async def open_link(
     listener: socket.socket, key: LinkKey = KEY, max_data_bytes: int = MAX_DATA_BYTES
 ) -> tuple[StageLink, StageLink]:
-    """(the sender's end, the receiver's end)."""
+    """Return (the sender's end, the receiver's end)."""
     accepting = asyncio.create_task(accept_link(listener, key, max_data_bytes))
     sender = await dial_link(*listener.getsockname()[:2], key, max_data_bytes)
     return sender, await accepting
@@ -33,7 +33,7 @@ async def open_link(
 
 @contextmanager
 def linked(max_data_bytes: int = MAX_DATA_BYTES) -> Iterator[tuple[StageLink, StageLink]]:
-    """(the sender's end, the receiver's end), closed at the end."""
+    """Yield (the sender's end, the receiver's end); both are closed at the end."""
     with listen() as listener:
         ends = asyncio.run(asyncio.wait_for(open_link(listener, max_data_bytes=max_data_bytes), HANG_S))
     try:

@@ -1,4 +1,4 @@
-"""Long random stories of a loop, each made of its seed alone, so that one can be told twice."""
+"""Long random stories of a loop; each depends on its seed alone, so it can be repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENTS = ("submit", "plan", "plan", "plan", "complete", "complete", "settle", "f
 
 
 def make_story_loop(seed: int, depth: int, num_slots: int, caches: bool) -> Loop:
-    """A loop over a small pool whose policy does anything that a view allows."""
+    """Return a loop over a small pool with a random policy."""
     return make_loop(
         policy=RandomPolicy(),
         num_blocks=9,
@@ -31,7 +31,7 @@ def make_story_loop(seed: int, depth: int, num_slots: int, caches: bool) -> Loop
 
 
 def tell(loop: Loop, seed: int, num_events: int = 200) -> Driver:
-    """Requests that share prefixes, copies that fail, clients that hang up, in any order; then all end."""
+    """Run random events: requests that share prefixes, copies that fail, aborts; then all requests end."""
     driver, story = Driver(loop), Random(seed)
     for _ in range(num_events):
         try:
@@ -39,7 +39,7 @@ def tell(loop: Loop, seed: int, num_events: int = 200) -> Driver:
         except InvariantError as error:
             if "without end" not in str(error):
                 raise
-            return driver  # once in some thousand stories the dice preempt and resume for too long
+            return driver  # once in some thousand stories the random policy preempts and resumes for too long
     _come_home(driver)
     return driver
 
@@ -76,7 +76,7 @@ def _finish(driver: Driver, index: int, reason: FinishReason) -> None:
 
 
 def _come_home(driver: Driver) -> None:
-    """A policy that keeps at work takes over; those in swap space, which it does not know, hang up."""
+    """Finish with a work-conserving policy; abort swapped sequences, which it never resumes."""
     loop = driver.loop
     loop.policy = FcfsPolicy()
     while loop.state.swapped or loop.state.loading or driver.executor.transfers or driver.pending:

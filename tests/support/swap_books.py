@@ -1,6 +1,6 @@
-"""A pool, its swap space, and all the books that are kept of them, with tenants in the place of sequences.
+"""A pool, its swap space, and all their books, with tenants in the place of sequences.
 
-The state of the machine in ``swap_machine.py``. A tenant owns blocks that hold what its keys stand for.
+The state of the machine in ``swap_machine.py``. A tenant owns blocks with the content of its keys.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CONTENT = {
     .int()
     for number, key in enumerate(KEYS)
 }  # fmt: skip
-"""What each key stands for: [layers, words]."""
+"""The content of each key: [layers, words]."""
 
 
 @dataclass(eq=False)
 class Tenant:
-    """Whose blocks hold the contents of ``keys``, one each, while it is on the device."""
+    """A tenant whose blocks hold the contents of ``keys``, one each, while it is on the device."""
 
     keys: list[BlockKey]
     blocks: list[BlockId] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Tenant:
 
 @dataclass
 class Move:
-    """A copy under way. Inbound: ``table`` are all blocks of its tenant, ``blocks`` those that the copy writes."""
+    """A copy in flight. Inbound: ``table`` has all blocks of its tenant, ``blocks`` those that the copy writes."""
 
     blocks: list[BlockId]
     backups: list[Backup]
@@ -94,7 +94,7 @@ class SwapBooks:
         self.present.append(tenant)
 
     def keep_leading(self, tenant: Tenant, move: Move, num_blocks: int) -> Move:
-        """Give back all but the leading blocks of its table."""
+        """Free all but the leading blocks of its table."""
         gone, loading = move.table[num_blocks:], set(move.blocks)
         self.ledger.free([block for block in gone if block not in loading])
         self.ledger.abort_load([block for block in gone if block in loading])
@@ -114,7 +114,7 @@ class SwapBooks:
         self.space.start(Transfer(transfer_id, kind, None, tuple(move.blocks), locations))
 
     def land(self, direction: Direction, transfer_id: int, move: Move, share: float | None) -> set[int]:
-        """The oldest copy of a direction ends; the places of what it lost: what was not copied, and what is damaged."""
+        """End the oldest copy of a direction; return the places of lost blocks: those not copied, or damaged."""
         num_copied = len(move.blocks) if share is None else int(len(move.blocks) * share)
         damaged = {flip[0] for flip in self.flips} if direction is Direction.INBOUND else set()
         expected = [

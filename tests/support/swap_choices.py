@@ -1,4 +1,4 @@
-"""What a scripted policy decides, step by step, where sequences leave for swap space and come back."""
+"""Choices of a scripted policy, step by step, for sequences that are swapped out and in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> 
 
 
 def choose(driver: Driver, *choices: Choice) -> None:
-    """What the policy decides next, instead of FCFS."""
+    """Set the policy's next choices, instead of FCFS."""
     driver.loop.policy.script.extend(choices)  # type: ignore[attr-defined]
 
 
@@ -45,13 +45,13 @@ def resume(seq_id: SeqId) -> Choice:
 
 
 def back_up(seq_id: SeqId, num_blocks: int = 99) -> Choice:
-    """Beside the decodes of all streams, as a policy does it."""
+    """Back up beside the decodes of all streams, as a policy does."""
     order = BackupOrder(seq_id, num_blocks, Tier.HOST)
     return lambda view: Decision(decodes=decoding(view), backups=(order,))
 
 
 def idle(view: View) -> Decision:
-    """Only while a step or a copy is under way: else the loop takes it for a stall."""
+    """Decide nothing; only while a step or a copy is in flight, else the loop reports a stall."""
     return Decision()
 
 

@@ -1,4 +1,4 @@
-"""What could be wrong about blocks and slots that a copy touches: mutations for negative controls."""
+"""Faults in the handling of blocks and slots that a copy uses: mutations for negative controls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _unpin_only_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that an inbound copy still writes are owned at once. All other books are kept well."""
+    """Blocks that an inbound copy still writes are owned at once. All other books are correct."""
     resume = Arrivals.resume
 
     def hasty(self: Arrivals, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
@@ -73,7 +73,7 @@ def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests are computed and not compared."""
+    """Digests are computed but not compared."""
 
     def trust(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
         return CopyResult(transfer_id, (), num_bytes, tuple(found.tolist()))
@@ -82,7 +82,7 @@ def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixes_up_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block comes back whole, as another one: no digest can tell."""
+    """Every block returns whole, but in another block's place: digests cannot detect it."""
     start = SwapSpace.start
 
     def crossed(self: SwapSpace, one: Transfer) -> None:

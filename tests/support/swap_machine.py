@@ -1,7 +1,7 @@
-"""The state machine in which real bytes meet all the books that are kept of them; laws in test_swap_bytes.py.
+"""The state machine in which real bytes meet all their books; laws in test_swap_bytes.py.
 
-What the loop does in ``runtime/departures.py`` and ``runtime/arrivals.py`` is done here without sequences and policies.
-Preconditions keep it from idling: it takes five steps in the right order to bring one block back.
+It does the work of ``runtime/departures.py`` and ``runtime/arrivals.py`` without sequences and policies.
+Preconditions keep it from idling: bringing one block back takes five steps in the right order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.support.swap_books import CONTENT, KEYS, LAYOUT, MAX_BLOCKS, Move, Sw
 INDEX = st.integers(0, 63)
 PREFIX = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 SHARE = st.sampled_from([None, None, None, 0.0, 0.5])
-"""What part of a copy's blocks move before it fails; None: it does not fail."""
+"""The part of a copy's blocks that is copied before it fails; None: it does not fail."""
 
 
 class SwapActions(SwapBooks, RuleBasedStateMachine):
-    """What can happen."""
+    """The rules of the machine."""
 
     @initialize(
         num_blocks=st.integers(6, MAX_BLOCKS),
@@ -42,7 +42,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: len(self.tenants()) < 4)
     @rule(keys=PREFIX)
     def compute(self, keys: list[BlockKey]) -> None:
-        """A request is admitted: what is on the device is shared, the rest is computed."""
+        """A request is admitted: blocks on the device are shared, the others are computed."""
         shared = [block for block in map(self.ledger.share, keys) if block is not None]
         fresh = self.ledger.allocate(len(keys) - len(shared))
         if fresh is None:
@@ -59,7 +59,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.absent or self.out or self.back)
     @rule(num_kept=st.sampled_from([0, 0, 1, 2]))
     def compute_something_else(self, num_kept: int = 0) -> None:
-        """Takes all blocks but a few, writes all over them and goes: what was cached there is forgotten."""
+        """Allocate all blocks but a few, overwrite and free them: blocks cached there are evicted."""
         blocks = self.ledger.allocate(max(0, self.ledger.num_available - num_kept)) or []
         for block in blocks:
             self.write(block, torch.full((2, LAYOUT.layer_block_words), -1, dtype=torch.int32))
@@ -75,7 +75,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.out or self.back)
     @rule(num_wanted=st.integers(0, MAX_BLOCKS), num_blocks=st.integers(6, MAX_BLOCKS))
     def resize(self, num_wanted: int, num_blocks: int) -> None:
-        """The pool gives memory back and gets some: blocks that no copy touches may move."""
+        """The pool shrinks, then grows: blocks that no copy uses may move."""
         shrunk = self.pool.shrink(self.ledger, num_wanted)
         self.device.release(shrunk.pages)
         for tenant in self.present:
@@ -89,7 +89,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.present)
     @rule(index=INDEX, leaves=st.sampled_from([True, True, False]))
     def back_up(self, index: int, leaves: bool) -> None:
-        """Write behind what has no backup yet; if preempted, a request frees its blocks at once."""
+        """Write blocks without a backup behind; if it leaves, the request frees its blocks at once."""
         tenant = self.present[index % len(self.present)]
         kept = {backup.key for backup in tenant.backups}
         known = [backup for key in tenant.keys if key not in kept and (backup := self.backups.find(key)) is not None]
@@ -110,7 +110,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.present)
     @rule(index=INDEX, shares=st.lists(SHARE, max_size=2))
     def go_far_away(self, index: int, shares: list[float | None]) -> None:
-        """Leaves, arrives in swap space and is forgotten on the device: from there only a copy leads back."""
+        """Swap a request out and evict its blocks from the device: from then on only a copy restores it."""
         self.back_up(index, True)
         while self.out:
             self.land_out(shares.pop() if shares else None)
@@ -130,7 +130,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.absent)
     @rule(index=INDEX)
     def come_back(self, index: int) -> None:
-        """With the longest prefix that is on the device or in swap space; if there is none, the request ends."""
+        """Restore the longest prefix that is on the device or in swap space; if there is none, the request ends."""
         tenant = self.absent.pop(index % len(self.absent))
         found: list[BlockId | Backup] = []
         for key in tenant.keys:
@@ -162,7 +162,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: len(self.tenants()) > 2 and (self.absent or self.arriving))
     @rule(index=INDEX)
     def hang_up(self, index: int) -> None:
-        """Abort a request that is not on the device; a copy that is under way for it goes on."""
+        """Abort a request that is not on the device; its copy in flight continues."""
         away = [*self.absent, *self.arriving]
         tenant = away[index % len(away)]
         tenant.is_gone = True
@@ -176,7 +176,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
         slot=INDEX, layer=st.integers(0, 1), word=st.integers(0, LAYOUT.layer_block_words - 1), bit=st.integers(0, 30)
     )
     def flip(self, slot: int, layer: int, word: int, bit: int) -> None:
-        """A bit in swap space changes, whatever is there; a second time, it is right again."""
+        """Flip a bit in swap space; a second flip restores it."""
         slot %= self.slots.num_slots
         self.slots.words[slot, layer, word] ^= 1 << bit
         self.flips ^= {(slot, layer, word, bit)}
@@ -188,7 +188,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
         move = self.out.pop(transfer_id)
         lost = self.land(Direction.OUTBOUND, transfer_id, move, share)
         slots = {backup.location.slot for backup in move.backups}
-        self.flips = {flip for flip in self.flips if flip[0] not in slots}  # the bytes came over them
+        self.flips = {flip for flip in self.flips if flip[0] not in slots}  # the copy has overwritten them
         self.ledger.unpin(move.blocks)
         missing = [move.backups[place] for place in sorted(lost)]
         self.backups.commit_write(backup for backup in move.backups if backup not in missing)
@@ -198,7 +198,7 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     @precondition(lambda self: self.back)
     @rule(share=SHARE)
     def land_in(self, share: float | None) -> None:
-        """Blocks are whole if and only if they were copied and not damaged; those before the first other are kept."""
+        """A block is whole exactly if it was copied and not damaged; blocks before the first lost one are kept."""
         transfer_id = next(iter(self.back))
         move = self.back.pop(transfer_id)
         lost = self.land(Direction.INBOUND, transfer_id, move, share)

@@ -1,4 +1,4 @@
-"""Policies that swap more than any sensible one would, for real engines."""
+"""Policies for real engines that swap more than a sensible one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from floodplain.runtime.prices import StepPrices
 from tests.support.loops import RandomPolicy, is_under_way
 
 BLOCK_BYTES = 8192
-"""Of tiny-llama in fp32: 2 layers of K and V, 16 tokens, 2 heads, 16 elements."""
+"""Bytes of a block of tiny-llama in fp32: 2 layers of K and V, 16 tokens, 2 heads, 16 elements."""
 
 
 @contextmanager
 def unknown_prices() -> Iterator[None]:
-    """Policies swap, however quickly this machine computes a prompt of a tiny model."""
+    """Make prices unknown: policies then swap, however quickly this machine computes a tiny model's prompt."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(StepPrices, "now", property(lambda self: Prices()))
         yield
 
 
 class ImpatientPolicy(RandomPolicy):
-    """Rests when it is asked again about one step, and mostly lets copies end whose blocks it wants."""
+    """Rests after repeated decisions about one step, and mostly waits for copies of requests that it wants back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class ImpatientPolicy(RandomPolicy):
         self._last_s = now
         num_resident = len(view.running) + len(view.swapped)
         if self._num_asked > 1 + num_resident or (self._num_asked > 1 and is_under_way(view)):
-            return self.rest(view, now, rng)  # asked again about the same step, after moves that needed no copy
+            return self.rest(view, now, rng)  # repeated decision about one step, after moves that needed no copy
         decision = super().decide(view, now, rng)
         leaving = {row.seq_id for row in view.swapped if row.is_leaving}
         if any(order.seq_id in leaving for order in decision.resumptions) and rng.random() < 0.9:
-            return Decision()  # those copies are under way
+            return Decision()  # those copies are in flight
         return decision
 
 
 class SwapOncePolicy(FcfsPolicy):
-    """Swaps one request out once, as soon as it decodes, and brings it back when its copy has ended."""
+    """Swaps one request out once, as soon as it decodes, and resumes it when its copy has ended."""
 
     name = "swap once"
 

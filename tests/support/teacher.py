@@ -1,7 +1,7 @@
-"""transformers as the oracle for the demo's model in fp32: what it says today, and its committed greedy answers.
+"""transformers as the oracle for the demo's model in fp32: its current outputs, and its committed greedy answers.
 
-``python -m tests.support.teacher`` makes them again (five minutes); ``tests/integration/test_models_smollm2.py`` looks
-whether they are what transformers says today.
+``python -m tests.support.teacher`` writes them again (five minutes); ``tests/integration/test_models_smollm2.py``
+compares them with current outputs of transformers.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tests.support.parity import Reference
 DATA = Path(__file__).with_name("greedy_answers.json.gz")
 NUM_TEXTS, NUM_CHATS, NUM_TOKENS = 64, 8, 64
 MAX_GAP = 0.01
-"""Gaps above it are not committed: no rule asks how large they are."""
+"""Larger gaps are not committed: no rule needs their size."""
 
 
 def the_texts() -> list[str]:
-    """Prompts of the demo, each once more with other words before it."""
+    """Return the demo's prompts, and each again with a prefix."""
     prompts = [prompt.text for prompt in package_prompts()]
     return (prompts + [f"Answer briefly. {text}" for text in prompts])[:NUM_TEXTS]
 
 
 def the_chats() -> list[list[dict[str, str]]]:
-    """Some of the texts, as conversations."""
+    """Return some of the texts as conversations."""
     return [[{"role": "user", "content": text}] for text in the_texts()[:: NUM_TEXTS // NUM_CHATS]]
 
 
 @cache
 def known_answers() -> Mapping[tuple[int, ...], Reference]:
-    """By the prompt's tokens: 64 for a text, whatever they are, and as many as it takes for a chat."""
+    """Return answers by the prompt's tokens: 64 tokens for a text, up to an end token for a chat."""
     rows = json.loads(gzip.decompress(DATA.read_bytes()))
     return {tuple(row["prompt"]): Reference(row["tokens"], _gaps(row)) for row in rows}
 
@@ -52,7 +52,7 @@ def _gaps(row: Mapping[str, Any]) -> list[float]:
 
 @contextmanager
 def _reads_once() -> Iterator[None]:
-    """transformers reads a file's metadata twice, and maps names anew for each of its modules: 20 of 27 seconds."""
+    """Cache gguf's reader and name map: transformers calls them repeatedly, which takes 20 of 27 seconds."""
     import gguf
 
     with (
@@ -74,13 +74,13 @@ class Teacher:
             ).eval()
 
     def read(self, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
-        """Its own choice at each position of ``tokens``, and how far the second best was; in one pass."""
+        """Return its own choice at each position of ``tokens``, and the gap to the second best, in one pass."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *tokens][:-1]]), logits_to_keep=len(tokens)).logits[0]
         return _choices(logits)
 
     def answer(self, prompt: Sequence[int], ends: Sequence[int] | None) -> Reference:
-        """Its own greedy answer, token by token, up to one of ``ends``."""
+        """Return its own greedy answer, token by token, up to one of ``ends``."""
         with torch.inference_mode():
             answer = self._model.generate(
                 torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=ends,
@@ -95,7 +95,7 @@ def _choices(logits: torch.Tensor) -> Reference:
 
 
 def _write() -> None:
-    """What an engine answers that nothing disturbs, where transformers chooses all of it; else transformers' own."""
+    """Write an undisturbed engine's answers where transformers makes the same choices; else transformers' own."""
     whole: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
     with LLM("smollm2", dtype="float32", kv_memory=2**29, max_model_len=1024) as llm:
         outputs = llm.generate(the_texts(), SamplingParams(ignore_eos=True, **whole), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Small valid files of every kind that the product reads, each with a function that reads it as the product does."""
+"""Small valid files of every kind that the product reads, each with the function that reads it."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Kind:
     """A kind of file.
 
     Attributes:
-        content: Of a valid one.
-        read: Reads the file at a path, and uses what it holds once.
+        content: Of a valid file.
+        read: Reads the file at a path, and uses its content once.
         name: Of the file, in a folder of its own.
-        beside: What the folder holds beside it.
+        beside: Other files of the folder.
     """
 
     content: bytes = field(repr=False)
@@ -72,7 +72,7 @@ class Kind:
 
 
 def tiny_files(scratch: Path) -> dict[str, Kind]:
-    """Every kind, by its name; ``scratch`` is an empty folder."""
+    """Return every kind, by its name; ``scratch`` is an empty folder."""
     folder = _model_folder()
     model_files = {
         name: Kind(content, lambda path: _use(path.parent), name, {n: c for n, c in folder.items() if n != name})
@@ -108,7 +108,7 @@ def _use(path: Path) -> None:
 
 
 def _use_placement(path: Path) -> None:
-    """Read what a coordinator and a new placement need of one."""
+    """Read the parts of a placement that a coordinator and a new placement need."""
     read_pairs(path)
     read_spots(path)
 

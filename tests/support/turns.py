@@ -1,4 +1,4 @@
-"""Random stories for policies that take turns: scarcity of every kind, made of a seed alone."""
+"""Random stories for policies that take turns: scarcity of every kind, from a seed alone."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.support.driver import Driver
 from tests.support.loops import make_request, pick_lost
 
 MAX_TOKENS = 40
-"""Prompt and output of a request: ten blocks of 4, and no pool has fewer."""
+"""Most tokens of a request, prompt and output: ten blocks of 4, and every pool has at least as many."""
 
 ROUNDS_PER_TOKEN = 20
-"""The bound: rounds of plan, complete and settle for each token that was asked for, after the first 400. Most stories
-need less than one; of thousands none that is no livelock needed five."""
+"""The bound: rounds of plan, complete and settle for each requested token, after the first 400. Most stories need less
+than one; of thousands none without a livelock needed five."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """What happens, and how often it goes wrong.
+    """A story's parameters and rates of faults.
 
     Attributes:
-        failing: Of the copies. None do where a prompt takes many slices: each would have to be copied well, in a row.
-        slowness: How likely a copy stays under way for one more round.
-        hanging_up: Clients, in each round.
-        quaking: How likely, in each round, the pool gives memory back and takes it again, or forgets what it cached.
+        failing: Share of copies that fail. 0 where a prompt takes many slices: all of its copies must succeed.
+        slowness: The probability that a copy stays in flight for one more round.
+        hanging_up: The probability of an abort, in each round.
+        quaking: The probability, in each round, that the pool shrinks and grows, or evicts its cached blocks.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Story:
 
 
 def make_story(seed: int, policy: str, max_requests: int = 24) -> Story:
-    """Small pools, few slots, small batches, slow links, clients of two keys."""
+    """Return a story with a small pool, few slots, small batches, slow links, requests of two keys."""
     dice = Random(seed)
     machine = Machine(
         num_blocks=dice.choice([10, 10, 12, 16, 24]),
@@ -75,7 +75,7 @@ def make_story(seed: int, policy: str, max_requests: int = 24) -> Story:
 
 
 def _make_settings(dice: Random) -> SharingSettings:
-    """A call of the driver takes a second, a step two or more: times are to be read so."""
+    """Return settings; each call of the driver advances the clock by a second, and a step takes two or more."""
     return SharingSettings(
         slice_steps=dice.choice([1, 2, 4, 9]),
         tpot_goal_s=dice.choice([None, 0.01, 0.08, 5.0]),
@@ -88,7 +88,7 @@ def _make_settings(dice: Random) -> SharingSettings:
 
 
 class Teller:
-    """Tells one story to one loop, with the policy of the story unless another one is given."""
+    """Runs one story on one loop, with the story's policy unless another one is given."""
 
     def __init__(self, story: Story, policy: Policy | None = None) -> None:
         self.story = story
@@ -98,7 +98,7 @@ class Teller:
         self.num_told = self.num_tokens = 0
 
     def tell(self) -> Driver:
-        """Run to the end: every request that was not aborted has been served, and nothing is left anywhere."""
+        """Run to the end: every request that is not aborted is served, and no block or slot is held."""
         rounds = 0
         while self.num_told < self.story.num_requests or self.driver.loop.has_unfinished:
             rounds += 1
@@ -140,7 +140,7 @@ class Teller:
                 driver.finished[seq_id] = FinishReason.ABORT  # its output is cut short, whatever the reason
 
     def _settle(self) -> None:
-        """Some of the copies end, in any order; a block that is lost may have been written, or not."""
+        """Some of the copies end, in any order; a lost block may have been written, or not."""
         driver, dice = self.driver, self.dice
         while driver.executor.transfers and dice.random() >= self.story.slowness:
             transfer = driver.executor.transfers.pop(dice.randrange(len(driver.executor.transfers)))

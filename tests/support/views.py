@@ -1,4 +1,4 @@
-"""Views made by hand: only what a test is about has to be said."""
+"""Views made by hand: a test states only the fields that it is about."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DECODING = SequenceView(
 
 
 def stream(number: int, **fields: object) -> SequenceView:
-    """On the device at step 100: prompt 8, four tokens generated, three full blocks of 4 with the next token."""
+    """A stream on the device at step 100: prompt 8, four tokens generated, three full blocks with the next token."""
     named = replace(DECODING, seq_id=SeqId(number), order_key=(0, float(number), number))
     return replace(named, **fields)  # type: ignore[arg-type]
 
 
 def prompt(number: int, num_tokens: int = 30, num_scheduled: int = 8, **fields: object) -> SequenceView:
-    """On the device in the middle of its prompt."""
+    """A request on the device in the middle of its prompt."""
     values: dict[str, object] = {
         "num_prompt": num_tokens,
         "num_tokens": num_tokens,
@@ -63,7 +63,7 @@ def waiting(number: int, num_tokens: int = 8, **fields: object) -> SequenceView:
 
 
 def swapped(number: int, **fields: object) -> SequenceView:
-    """A stream in swap space: twelve tokens, eleven of which come back in three blocks."""
+    """A stream in swap space: twelve tokens, eleven of which are restored in three blocks."""
     values: dict[str, object] = {
         "status": Status.SWAPPED,
         "num_scheduled": 0,
@@ -77,7 +77,7 @@ def swapped(number: int, **fields: object) -> SequenceView:
 
 
 def loading(number: int, **fields: object) -> SequenceView:
-    """The same on its way back: its three blocks are taken already."""
+    """The same stream while it loads: its three blocks are allocated."""
     return swapped(number, **({"status": Status.LOADING, "num_blocks": 3} | fields))
 
 
@@ -88,7 +88,7 @@ def host(**fields: object) -> TierView:
 
 
 def make_view(*rows: SequenceView, **fields: object) -> View:
-    """At step 100, in a pool of 100 blocks of 4 of which those of the rows are taken."""
+    """A view at step 100, of a pool of 100 blocks of 4; blocks of the rows are taken."""
 
     def those(status: Status) -> tuple[SequenceView, ...]:
         return tuple(sorted((row for row in rows if row.status is status), key=lambda row: row.order_key))

@@ -1,4 +1,4 @@
-"""What the laws of swap space for vLLM's requests are tried on: a block pool, requests, copies, in plain contents.
+"""A block pool, requests and copies in plain contents, for laws of swap space for vLLM's requests.
 
 Blocks and slots hold the tokens whose KV they would hold.
 """
@@ -18,7 +18,7 @@ LOST: list[Token | None] = [None] * BLOCK_TOKENS
 
 @dataclass(eq=False)
 class Block:
-    """As vLLM's, and the tokens whose KV it holds."""
+    """A block like vLLM's, with the tokens whose KV it holds."""
 
     block_id: int
     ref_cnt: int = 0
@@ -26,7 +26,7 @@ class Block:
 
 
 class Pool:
-    """As vLLM's: what is free is still found by its content until it is given."""
+    """A pool like vLLM's: a free block is found by its content until it is allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(number) for number in range(num_blocks)]
@@ -62,7 +62,7 @@ class Pool:
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request of vLLM. It is ``on`` the device, or off it, or its copies back are under way."""
+    """A request of vLLM: ``on`` the device, ``off`` it, or ``coming`` by copies in flight."""
 
     tracked: TrackedRequest
     text: int
@@ -75,7 +75,7 @@ class LiveRequest:
 
 @dataclass
 class Flight:
-    """A copy under way, and what its blocks held when it began. Void, it is worth nothing any more."""
+    """A copy in flight, and the content of its blocks when it began. A void copy's result is not used."""
 
     transfer: Transfer
     request: LiveRequest
@@ -89,7 +89,7 @@ class Flight:
 
     @property
     def is_holding(self) -> bool:
-        """Copies out hold their blocks until those are worth nothing; copies back hold them from then on."""
+        """Whether it holds its blocks: a swap-out until it is void, a swap-in once it is void."""
         return self.is_inbound == self.is_void
 
 
@@ -98,6 +98,6 @@ def tokens_of(text: int, index: int) -> list[Token | None]:
 
 
 def holds(content: Sequence[Token | None], text: int, index: int, num_tokens: int) -> bool:
-    """Whether all of a text's first tokens that stand in its block ``index`` are there."""
+    """Return whether block ``index`` has all tokens that it should have of a text's first ``num_tokens``."""
     wanted = tokens_of(text, index)[: max(0, num_tokens - index * BLOCK_TOKENS)]
     return list(content[: len(wanted)]) == wanted

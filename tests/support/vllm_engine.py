@@ -1,4 +1,4 @@
-"""A vLLM in plain Python: requests arrive, compute, share prefixes, are preempted and resume. For laws about views."""
+"""A vLLM in plain Python, for laws about views: requests arrive, compute, share prefixes, are preempted and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = Limits(NUM_BLOCKS, BLOCK_TOKENS, 64, 16, max_model_len=60)
 
 
 class FakeRequest:
-    """As vLLM's. All prompts of a text begin alike; what is generated is a request's own."""
+    """A request like vLLM's. Prompts of one text have a common prefix; generated tokens are distinct."""
 
     def __init__(self, number: int, text: int, num_prompt: int) -> None:
         self.request_id, self.text, self.number = f"request-{number}", text, number
@@ -46,7 +46,7 @@ class FakeRequest:
 
 
 class CachingPool(Pool):
-    """Tells ``exclusive`` and ``prefixes`` what changes, as ``compat_blocks.WatchedPool`` does."""
+    """Reports changes to ``exclusive`` and ``prefixes``, as ``compat_blocks.WatchedPool`` does."""
 
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS)
@@ -88,7 +88,7 @@ class CachingPool(Pool):
 
 
 class KeptBlocks:
-    """As ``compat_blocks.BlockFinder``."""
+    """Like ``compat_blocks.BlockFinder``."""
 
     def __init__(self, pool: CachingPool, tables: dict[str, list[Block]]) -> None:
         self.pool, self.tables = pool, tables
@@ -114,7 +114,7 @@ class KeptBlocks:
 
 
 class CountedBlocks(KeptBlocks):
-    """The oracle: everything is counted and looked up anew."""
+    """The oracle: counts and finds everything anew."""
 
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
         return sum(block.ref_cnt == 1 for block in table)
@@ -129,7 +129,7 @@ class CountedBlocks(KeptBlocks):
 
 
 class FakeEngine:
-    """See the module. Each method that takes ``index`` picks one of the requests that it can concern."""
+    """See the module. Each method with an ``index`` picks one of the eligible requests."""
 
     def __init__(self) -> None:
         self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
@@ -139,12 +139,12 @@ class FakeEngine:
         self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
         self.running: list[TrackedRequest] = []
         self.loading: dict[int, TrackedRequest] = {}
-        self.arrived: list[TrackedRequest] = []  # of those that run: copies of theirs ended after the last step
+        self.arrived: list[TrackedRequest] = []  # running ones whose copies ended after the last step
         self.leaving: list[int] = []
         self.step = self.num_arrived = 0
         self.seen: set[str] = set()
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def arrive(self, index: int) -> None:
         request = cast(Any, FakeRequest(self.num_arrived, index % NUM_TEXTS, num_prompt=5 + index % 16))
@@ -153,7 +153,7 @@ class FakeEngine:
         self.desk.roster.arrive(request, float(self.num_arrived))
 
     def admit(self, index: int) -> None:
-        """One that was seen in the queue comes onto the device, by a copy if it has KV in swap space."""
+        """Admit a queued request that a view has shown, by a copy if it has KV in swap space."""
         ones = [self.desk.roster[one.request_id] for one in self.queue if one.request_id in self.seen]
         if not ones:
             return
@@ -181,7 +181,7 @@ class FakeEngine:
             self._enter(one)
 
     def run(self, index: int) -> None:
-        """A step: most of those that are on the device get a token, or a part of their prompt."""
+        """Run a step: most resident requests get a token, or a part of their prompt."""
         for one in self.arrived:
             self._enter(one)
         self.arrived.clear()
@@ -210,7 +210,7 @@ class FakeEngine:
             self._launch()
 
     def get_late_token(self, index: int) -> None:
-        """One that was sent away gets the token of the step that was outstanding then."""
+        """A preempted request gets the token of the step that was outstanding."""
         ones = [self.desk.roster[request.request_id] for request in self.queue]
         ones = [one for one in ones if one.first_token_s is not None]
         if ones:
@@ -248,7 +248,7 @@ class FakeEngine:
             self.queue.add_request(one.request)
 
     def end(self, index: int) -> None:
-        """A request ends, or is aborted, unless a copy back is under way."""
+        """A request ends or is aborted, unless a swap-in is in flight."""
         ones = [one for one in self.desk.roster if one not in self.loading.values()]
         if ones:
             one = ones[index % len(ones)]
@@ -266,7 +266,7 @@ class FakeEngine:
     def _launch(self) -> None:
         self.leaving += [transfer.transfer_id for transfer in self.desk.books.take_due()]
 
-    # -- what is seen ----------------------------------------------------------------------------------------------
+    # -- views -----------------------------------------------------------------------------------------------------
 
     def look(self) -> View:
         self.lobby.refresh(self.queue.take_changed(), lambda _: True)
@@ -275,7 +275,7 @@ class FakeEngine:
         return self.outlook.view(self.step, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
 
     def plain_rows(self) -> tuple[tuple[SequenceView, ...], list[SequenceView], tuple[SequenceView, ...]]:
-        """Rows of those that run, all that wait, and those in swap space, all made anew."""
+        """Return rows of running, all waiting, and swapped requests, made anew."""
         make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), self.desk.books, self.step)
         absent = [make.absent(self.desk.roster[request.request_id]) for request in self.queue]
         return (
@@ -286,7 +286,7 @@ class FakeEngine:
 
 
 def as_of(rows: Iterable[SequenceView], step: int) -> list[tuple[Any, ...]]:
-    """What rows say of a step, those that were made in an earlier one included."""
+    """Return the content of rows at a step, also of rows made at an earlier one."""
     found = []
     for row in rows:
         grown = step - row.since_step if row.is_decoding else 0

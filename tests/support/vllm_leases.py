@@ -1,7 +1,7 @@
 """The machine of ``vllm_machine.py``, with slots on neighbours that are added and removed beside requests.
 
-A chunk of slots is added, retired and emptied, or torn away with all that lies in it. Copies that touch what is gone
-fail, as they do where memory is real.
+A chunk of slots is added, retired and emptied, or torn away with its contents. Copies that touch removed slots fail, as
+with real memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_SLOTS, NUM_CHUNKS = 3, 3
 
 @dataclass
 class Move:
-    """A relocation under way, and what its sources held when it began."""
+    """A relocation in flight, and the contents of its sources when it began."""
 
     relocation: Relocation
     seen: list[list[Token | None]]
@@ -38,7 +38,7 @@ class LeasingMachine(BooksMachine):
     def begin(self, num_slots: int, num_blocks: int, num_requests: int = NUM_REQUESTS) -> None:
         super().begin(num_slots, num_blocks, num_requests)
         self.relocations = Relocations(self.books)
-        self.chunks: dict[int, bool] = {}  # those with memory, and whether they are leaving
+        self.chunks: dict[int, bool] = {}  # those with memory, and whether they are being emptied
         self.moves: list[Move] = []
         self.torn: list[Flight] = []
         self.seen = Counter[str]()
@@ -46,7 +46,7 @@ class LeasingMachine(BooksMachine):
     def _make_slots(self, num_slots: int) -> list[SlotLedger]:
         return [SlotLedger(Tier.PEER, 0), *super()._make_slots(num_slots)]
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     @rule(chunk=st.integers(0, NUM_CHUNKS - 1))
     def add(self, chunk: int) -> None:
@@ -66,7 +66,7 @@ class LeasingMachine(BooksMachine):
     @precondition(lambda self: self.chunks)
     @rule(index=INDEX, is_sure=st.sampled_from([True, False, False]))
     def tear_away(self, index: int, is_sure: bool = True) -> None:
-        """The deadline comes: the memory is removed first, and the books learn of it afterwards."""
+        """At the deadline the memory is removed first, and the books are informed afterwards."""
         if not is_sure:
             return
         chunk = sorted(self.chunks)[index % len(self.chunks)]

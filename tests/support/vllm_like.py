@@ -1,4 +1,4 @@
-"""A server with vLLM's metrics and its stream of completions, and nothing behind them."""
+"""A server with vLLM's metrics and its stream of completions, without a model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ vllm:num_requests_waiting{{engine="0",model_name="m"}} 0.0
 # TYPE vllm:cache_config_info gauge
 {config}
 """
-"""As vLLM 0.11 writes them; of several hundred lines those that matter."""
+"""The metrics used here, as vLLM 0.11 writes them."""
 
 
 def metrics_text(
     num_used: int, num_live: int = 0, usage: str = "vllm:kv_cache_usage_perc", config: str = CONFIG
 ) -> str:
-    """What ``/metrics`` say. One block is vLLM's own, and no part of the usage."""
+    """Return the text of ``/metrics``. One block is vLLM's own, and is not counted in the usage."""
     return METRICS.format(live=float(num_live), part=num_used / (NUM_BLOCKS - 1), usage=usage, config=config)
 
 
 class VllmLike(ThreadingHTTPServer):
-    """Answers with as many tokens as are asked for; each request holds the blocks of its prompt and its output."""
+    """Sends the requested number of tokens; each request holds the blocks of its prompt and its output."""
 
     daemon_threads = True
 
@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def vllm_like() -> Iterator[VllmLike]:
-    """Such a server, until the context ends."""
+    """Yield such a server, until the context ends."""
     with VllmLike() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

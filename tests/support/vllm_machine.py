@@ -1,7 +1,7 @@
-"""Requests of vLLM arrive, compute, are preempted and resumed; what ``test_vllm_books_laws.py`` is about.
+"""The machine of ``test_vllm_books_laws.py``: requests of vLLM arrive, compute, are preempted and resumed.
 
-Copies take effect as late as they may, when they are settled: what is given away or written too early shows. A copy
-back that is not whole has found a slot damaged.
+Copies take effect as late as possible, when they are settled, so blocks that are reused or written too early are found.
+A swap-in that is not whole has found a damaged slot.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class BooksMachine(RuleBasedStateMachine):
         for _ in range(num_requests):
             self._arrive()
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------------
 
     @needs_a_request("off")
     @rule(index=INDEX, most_found=st.sampled_from([0, 0, 1, 4]), num_tokens=NUM_TOKENS)
     def come(self, index: int, most_found: int = 0, num_tokens: int = MAX_TOKENS) -> None:
-        """As vLLM admits: what it finds on the device, then what we can restore, then blocks for both."""
+        """Admit as vLLM does: blocks found on the device, then restorable ones, then new blocks for the rest."""
         request = self._pick(index, "off")
         found = self.pool.find(request.text, min(most_found, (request.num_tokens - 1) // BLOCK_TOKENS))
         num_local = len(found) * BLOCK_TOKENS
@@ -84,7 +84,7 @@ class BooksMachine(RuleBasedStateMachine):
     @needs_a_request("on")
     @rule(index=INDEX, swaps=st.sampled_from([True, True, True, False]))
     def leave(self, index: int, swaps: bool = True) -> None:
-        """Preempt one; its blocks are still its own when the books get the call."""
+        """Preempt a request; it still owns its blocks when the books get the call."""
         request = self._pick(index, "on")
         if swaps:
             num_missing = -(-request.num_computed // BLOCK_TOKENS) - len(request.tracked.backups)
@@ -100,14 +100,14 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX, is_sure=st.sampled_from([False, True, False]))
     def end(self, index: int, is_sure: bool) -> None:
-        """A request ends or is aborted, wherever it is, and another one arrives."""
+        """A request ends or is aborted, in any state, and another one arrives."""
         if is_sure:
             self._end(self.requests.pop(index % len(self.requests)))
             self._arrive()
 
     @rule(is_sure=st.sampled_from([False, False, True]))
     def reset(self, is_sure: bool = True) -> None:
-        """The model has other weights: from now on the same tokens have other KV, and all blocks must be free."""
+        """Load other weights: from now on the same tokens have other KV, and all blocks must be free."""
         if is_sure:
             late = [flight.request for flight in self.flights if flight.is_inbound and not flight.is_void]
             for request in self.requests:
@@ -124,7 +124,7 @@ class BooksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule(index=INDEX, losses=st.sampled_from([0, 0, 0, 1, 2, ALL]))
     def settle(self, index: int, losses: int = 0) -> None:
-        """Each bit of ``losses`` that is set loses a block."""
+        """End a copy; each set bit of ``losses`` loses a block."""
         flight = self.flights.pop(index % len(self.flights))
         lost = frozenset(place for place in range(len(flight.blocks)) if losses >> place & 1)
         (self._bring_in if flight.is_inbound else self._take_out)(flight, lost)
@@ -157,7 +157,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.num_arrived += 1
 
     def _compute(self, request: LiveRequest, num_tokens: int) -> None:
-        """Compute some of its known tokens; after the last of them it has one more."""
+        """Compute some known tokens; after the last one, the request gets another."""
         end = min(request.num_computed + num_tokens, request.num_tokens, MAX_TOKENS)
         num_missing = -(-end // BLOCK_TOKENS) - len(request.blocks)
         if num_missing <= len(self.pool.free):
@@ -167,7 +167,7 @@ class BooksMachine(RuleBasedStateMachine):
             request.num_computed, request.num_tokens = end, request.num_tokens + (end == request.num_tokens)
 
     def _end(self, request: LiveRequest) -> None:
-        """Blocks that are being filled are freed when they are, as vLLM does."""
+        """End a request; blocks that a swap-in fills are freed when it ends, as in vLLM."""
         request.is_gone = True
         self.books.forget(request.tracked)
         if request.where != "coming":

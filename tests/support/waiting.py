@@ -1,4 +1,4 @@
-"""Waiting for what happens in other threads and processes: for as long as it takes, up to a limit."""
+"""Waiting for events in other threads and processes, up to a limit."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 HANG_S = 60.0
-"""The limit of what a test waits for. What takes longer hangs: a busy machine alone must not come to that."""
+"""The time limit of waits in tests: a busy machine alone must not reach it."""
 
 
 def wait_until(condition: Callable[[], T], timeout_s: float = HANG_S) -> T:
-    """What ``condition`` says once it says something true."""
+    """Return the value of ``condition`` once it is true; fail after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"it did not come about within {timeout_s} s"

@@ -1,4 +1,4 @@
-"""Arenas on the host: views stay valid, pages keep their bytes, mistakes and limits change nothing."""
+"""Host arenas: views stay valid, pages keep their bytes, and failed calls change nothing."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_a_view_that_outlives_its_arena_faults_and_shows_no_other_bytes(device: 
     firsts = [_words(other).data_ptr() for other in others]
     assert not any(first <= address < first + 4 * PAGE_BYTES for first in firsts)
     del forgotten
-    assert _rights(address) != "---p"  # the range is given back with the last view
+    assert _rights(address) != "---p"  # the last view releases the address range
 
 
 def _rights(address: int) -> str | None:
-    """How the process may use an address, as the kernel has it; None if nothing is there."""
+    """Access rights of an address in ``/proc/self/maps``; None if it is not mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, rights, *_ = line.split()
         first, end = (int(part, 16) for part in extent.split("-"))
@@ -111,14 +111,14 @@ def test_the_limit_on_mappings_is_an_error_that_changes_nothing(device: HostDevi
     pages = device.allocate(6)
     assert pages is not None
     with pytest.raises(UserError, match=r"vm\.max_map_count"):
-        arena.map(1, pages[:3][::-1])  # hole, three that do not merge, hole
+        arena.map(1, pages[:3][::-1])  # a hole, three mappings that do not merge, a hole
     assert budget.num_mappings == 1
     arena.map(1, pages[:3])
     assert budget.num_mappings == 3
     arena.map(4, pages[3:])
     arena.unmap(2, 1)
     arena.unmap(4, 1)
-    assert budget.num_mappings == 7  # a hole is never refused, though it splits a mapping
+    assert budget.num_mappings == 7  # the limit does not apply to holes, which split a mapping
     arena.close()
     assert budget.num_mappings == 0
 

@@ -1,4 +1,4 @@
-"""When FlashInfer computes prefills, and that it is told the right thing: a module that does what its manual says."""
+"""FlashInfer prefills: when they are used, and their arguments, which a fake after the manual checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.attention import Problem, attention_by_definition, make_probl
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 64, 5)
 PREFILLS = [(0, 7), (13, 4), (5, 5), (0, 1), (9, 1), (4, 1)]
-"""With whole prompts and parts, contexts that end within a block and at its end, and single tokens."""
+"""Whole prompts, later chunks and single tokens; contexts that end within a block and at its end."""
 
 
 class Wrapper:
@@ -80,7 +80,7 @@ def open_fake(shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float16)
 
 
 def solve(problem: Problem, segments: tuple[PrefillSegment, ...] | None = None) -> torch.Tensor:
-    """Attention of a problem without decodes; ``segments`` instead of its own."""
+    """Attention of a problem without decodes; ``segments`` replaces its prefills."""
     batch = problem.batch if segments is None else replace(problem.batch, prefills=segments)
     kv = problem.kv.clone()
     plan = CudaAttentionPlan(batch, SHAPE, 1, open_fake())
@@ -122,7 +122,7 @@ def test_a_refusal_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "prefills are computed by torch, not FlashInfer: it does not run on cpu" in caplog.text
 
 
-# -- what it is told ---------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def test_segments_end_to_end_with_tables_longer_than_their_contexts() -> None:
@@ -139,18 +139,18 @@ def test_segments_end_to_end_with_tables_longer_than_their_contexts() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_prefills_equal_the_definition(seed: int) -> None:
-    """With scattered blocks, and NaN in every slot that no context reaches."""
+    """Blocks are scattered, and every slot outside the contexts holds NaN."""
     problem = make_problem(SHAPE, [], PREFILLS, seed=seed, dtype=torch.float16)
     torch.testing.assert_close(solve(problem).double(), problem.answer, rtol=0, atol=4e-3)
 
 
 def test_wrong_blocks_are_noticed() -> None:
-    """Negative control: the context of a chunk read from other blocks gives another answer."""
+    """Negative control: a chunk with a reversed block table gets another result."""
     problem = make_problem(SHAPE, [], PREFILLS, dtype=torch.float16)
     first, second, *others = problem.batch.prefills
     second = replace(second, block_table=second.block_table.flip(0))
     error = (solve(problem, (first, second, *others)).double() - problem.answer).abs()
-    assert not error[second.first_row : second.first_row + second.num_tokens].max() < 0.1  # NaN is noticed too
+    assert not error[second.first_row : second.first_row + second.num_tokens].max() < 0.1  # or NaN
     assert error[: second.first_row].max() < 4e-3
 
 
@@ -177,7 +177,7 @@ def test_a_batch_of_decodes_is_not_planned() -> None:
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (64, 8, 128), (8, 1, 256)])
 def test_the_workspace_holds_every_split(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Tiles of all heads, in float32 with a log-sum for each row: what FlashInfer reserves at most."""
+    """FlashInfer reserves at most float32 tiles of all heads, with a log-sum for each row."""
     num_processors = 132
     tiles = 2 * num_processors // num_kv_heads
     needed = num_heads * tiles * 128 * head_dim * 4 + num_heads * tiles * 128 * 4

@@ -1,4 +1,4 @@
-"""The burst benchmark's arithmetic: loads that are what they are called, moves that are due, ratios of one round."""
+"""The burst benchmark's arithmetic: arrivals of loads, due drops and restores, ratios within a round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def listing(*rows: Any, homeless: int = 0) -> Any:
 
 
 def run(arm: str, round_: int = 1, ttft_s: float = 1.0, **more: Any) -> dict[str, Any]:
-    """Ten requests of ten tokens with one TTFT."""
+    """A run of ten requests of ten tokens with equal TTFT."""
     group = {"changes": {"dropped": 1.0}, "usable_s": 0.2, "settled_s": 0.4, "restored_s": 2.0, "carried": 5.0,
              "recomputed": 0.0}  # fmt: skip
     return {
@@ -48,7 +48,7 @@ def run(arm: str, round_: int = 1, ttft_s: float = 1.0, **more: Any) -> dict[str
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_load_offers_its_multiples_of_the_calm_rate(name: str) -> None:
-    """Over several seeds: arrivals are drawn."""
+    """Counts are means over seeds."""
     rate, counts = 4.0, []
     edges = np.cumsum([0.0, *(seconds for seconds, _ in LOADS[name].phases)])
     for seed in range(5):
@@ -71,7 +71,7 @@ def test_half_of_the_memory_is_what_half_of_all_blocks_hold() -> None:
 
 
 def test_a_trace_is_cut_where_it_is_most_bursty(tmp_path: Path) -> None:
-    """Ten a second for ten seconds in an hour of one every ten seconds."""
+    """An hour of a request every ten seconds, with ten a second for ten seconds."""
     load = LOADS["burstgpt"]
     times = sorted([*range(0, 3600, 10), *(1800 + tenth / 10 for tenth in range(100))])
     text = "t_s,prompt_tokens,output_tokens\n" + "".join(f"{when},685,294\n" for when in times)
@@ -92,14 +92,14 @@ def test_the_shared_trace_has_a_window_with_a_burst(shared_dir: Path) -> None:
 
 
 def decide(samples: list[Sample]) -> list[tuple[float, DropMove]]:
-    """Moves that are due as samples come."""
+    """Times and moves that are due for these samples."""
     timing = DropTiming(TIMING)
     moments = [(one.time_s, timing.decide(load_of(one, 96, 5), TRANSITION_S).move) for one in samples]
     return [(when, move) for when, move in moments if move is not DropMove.STAY]
 
 
 def samples_of(*, waiting: int, used: int, state: str | None, steps: int = 60) -> list[Sample]:
-    """Twelve seconds of one picture; a group shows its leader's pool, and the other member's is not counted."""
+    """Twelve seconds of constant load. Of a group, only the leader's pool counts."""
     if state is None:
         rows = [row(used // 2, waiting=waiting), row(used // 2, waiting=waiting)]
     else:
@@ -134,7 +134,7 @@ def test_a_sample_counts_each_pool_once() -> None:
 
 
 def test_ratios_pair_arms_of_one_round() -> None:
-    """The machine was half as quick in the second one."""
+    """The machine was half as fast in the second round."""
     runs = [run("recompute", 1, 10.0), run("drop", 1, 1.0), run("recompute", 2, 20.0), run("drop", 2, 2.0)]
     assert ratios(runs, "drop", "recompute", "TTFT p99") == pytest.approx([0.1, 0.1])
 

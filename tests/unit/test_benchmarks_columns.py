@@ -1,4 +1,4 @@
-"""The benchmarks of lending and of vLLM show the columns of comparisons, and what was not measured as missing."""
+"""Tables of the lending and vLLM benchmarks have all columns of comparisons; unmeasured cells are ``-``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic behind the comparison's claims, on runs made by hand: what is pooled, what is void, what is noise."""
+"""The arithmetic of the fairness comparison, on handmade runs: pooling, void loads, noise."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/fairness"
 TTFT = 2
-"""The column of its median."""
+"""The column of the median TTFT."""
 NAMES = ("capacity", "table", "ways", "workloads")
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts of the folder, importable from each other; not importable afterwards."""
+    """Makes the folder's scripts importable during a test."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     for name in NAMES:
@@ -25,7 +25,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(way: str, ttft_s: float, *, process: str = "p", seed: int = 1, load: str = "burst", **more: Any) -> Any:
-    """Ten requests with one TTFT; ten seconds, a hundred tokens."""
+    """A run of ten requests with equal TTFT: ten seconds, a hundred tokens."""
     engine = {"preemptions": 0, "recomputed_tokens": 0, "swap": {"stall_s": 0.0}}
     return {
         "process": process, "way": way, "load": load, "seed": seed, "capacity": 2.0, "duration_s": 10.0,
@@ -43,7 +43,7 @@ def rows(runs: list[Any]) -> dict[str, list[str]]:
 
 
 def test_a_way_is_compared_with_the_baseline_of_its_own_process() -> None:
-    """The machine was half as quick in the other one."""
+    """The machine was half as fast in the second process."""
     runs = [run("fcfs", 10.0), run("paced/pcie", 1.0)]
     runs += [run("fcfs", 20.0, process="q", seed=2), run("cfs/pcie", 2.0, process="q", seed=2)]
     cells = rows(runs)
@@ -57,7 +57,7 @@ def test_a_seed_weighs_the_same_however_often_the_baseline_ran() -> None:
 
 
 def test_the_noise_is_how_far_one_run_of_the_baseline_lies_from_the_others() -> None:
-    """Not from a pool that it is part of."""
+    """The pool of the others excludes the run itself."""
     runs = [run("fcfs", 10.0), run("fcfs", 20.0), run("paced/pcie", 1.0)]
     assert rows(runs)["fcfs beside itself"][TTFT] == "0.50-2.00x"
 

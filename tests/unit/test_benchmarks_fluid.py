@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/policies"
 RATE, DURATION_S = 10.0, 50.0
-"""Requests per second that the server ends, and how long the overload lasts."""
+"""Requests per second that the server completes, and duration of the overload."""
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def fluid(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def share_on_time(fluid: Any, factor: float, patience: float) -> float:
-    """Of requests that must end within 0.3 s, three times what one takes."""
+    """Share on time of requests that take 0.1 s each and must end within 0.3 s."""
     number = int(DURATION_S * factor * RATE)
     arrivals = [index / (factor * RATE) for index in range(number)]
     return fluid.count_on_time(arrivals, [True] * number, fluid.Fluid(1 / RATE, 0.3, patience)) / number
 
 
 def closed_form(factor: float, patience: float) -> float:
-    """If no wait is longer than ``patience`` times FCFS's (``docs/design/004``)."""
+    """Share on time if no wait exceeds ``patience`` times FCFS's (``docs/design/004``)."""
     if factor <= 1 or patience == inf:
         return min(1.0, 1 / factor)
     c = 1 - patience * (factor - 1)
@@ -41,7 +41,7 @@ def closed_form(factor: float, patience: float) -> float:
 @pytest.mark.parametrize("factor", [0.9, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("patience", [1.0, 1.1, inf])
 def test_the_share_on_time_is_that_of_the_closed_form(fluid: Any, factor: float, patience: float) -> None:
-    """A little more where the line is limited: each deadline has a second of grace."""
+    """Slightly more if patience is finite: deadlines in line have a second of grace."""
     found, expected = share_on_time(fluid, factor, patience), closed_form(factor, patience)
     grace = 0.1 if patience < inf and 1 < factor < 2 else 0.01
     assert expected - 0.01 <= found <= expected + grace

@@ -1,4 +1,4 @@
-"""The remap rows of ``benchmarks/gpu`` without a GPU: they run, and leave the device as it was."""
+"""The remap rows of ``benchmarks/gpu`` on a fake GPU: the parameters get all pages back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways that share a machine by the second meet the same machine, whatever becomes of its speed."""
+"""Ways that take turns of a second on a machine see the same speed, even if it changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STEP_S = 0.05
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts of the folder, importable from each other; not importable afterwards."""
+    """Makes the folder's scripts importable during a test."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
     sys.modules.pop("lane", None)
 
 
 class Machine:
-    """Time that passes only in steps and in sleep; steps take ``slowness(now)`` times as long."""
+    """A clock that advances in steps and sleeps; a step takes ``slowness(now) * STEP_S``."""
 
     def __init__(self, slowness: Callable[[float], float] = lambda now: 1.0) -> None:
         self.now, self._slowness = 0.0, slowness
@@ -46,7 +46,7 @@ class Machine:
 
 
 class OneByOne:
-    """An engine that serves one request after the other, a token in every step."""
+    """An engine that serves one request at a time, a token per step."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.clock, self.has_news = machine, machine.monotonic, bool
@@ -97,7 +97,7 @@ def worst_e2e_s(one: Any) -> float:
 
 
 def test_what_a_machine_that_becomes_slow_does_to_one_it_does_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as a control, the second one seems many times as bad."""
+    """Control: of lanes that run one after the other, the second has a far worse E2E."""
     import lane
 
     def becomes_slow(now: float) -> float:

@@ -1,4 +1,4 @@
-"""What the demo makes of a front's answers while instances drop layers, of its users' requests, and what it leaves."""
+"""The demo of drop and restore: samples of the front's answers, runs of users' requests, written files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ RECORDS = [record(when) for when in (0.0, 1.0, 4.5, 5.0, 13.0, 20.0, 33.0)]
 
 
 def test_a_sample_counts_the_requests_of_all_places() -> None:
-    """3 and 4 placed, of which 5 run; 2 have no instance."""
+    """7 are placed, of which 5 run; 2 have no instance."""
     seen = relief_sample_of(1.0, groups(), listing(instance("serving", 3, 3, 40, 64), instance("serving", 4, 2, 50, 64),
                                                    homeless=2))  # fmt: skip
     assert seen == ReliefSample(time_s=1.0, phase="solo", used_blocks=90, blocks=128, num_running=5, num_waiting=4)
@@ -97,7 +97,7 @@ def test_a_sample_counts_the_requests_of_all_places() -> None:
 
 
 def test_what_an_instance_sent_before_a_change_shows_no_step() -> None:
-    """A leader that has not told its new pool; both sides of a restore in one look; requests that ran before."""
+    """Stale reports: a leader's old pool, both sides of a restore, requests that ran before."""
     stale = instance("leading", 2, 8, 60, 64), instance("grouped", 0, 8, 60, 64)
     for state in ("dropping", "exchanging"):
         seen = relief_sample_of(1.0, groups(state), listing(*stale), 128)
@@ -176,7 +176,7 @@ def test_the_two_other_demos_do_not_go_together(tmp_path: Path, capsys: pytest.C
 
 
 class Scripted:
-    """Answers each request with one token; the n-th one fails."""
+    """Answers requests with one token; number ``failing`` fails."""
 
     def __init__(self, failing: int) -> None:
         self.num_sent, self._failing = 0, failing
@@ -205,7 +205,7 @@ def test_a_user_whose_request_failed_leaves_and_others_go_on() -> None:
 
 
 def test_calm_users_take_under_half_of_the_pools_and_all_users_over_both() -> None:
-    """Else layers would never come back, or would not be dropped."""
+    """Otherwise layers would never be restored, or never be dropped."""
     for scale in (QUICK_RELIEF, FULL_RELIEF):
         sizes = [len(one.prompt_token_ids) + one.max_tokens for one in relief_requests(ByteTokenizer(256), 0, scale)]
         pools = 2 * scale.pool_blocks

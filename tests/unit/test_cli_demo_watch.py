@@ -1,4 +1,4 @@
-"""What the demo makes of two servers' metrics: the numbers that their engines said."""
+"""The lending demo's samples of two servers' metrics, and their summary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_sample_has_the_numbers_of_the_engines() -> None:
 
 
 def test_rates_count_only_the_time_with_and_without_borrowed_memory() -> None:
-    """10 tokens/s while nothing is lent, 20 while something is; before the first new token nothing counts."""
+    """10 tokens/s without and 20 with lent bytes; time before the first new token does not count."""
     seen = [
         sample(0, 5, 0),
         sample(9, 5, 0),

@@ -91,7 +91,7 @@ def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) 
 
 
 def test_closed_streams_are_not_given_to_other_files() -> None:
-    """Otherwise the next file that is opened is number 1, and what a child process prints goes into it."""
+    """Otherwise the next opened file is descriptor 1, and receives the output of child processes."""
     program = SAY + "print('x', file=sys.stderr, flush=True); sys.exit(os.open('/dev/zero', os.O_RDONLY))"
     done = subprocess.run(
         ["bash", "-c", '"$0" -c "import os; $1" <&- >&- 2>&-', sys.executable, program],

@@ -18,7 +18,7 @@ from floodplain.observe.terminal import LineFormatter
 
 @pytest.fixture
 def toy_verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """A verb ``demo`` with a verb below it, as ``bench`` has; what it was run with."""
+    """Installs a verb ``demo`` with a nested verb; yields the arguments of its runs."""
     module = types.ModuleType("floodplain.cli.demo")
     seen: list[object] = []
 
@@ -120,7 +120,7 @@ def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"]])
 def test_help_loads_nothing_heavy(argv: list[str]) -> None:
-    """In a fresh interpreter: what makes start-up slow is what is imported."""
+    """Checks the imports of a fresh interpreter: they make start-up slow."""
     program = (
         "import sys; from floodplain.cli.main import main\n"
         f"try: main({argv!r})\n"

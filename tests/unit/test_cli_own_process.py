@@ -1,4 +1,4 @@
-"""A user's work that ends its process is one line, and what it returns or refuses comes out as it is."""
+"""User code in a child process: results and refusals are passed on; an exit is a one-line error."""
 
 from __future__ import annotations
 

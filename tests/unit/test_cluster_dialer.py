@@ -1,4 +1,4 @@
-"""How often an instance dials a front that does not take it: ever more seldom, and at once again after a life."""
+"""Delays between an instance's dials: they double without a life, and are reset after one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from floodplain.cluster.instance.dialer import FIRST_DELAY_S, MOST_DELAY_S, Dial
 
 
 class Member:
-    """An instance that is at rest at once."""
+    """A member that is always at rest."""
 
     async def rest(self) -> None:
         pass
 
 
 def delays_between(lives: Sequence[bool | None], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits after dials: to a front that does not listen (None), or whose life was one (True) or none (False)."""
+    """The delays after dials: refused connection (None), served life (True), or no life (False)."""
     member: Any = Member()
     dialer, left, waited = Dialer(member, "127.0.0.1", 1, "token", 1.0), list(lives), list[float]()
 

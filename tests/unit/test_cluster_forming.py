@@ -1,4 +1,4 @@
-"""What a front tells stages, and which of them it gives requests."""
+"""How a front forms a pipeline of stages, and which stage takes requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_STAGES = 3
 
 
 class World:
-    """A roster of stages, and what each was told."""
+    """A roster of stages, and the messages sent to each."""
 
     def __init__(self) -> None:
         self.roster = Roster(1.0)
@@ -57,7 +57,7 @@ def test_only_the_first_stage_takes_requests_and_only_once_all_are_linked() -> N
         assert not world.forming.link(Formed(member.epoch, 1))
     assert {member.state for member in members} == {"forming"} and world.forming.max_model_len is None
     assert not world.roster.can_serve
-    assert not world.forming.link(Formed(members[-1].epoch, 2))  # of no pipeline
+    assert not world.forming.link(Formed(members[-1].epoch, 2))  # an unknown pipeline
     assert world.forming.link(Formed(members[-1].epoch, 1))
     assert [member.takes_requests for member in members] == [True, False, False]
     assert {member.state for member in members} == {"serving"}

@@ -1,4 +1,4 @@
-"""The monitor of a front: when it drops and restores, what an autoscaler is told, and what it learns of steps."""
+"""The monitor of a front: when it drops and restores, its notices to an autoscaler, its meters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BEAT_S = 0.2
 
 
 class Cluster:
-    """A front's book with instances that say what a test wants, and a monitor over it."""
+    """A monitor over a front's book with instances whose statistics a test sets."""
 
     def __init__(self, num_instances: int, *, is_priced: bool = False) -> None:
         self.book, self.sums = Book(Roster(1.0)), StatsBook()
@@ -49,13 +49,13 @@ class Cluster:
             self.book.join(replace(FACTS, num_blocks=100), slot, 0.0).can_drop = True
 
     def give(self, num_requests: int) -> None:
-        """Requests of 25 blocks each."""
+        """Open and place requests of 25 blocks each."""
         for number in range(num_requests):
             self.book.open(make_request(f"{number}", tuple(range(99)), 0.0, max_tokens=50))
         self.book.place()
 
     def pass_time(self, seconds: float, *, used: int, waiting: int, rate: float = 0.0) -> None:
-        """Look again and again, while each instance says that."""
+        """Look at each beat, while every instance reports this load."""
         for _ in range(round(seconds / BEAT_S)):
             self.now += BEAT_S
             for one in self.book.roster:
@@ -94,7 +94,7 @@ def test_nothing_is_dropped_while_demand_fits(used: int, waiting: int, num_reque
 
 @pytest.mark.parametrize("is_base", [True, False])
 def test_a_drop_is_made_only_if_more_streams_make_more_tokens(is_base: bool) -> None:
-    """Steps that take as long whatever is in them, and steps that each stream makes longer by as much."""
+    """A step takes constant time (``is_base``), or time proportional to its streams."""
     cluster = Cluster(2, is_priced=True)
     now, tokens = 0.0, 0
     for steps, size in enumerate((1, 2, 3, 4) * 10):
@@ -116,7 +116,7 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     group.state = GroupState.PIPELINED
     cluster.pass_time(20, used=100, waiting=2)
     assert group.state is GroupState.PIPELINED
-    assert cluster.notices and cluster.notices[0].grouped  # more cannot be dropped
+    assert cluster.notices and cluster.notices[0].grouped  # no more can be dropped
     for entry in [entry for one in cluster.book.roster for entry in cluster.book.entries_of(one.epoch).values()]:
         cluster.book.close(entry)
     for entry in [*cluster.book._homeless.values()]:
@@ -138,7 +138,7 @@ def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> N
         group.state, plan.kept = GroupState.PIPELINED, (range(6), range(6, 12))
         for epoch, part in zip(epochs, ("leading", "grouped"), strict=True):
             cluster.book.roster.expect(epoch).part = part
-    cluster.monitor._timing._num_drops = 1  # the monitor made them
+    cluster.monitor._timing._num_drops = 1  # counts as a drop by the monitor
     cluster.sent.clear()
     cluster.pass_time(12, used=100, waiting=2)
     assert cluster.prepared() == (set() if is_priced else {1, 2, 3, 4})

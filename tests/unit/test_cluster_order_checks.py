@@ -1,4 +1,4 @@
-"""What a front tells an instance: an order that fits passes, and one that is wrong in one place is refused by name."""
+"""Checks of a front's orders: a valid order passes, and an order with one wrong field is refused."""
 
 from __future__ import annotations
 

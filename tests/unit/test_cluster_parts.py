@@ -1,4 +1,4 @@
-"""Small parts of the front: silent instances, sums of counters, restarts of children, flags that contradict."""
+"""Small parts of the front: silent instances, sums of counters, restarts of children, contradictory flags."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_a_delayed_front_takes_no_instance_for_dead(gaps_s: list[float], held_up
         roster.hear(one.epoch, now)
         assert roster.find_silent(now) == []
     now += held_up_s
-    assert roster.find_silent(now) == []  # what it said meanwhile lies in the socket
+    assert roster.find_silent(now) == []  # its messages may still lie in the socket
     roster.hear(one.epoch, now + 0.1)
     assert roster.find_silent(now + 0.4) == []
-    # if it says nothing even now, that is silence
+    # an instance that still sends nothing is silent
     late = [now + 0.4 + tick * 0.25 for tick in range(1, 6)]
     assert [roster.find_silent(when) for when in late][-1] == [one.epoch]
 
@@ -98,7 +98,7 @@ def test_counters_never_fall_when_instances_end(story: list[tuple[int, int, bool
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_a_process_that_joins_again_counts_nothing_twice(steps: list[int]) -> None:
-    """One engine in one life after the other: its own counters go on."""
+    """One engine in successive lives: its own counters continue."""
     book, before, counted = StatsBook(), EngineStats(), 0
     for epoch, number in enumerate(steps, start=1):
         counted += number
@@ -179,7 +179,7 @@ def test_addresses_are_split_at_their_port() -> None:
 
 
 def test_the_command_of_an_instance_has_all_flags_and_no_secret() -> None:
-    """Read again by the verb's own parser, it is the configuration that it was made from."""
+    """The verb's own parser reads the command back as the same configuration."""
     config = EngineConfig(
         model="m", policy="fcfs", kv_memory=2**20, pack_weights=False, swap="none", seed=3, kv_expansion="1.5"
     )

@@ -1,4 +1,4 @@
-"""Plans and tokens between stages: they arrive as they were, and nothing that is none is taken for one."""
+"""Plans and tokens between stages: they survive a round trip, and invalid ones raise ``PeerLost``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ JUNK: list[Any] = [None, -1, 2**70, 1.5, "x", [], [[]], {}, True, [None, 1, 2], 
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value."""
+    """The paths of a JSON value and all values in it."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:

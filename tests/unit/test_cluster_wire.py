@@ -1,4 +1,4 @@
-"""Messages between the front and its instances: what is written is read again, and nothing else is."""
+"""Messages between the front and its instances: they survive a round trip; others are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> Non
 
 @given(requests)
 def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
-    """But for its stop strings, which the front looks for; and its age stands for its arrival."""
+    """Except stop strings, which the front matches, and the arrival, which is sent as an age."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
     body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
     read: Any = read_front_message(body)
@@ -130,7 +130,7 @@ def test_a_refusal_arrives_as_the_same_exception(error: UserError) -> None:
 
 @given(st.data())
 def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject) -> None:
-    """Any field missing, replaced or added: a WireError, and never another exception."""
+    """If one field is replaced, reading raises no exception other than ``WireError``."""
     message = data.draw(
         st.sampled_from(
             [
@@ -185,7 +185,7 @@ def test_frames_have_their_stated_length_and_are_bounded() -> None:
     with pytest.raises(WireError, match="a frame of 16 bytes, of which 15 are allowed"):
         read_bytes(pack_frame({"a": 12}, (5, 6)), 15)
     with pytest.raises(WireError, match="of which 16384"):
-        read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # nothing of it is waited for
+        read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # refused by its header alone
     for text in (b"[1]", b"{", b"\xff", b"[" * 50000, b'{"a": ' + b"9" * 5000 + b"}"):
         with pytest.raises(WireError, match="no JSON"):
             read_bytes(struct.pack("!II", len(text), 0) + text, 2**17)

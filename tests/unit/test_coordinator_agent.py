@@ -1,4 +1,4 @@
-"""The agent against peers that answer as no coordinator should, or not at all: it goes on, and ends on request."""
+"""The agent with peers that answer wrongly or not at all: it continues, and ends on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.peer import DRIP, answer, answering
 from tests.support.waiting import HANG_S, wait_until
 
 APPLIED = answer(json.dumps({"ttl_s": 10.0, "replies": [encode_reply(Reply(Outcome.APPLIED))]}).encode())
-"""To one message: to a greeting, or to a goodbye."""
+"""The answer to a batch of one message."""
 
 
 def agent_of(url: str, timeout_s: float = HANG_S) -> LeaseAgent:
@@ -40,7 +40,7 @@ def test_every_kind_of_failure_is_counted_and_survived() -> None:
 
 @pytest.mark.parametrize("first", [None, DRIP, b"HTTP/1.1 200 X\r\nContent-Length: 9\r\n\r\n" + DRIP])
 def test_no_answer_holds_up_neither_start_nor_end(first: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange may take minutes here: what ends in time are the waits for it."""
+    """The exchange may take minutes here; the agent's waits for it are bounded."""
     for name in ("START_S", "RETIRE_S", "LAST_WORDS_S"):
         monkeypatch.setattr(agents, name, 0.05)
     with answering(first) as peer:

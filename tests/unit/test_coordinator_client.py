@@ -1,4 +1,4 @@
-"""The client of the coordinator against peers that answer as no coordinator should, or not at all."""
+"""The coordinator's client with peers that answer correctly, wrongly, or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def closed_address() -> str:
         return url_of(sock)
 
 
-# -- which coordinator it asks ----------------------------------------------------------------------------------------
+# -- choice of the coordinator ----------------------------------------------------------------------------------------
 
 
 def test_it_sends_messages_with_its_token_over_one_connection() -> None:
@@ -74,7 +74,7 @@ def test_one_that_no_longer_leads_is_left_for_the_next() -> None:
 def test_a_kept_connection_that_was_closed_is_made_anew() -> None:
     with answering(replies(REPLY), HANG_UP, replies(REPLY)) as peer, closing(CoordinatorClient(peer.url)) as client:
         client.send([BEAT])
-        assert client.send([BEAT]).replies == (REPLY,)  # the second request met a connection that was just closed
+        assert client.send([BEAT]).replies == (REPLY,)  # the peer closed the kept connection
     assert peer.num_connections == 2
 
 
@@ -140,7 +140,7 @@ def test_an_answer_that_drips_costs_the_timeout_once(begun: bytes) -> None:
         began_s = time.monotonic()
         with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
             client.send([BEAT])
-        assert time.monotonic() - began_s >= 0.15  # and it ends, although the drops never do
+        assert time.monotonic() - began_s >= 0.15  # it ends, although the answer does not
 
 
 def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_an_unaccepted_connection_costs_the_timeout_too() -> None:
             client.send([BEAT])
 
 
-# -- what it is told ---------------------------------------------------------------------------------------------------
+# -- answers -----------------------------------------------------------------------------------------------------------
 
 GARBAGE = [
     b"",
@@ -266,7 +266,7 @@ def test_a_name_is_quoted_in_a_path() -> None:
     assert peer.requests[0].startswith(b"DELETE /v1/members/..%2Fa%20b%2F%3F%23%25%C3%A4%0D%0A HTTP/1.1\r\n")
 
 
-# -- what it is given --------------------------------------------------------------------------------------------------
+# -- addresses ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

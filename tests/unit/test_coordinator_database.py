@@ -60,7 +60,7 @@ def test_an_address_is_shown_without_its_password(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_the_files_of_a_store_are_their_owners_alone(umask: int, tmp_path: Path) -> None:
-    """The server's process has one umask; SQLite gives its other files the mode of the first."""
+    """At any umask: SQLite gives its other files the mode of the database file."""
     before = os.umask(umask)
     try:
         with closing(Store.open(f"sqlite:///{tmp_path}/leases.db")):

@@ -1,4 +1,4 @@
-"""After a restart or a takeover: nothing of an offer is granted before its lender has spoken to this coordinator."""
+"""After a takeover, no bytes of an offer are granted before its lender has confirmed the offer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ APPLIED, DEFERRED, STALE = Outcome.APPLIED, Outcome.DEFERRED, Outcome.STALE
 
 
 class Pair:
-    """Two coordinators on one store: the first leads, and knows a lender of eight bytes and a consumer."""
+    """Two coordinators on one store. The first leads; a lender of eight bytes and a consumer have joined."""
 
     def __init__(self, store: HookedStore) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Pair:
         assert self.say(Join("p", "p-1"), Join("c", "c-1"), Offer("p", Stamp(1, 1), 8)) == [APPLIED] * 3
 
     def take_over(self) -> None:
-        """The first one is killed; the second one sees no beat for long enough."""
+        """Let the second coordinator lead: it sees no beat of the first for long enough."""
         self.leader = self.services[1]
         for _ in range(5):
             self.leader.tick()
@@ -41,11 +41,11 @@ class Pair:
         assert self.leader.is_leading
 
     def say(self, *messages: Message) -> list[Outcome]:
-        """What becomes of a batch."""
+        """The outcomes of a batch."""
         return self.say_at_once(messages)[0]
 
     def say_at_once(self, *batches: tuple[Message, ...]) -> list[list[Outcome]]:
-        """What becomes of batches that come in one transaction."""
+        """The outcomes of batches in one transaction."""
         answers = self.leader.serve([jobs.handle(batch, Counter()) for batch in batches])
         return [[reply.outcome for reply in replies] for replies in answers]
 
@@ -63,7 +63,7 @@ def test_an_offer_is_granted_when_its_lender_beats_and_not_before(pair: Pair) ->
 
 
 def test_nothing_is_granted_of_what_was_withdrawn_meanwhile(pair: Pair) -> None:
-    """Consumers ask in the same transaction, before the lender's batch and after it, and even within it."""
+    """Requests come in the same transaction: before, after and within the lender's batch."""
     pair.take_over()
     batch = (Heartbeat("p", 1), ASK, Recall("p", Stamp(1, 2), 8, deadline_s=1.0), ASK)
     answers = pair.say_at_once((ASK,), batch, (ASK,), (Heartbeat("p", 1),), (ASK,))

@@ -1,8 +1,8 @@
-"""Which service may answer: services on one store, stopped anywhere, for any time, with clocks of their own.
+"""Only a leader answers: services on one store, each with its own clock, are paused anywhere, for any time.
 
-A service is stopped at its looks at the clock, and before and after each call of its store; meanwhile time passes, and
-others act. The law: a service that answers still leads when it answers. So a heartbeat that an old leader answered was
-sent before the new one took over, and no member counts on its leases for longer than the new one does.
+A service is paused when it reads its clock, and before and after each call of its store. Meanwhile time passes and
+other services act. The law: a service that answers still leads when it answers. So a heartbeat that an old leader
+answered was sent before the takeover, and no member counts on its leases for longer than the new leader does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TOO_LATE = r"the leader of epoch \d+ answers in epoch \d+"
 
 
 class Rivals:
-    """Some services on one store.
+    """Services that compete for one store.
 
     Args:
-        stores: Of each its own connection.
-        seed: Of everything that is drawn.
+        stores: The connection of each service.
+        seed: Of all random choices.
     """
 
     def __init__(self, stores: list[HookedStore], seed: int) -> None:
@@ -53,7 +53,7 @@ class Rivals:
         return LeaseService(self.stores[index], f"http://{index}", 5.0, clock)
 
     def storm(self, num_steps: int) -> None:
-        """Many stops."""
+        """Act ``num_steps`` times, with pauses and store failures."""
         self._is_calm = False
         fails = failing(self.random, part=0.02)
 
@@ -71,14 +71,14 @@ class Rivals:
             store.hook = let_pass
 
     def calm(self, seconds: float) -> None:
-        """Let time pass in which no service is stopped."""
+        """Let time pass, in which all services tick without pauses."""
         for _ in range(round(seconds / 0.2)):
             self.now += 0.2
             for index in range(len(self.services)):
                 self.services[index].tick()
 
     def _pause(self) -> None:
-        """The acting service may be stopped here."""
+        """Pause the acting service here at random."""
         if self._is_calm or self.random.random() > self._stopping:
             return
         for _ in range(self.random.randint(1, 2)):
@@ -103,7 +103,7 @@ class Rivals:
         self._busy.remove(index)
 
     def ask(self, index: int, message: Message) -> bool:
-        """Whether a service answers. If it does, it leads."""
+        """Whether a service answers; checks that it leads if it does."""
         led, was_leading = self.stores[index].epoch, self.services[index].is_leading
         (answer,) = self.services[index].serve([jobs.handle([message], Counter())])
         if isinstance(answer, Unavailable):
@@ -161,7 +161,7 @@ def test_a_leader_that_does_not_check_its_lease_is_noticed(tmp_path: Path, monke
                 some.storm(100)
 
 
-# -- by the clock ------------------------------------------------------------------------------------------------------
+# -- times -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_the_times_is_what_makes_it_safe() -> None:

@@ -1,4 +1,4 @@
-"""What a membership says of its leases: how many bytes, and how long recalls took."""
+"""A membership's statistics of its leases: bytes, and durations of recalls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.lending.membership import LentDevice, Membership
 
 
 class Told:
-    """A membership and its clock; answers come when a test says so."""
+    """A membership and its clock; a test supplies the answers."""
 
     def __init__(self, name: str) -> None:
         self.now = 0.0

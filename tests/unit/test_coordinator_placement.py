@@ -1,4 +1,4 @@
-"""The placement of a coordinator: what it reads of the file, and when its service follows it."""
+"""The placement of a coordinator: how its file is read, and when its service applies it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def states(service: LeaseService) -> dict[str, LeaseState]:
 
 
 def lend(service: LeaseService) -> None:
-    """Producers p and q have offered ten bytes; c borrows all of them."""
+    """Producers p and q offer ten bytes each; c borrows all of them."""
     for name in ("p", "q", "c"):
         (reply,) = say(service, Join(name, f"{name}-1"))
         assert reply.member is not None
@@ -154,7 +154,7 @@ def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
 def test_reloads_requested_while_one_runs_are_one_after_it(
     is_bad: bool, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None overlaps, and the last one begins after the last wish; a bad file in between stops nothing."""
+    """Reloads do not overlap, and the last begins after the last request, also after a bad file."""
     began, go, running = [0], threading.Semaphore(0), threading.Lock()
 
     def read(_: Path) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Stores of older and of newer coordinators: the leader upgrades the tables, one that stands by changes nothing."""
+"""Stores of older and newer coordinators: a leader upgrades the tables, a standby changes nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ INSERT INTO floodplain_members VALUES ('bob', 'i2', 1, 1, 0, 2, false, false);
 INSERT INTO floodplain_leases VALUES ('bob.1.1.0', 1, 'ann', 'bob', 5, 1, 'held', 2, 5, NULL, '', 12.5);
 INSERT INTO floodplain_leases VALUES ('bob.1.2.0', 2, 'ann', 'bob', 3, 1, 'recalled', 2, 0, 1.5, '', 13.5);
 """
-"""What a coordinator left that kept no version, its tables as it made them."""
+"""Tables and rows of a coordinator from before ``floodplain_version``."""
 ANN = Member("ann", "i1", 2, 9, 20, 0, is_lender=True, hidden_bytes=8)
 BOB = Member("bob", "i2", 1, 1, 0, 2)
 LEASES = [
@@ -62,7 +62,7 @@ def execute(url: str, statements: str) -> None:
 
 @contextmanager
 def transaction(url: str) -> Iterator[sql.Connection]:
-    """On the database, past every rule of a store: its time-outs are for coordinators, not for slow tests."""
+    """A transaction without a store's time-outs, which are too short for slow tests."""
     engine = sql.create_engine(url.replace("postgresql:", "postgresql+psycopg:"), poolclass=sql.pool.NullPool)
     try:
         with engine.begin() as connection:
@@ -72,7 +72,7 @@ def transaction(url: str) -> Iterator[sql.Connection]:
 
 
 def tables(url: str) -> dict[str, list[Any]]:
-    """All that the database has: its tables, and their rows."""
+    """The columns and rows of all tables in the database."""
     with transaction(url) as connection:
         found = sql.MetaData()
         found.reflect(connection)
@@ -83,7 +83,7 @@ def tables(url: str) -> dict[str, list[Any]]:
 
 
 def drift(connection: sql.Connection, metadata: sql.MetaData = METADATA) -> Sequence[Any]:
-    """How the tables of a database differ from those that the statements are made for."""
+    """Differences between a database's tables and ``metadata``."""
     context = MigrationContext.configure(connection, opts={"version_table": VERSION.name})
     found: Sequence[Any] = compare_metadata(context, metadata)
     return found

@@ -95,13 +95,13 @@ def test_jobs_that_take_long_are_committed_before_the_leader_is_too_late(store: 
 @pytest.mark.parametrize("most", [1, 3, 99])
 def test_every_ticket_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
     class Slow:
-        """Does the first few jobs that it is given."""
+        """Runs the first ``most`` jobs of each call."""
 
         def serve(self, jobs: Sequence[Any]) -> list[Any]:
             return [job(None, 0.0) for job in jobs[:most]]
 
         def tick(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         resign = tick
 
@@ -119,7 +119,7 @@ def test_every_ticket_gets_its_own_answer_however_few_are_served_at_once(most: i
 
 
 class Street:
-    """Two that lend and two that borrow, around a coordinator whose store fails, and which is killed, by seed."""
+    """Two lenders and two borrowers of a coordinator that is killed at random, by seed."""
 
     def __init__(self, store: HookedStore, seed: int) -> None:
         self.store, self.random, self.clock = store, Random(seed), Clock()
@@ -255,7 +255,7 @@ def test_when_a_lease_was_granted_is_the_same_after_a_restart(store: HookedStore
     assert service.granted_unix_s == leading(store, clock).granted_unix_s != {}
 
 
-# -- what time brings --------------------------------------------------------------------------------------------------
+# -- deadlines and TTLs ------------------------------------------------------------------------------------------------
 
 
 def test_an_overdue_recall_is_counted_once(store: HookedStore, clock: Clock) -> None:
@@ -289,7 +289,7 @@ def test_a_member_silent_for_a_ttl_is_counted_once_that_is_committed(store: Hook
 
 
 def test_a_paused_coordinator_takes_no_member_for_dead(store: HookedStore, clock: Clock) -> None:
-    """Stopped for longer than a TTL, without a takeover: it cannot know which members are alive."""
+    """After a pause longer than a TTL it leads anew, and a member still counts as alive."""
     service = leading(store, clock)
     told(service, Join("ann", "i1"))
     clock.now += 60.0

@@ -1,4 +1,4 @@
-"""The store of leases, on SQLite and on a real PostgreSQL: what is written is there, and only the leader writes."""
+"""The store of leases, on SQLite and a real PostgreSQL: rows persist, and only the leader writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOME = Changes((ANN, Member("bob", "i2")), (LEASE,))
 
 @pytest.fixture
 def url(store_url: str) -> str:
-    """The address of a store with nothing in it."""
+    """The address of an empty store."""
     return store_url
 
 
@@ -47,7 +47,7 @@ def store(url: str) -> Iterator[Store]:
 
 
 def lead(store: Store, name: str = "me") -> tuple[int, StoredRows]:
-    """Take over: (the epoch, what was there)."""
+    """Take over. Returns the new epoch and the stored rows."""
     seen = store.look()
     rows = store.take_over(seen, name, f"http://{name}", TTL_S)
     assert rows is not None
@@ -61,7 +61,7 @@ def everything(store: Store) -> list[list[tuple[object, ...]]]:
 
 
 def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
-    """What ``do`` returns in each of so many threads that begin together."""
+    """The results of ``do(index)`` in threads that start together."""
     results: list[T | BaseException] = [AssertionError("it did not end")] * num_threads
     barrier = threading.Barrier(num_threads)
 
@@ -240,7 +240,7 @@ def test_resigning_keeps_the_rows_and_leaves_no_leader(store: Store) -> None:
     assert list(rows.leases) == [LEASE]
 
 
-# -- stores that stop --------------------------------------------------------------------------------------------------
+# -- stopped leaders and databases -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
         old, _ = lead(stopped, "stopped")
         with pytest.raises(StoreError), stopped._engine.begin() as connection:
             connection.execute(BOOK.update().where(BOOK.c.epoch == old).values(beat=99))
-            lead(other, "other")  # waits for the lock of the one that stopped
+            lead(other, "other")  # waits for the stopped leader's lock
         assert other.look() == Leadership(2, 2, "other", "http://other", 10.0)
         assert not stopped.write(old, SOME, 1.0, TTL_S)
         assert everything(other)[1:] == [[], []]
@@ -272,7 +272,7 @@ def test_a_leader_that_stops_between_rows_that_it_sends_loses_them_too(
             raw.dbapi_connection.execute("UPDATE floodplain_book SET beat = 99")
             raw.dbapi_connection.pgconn.send_flush_request()
             raw.dbapi_connection.pgconn.flush()
-            wait_until(lambda: is_locked(postgres_url))  # it is done, and the server waits for more
+            wait_until(lambda: is_locked(postgres_url))  # it has run, and the server waits for more
             wait_until(lambda: takes_over(other))
         assert other.look() == Leadership(2, 2, "other", "", TTL_S)
         raw.invalidate()
@@ -280,7 +280,7 @@ def test_a_leader_that_stops_between_rows_that_it_sends_loses_them_too(
 
 
 def is_locked(url: str) -> bool:
-    """Whether a transaction has the row of the book."""
+    """Whether a transaction has locked the row of the book."""
     psycopg = pytest.importorskip("psycopg")
     with psycopg.connect(url) as connection:
         try:

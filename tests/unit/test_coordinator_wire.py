@@ -1,4 +1,4 @@
-"""Messages and answers as JSON: what goes in comes out, and the API takes every message that members can say."""
+"""Messages and answers as JSON: they survive a round trip; the API accepts every message of a member."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dic
 
 @st.composite
 def spoilt_answers(draw: st.DrawFn) -> Any:
-    """An answer to two messages of ``bob`` in which one value, at any depth, was replaced or left out."""
+    """An answer to two messages of ``bob`` with at most one value, at any depth, replaced or removed."""
     replies = draw(st.lists(lease_values.REPLIES, min_size=2, max_size=2))
     answer = {"ttl_s": draw(st.floats(0.1, 3600)), "replies": [encode_reply(for_bob(reply)) for reply in replies]}
     answer = through_json(answer)
@@ -194,7 +194,7 @@ def spoilt_answers(draw: st.DrawFn) -> Any:
 
 
 def for_bob(reply: Reply) -> Reply:
-    """The same about one member, which lends the first of the leases and borrows the others."""
+    """The reply with ``bob`` as member, as lender of the first lease and borrower of the others."""
     member = reply.member and replace(reply.member, name="bob")
     ends = ({"producer": "bob"} if not index else {"consumer": "bob"} for index in range(len(reply.leases)))
     leases = tuple(replace(lease, **end) for lease, end in zip(reply.leases, ends, strict=True))
@@ -202,7 +202,7 @@ def for_bob(reply: Reply) -> Reply:
 
 
 def live_through(answer: Any) -> None:
-    """A member that lends and borrows takes in an answer, if it can be read, and goes on."""
+    """Let a member that lends and borrows learn an answer if it can be decoded, and continue."""
     membership = Membership("bob", "i1", LentDevice(capacity_bytes=100, foreign_bytes=lambda: 0), lambda: 1.0)
     membership.ask([Shard(1)])
     membership.lend(50)

@@ -32,7 +32,7 @@ def test_an_impossible_pool_is_refused(kwargs: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("quantum", [1, 32])
 def test_no_line_of_python_runs_for_each_block_of_a_new_pool(quantum: int) -> None:
-    """An event loop that waits for a pool, or counts its blocks, misses no beat however large the pool is."""
+    """So an event loop is not blocked while it makes a large pool or counts its blocks."""
 
     def live(num_blocks: int) -> None:
         ledger = BlockLedger(num_blocks, 4, quantum_blocks=quantum)
@@ -48,7 +48,7 @@ def test_no_line_of_python_runs_for_each_block_of_a_new_pool(quantum: int) -> No
 
 @pytest.mark.parametrize("quantum", [1, 3])
 def test_a_large_run_of_memory_is_as_many_single_blocks(quantum: int) -> None:
-    """Blocks that come as a run, over some that were there and went, and some that never were."""
+    """The run covers blocks that were retired and blocks that never existed."""
     runs, singles = BlockLedger(7, 4, quantum_blocks=quantum), BlockLedger(0, 4, quantum_blocks=quantum)
     singles.add_memory(list(range(7)))
     for ledger in (runs, singles):

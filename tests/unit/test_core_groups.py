@@ -1,4 +1,4 @@
-"""States of a group: the table, what is stale, and the picture in the design note."""
+"""States of a group: the table, stale events, and the diagram in the design note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What consumers have freed of a device whose lender has ended: settled by their word, a TTL later; not too much."""
+"""Leases of an ended lender are settled a TTL after consumers' reports; bytes that may be held stay owed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.lease_desk import TTL_S, Desk
 
 
 class LongDesk(Desk):
-    """A desk at which time passes; members without messages are taken for dead."""
+    """A desk with a clock; members that send no messages are taken for dead."""
 
     def __init__(self) -> None:
         super().__init__(LeaseLimits(forget_after_s=100.0))
@@ -23,7 +23,7 @@ class LongDesk(Desk):
         return lease
 
     def wait(self, seconds: float, *living: str) -> None:
-        """Seconds pass, in which some say that they live."""
+        """Let seconds pass, in which ``living`` send heartbeats."""
         for _ in range(10):
             self.now += seconds / 10
             for name in living:
@@ -95,7 +95,7 @@ def test_an_expired_lease_waits_for_its_own_consumers_word(is_killed: bool) -> N
 
 
 def test_as_much_stays_owed_as_ended_leases_may_hold() -> None:
-    """The first consumer is stopped and holds its bytes. The second has freed as many, and has not said so yet."""
+    """The first consumer is stopped and holds its bytes. The second has freed as many, without a report yet."""
     desk = LongDesk()
     desk.say(Join("d", "d-1"))
     stopped = desk.hold(1, 2)

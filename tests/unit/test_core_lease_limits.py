@@ -1,4 +1,4 @@
-"""The lease book: quotas, answers to a batch, members that are gone, and which token may end a life."""
+"""The lease book: quotas, answers to a batch, ended members, and permissions of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.lease_desk import Desk
     ],
 )
 def test_a_request_beyond_a_quota_waits_or_is_refused(sizes: tuple[int, ...], outcome: Outcome) -> None:
-    """The consumer has one lease of three bytes; it may have three, of at least two and together eight."""
+    """The consumer has a lease of 3 bytes. It may have 3 leases, of at least 2 bytes each, 8 in total."""
     desk = Desk(LeaseLimits(least_lease_bytes=2, max_leases=3, max_borrowed_bytes=8))
     assert desk.grant(1, 3)
     reply = desk.say(Request("c", 1, 2, tuple(Shard(size) for size in sizes)))
@@ -97,7 +97,7 @@ def test_a_lease_is_shown_to_its_ends_alone() -> None:
 
 
 def test_requests_of_a_new_life_are_not_answered_with_leases_of_an_old_one() -> None:
-    """Both number from one, and the old lease is owed until its producer looks."""
+    """Both lives number from 1; the old lease is owed until its producer observes."""
     desk = Desk()
     [old] = desk.grant(1, 4)
     desk.say(Leave("c", 1))
@@ -107,7 +107,7 @@ def test_requests_of_a_new_life_are_not_answered_with_leases_of_an_old_one() -> 
     assert set(desk.book.rows.leases) == {old.lease_id, new.lease_id}
 
 
-# -- members that are gone ---------------------------------------------------------------------------------------------
+# -- ended members -----------------------------------------------------------------------------------------------------
 
 
 def test_a_member_is_forgotten_when_it_ended_long_ago_and_owes_nothing() -> None:
@@ -160,11 +160,11 @@ def test_a_crowd_of_consumers_leaves_room_for_lenders() -> None:
     assert (joined, len(desk.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
 
 
-# -- whose life it is --------------------------------------------------------------------------------------------------
+# -- permissions of tokens ---------------------------------------------------------------------------------------------
 
 
 class Borrowers:
-    """A token of consumers, for whatever name."""
+    """A token of a consumer, for any name."""
 
     def may_lend(self, _: str) -> bool:
         return False
@@ -174,7 +174,7 @@ class Borrowers:
 
 
 class Producers(Borrowers):
-    """A token of producers."""
+    """A token of a producer, for any name."""
 
     def may_lend(self, _: str) -> bool:
         return True

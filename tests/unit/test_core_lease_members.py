@@ -1,4 +1,4 @@
-"""One member beside a book, its messages carried by hand: what it believes when answers are late or it is."""
+"""One member and a book, with messages carried by hand: late answers, late offers, stopped members."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Desk:
         self.say_all(0.0)
 
     def say(self, message: Message, now: float) -> None:
-        """It arrives at once, and so does the answer."""
+        """Deliver the message and its answer at once."""
         self.side.learn(message, self.book.handle(message, now), now, now)
 
     def say_all(self, now: float) -> None:
@@ -36,7 +36,7 @@ class Desk:
             self.say(message, now)
 
     def settle(self, now: float) -> None:
-        """The producer sees all bytes free."""
+        """Let the producer observe that all bytes are free."""
         self.book.handle(Observe("p", self.book.rows.members["p"].stamp, 0), now)
 
     def granted(self, now: float) -> list[LeaseId]:
@@ -44,7 +44,7 @@ class Desk:
 
 
 def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
-    """The heartbeat that was sent first was overtaken: its list is the newer one, and has no lease that has ended."""
+    """The heartbeat sent first arrives last: its list is the newer one, without the ended lease."""
     desk = Desk()
     [lease_id] = desk.granted(1.0)
     late, quick = Heartbeat("c", 1), Heartbeat("c", 1)
@@ -64,7 +64,7 @@ def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
 
 def test_a_member_stopped_before_it_allocated_frees_at_once() -> None:
     desk = Desk()
-    [lease_id] = desk.granted(TTL_S)  # it looks, and is stopped
+    [lease_id] = desk.granted(TTL_S)  # it checks the lease, then is stopped
     assert not desk.borrower.allocated(lease_id, TTL_S + 0.1)
     assert desk.borrower.to_free() == {lease_id: float("-inf")}
     desk.borrower.freed(lease_id)
@@ -87,7 +87,7 @@ def test_a_member_stopped_after_it_allocated_frees_an_expired_lease() -> None:
 
 
 def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
-    """Its first look at the clock was right, the second one as well, and its clock was slow."""
+    """The member's clock is slow: it reads the TTL's end after the lease has been settled."""
     desk = Desk()
     [lease_id] = desk.granted(TTL_S)
     desk.book.handle(Heartbeat("p", 1), TTL_S)
@@ -101,7 +101,7 @@ def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
 
 
 class LenderDesk:
-    """A book, and a lender that has joined and has said an offer that is still under way."""
+    """A book, and a lender that has joined and sent an offer that has not arrived."""
 
     def __init__(self) -> None:
         self.book = LeaseBook(TTL_S, now=0.0)
@@ -115,13 +115,13 @@ class LenderDesk:
         self.lender.target_bytes = 0
 
     def say(self, message: Message) -> Reply:
-        """It arrives at once, and so does the answer."""
+        """Deliver the message and its answer at once."""
         reply = self.book.handle(message, 0.0)
         self.side.learn(message, reply, 0.0, 0.0)
         return reply
 
     def say_next(self) -> Message | None:
-        """What the lender has to say, which arrives."""
+        """Deliver the lender's next message, if any."""
         message = self.lender.say(own_bytes=6, foreign_bytes=0)
         if message is not None:
             self.say(message)
@@ -156,7 +156,7 @@ def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
 
 
 def test_many_requests_are_sent_in_parts_after_reports_on_leases() -> None:
-    """Nothing is left out for ever: what finds no room is in what is said next."""
+    """No request is left out for ever: those that do not fit are sent next."""
     desk = Desk()
     [lease] = desk.borrower.to_allocate(0.0)
     desk.borrower.allocated(lease.lease_id, 0.0)

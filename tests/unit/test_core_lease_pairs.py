@@ -1,4 +1,4 @@
-"""Pairs that a placement allows: granted along them alone, and what a new placement does not allow is recalled."""
+"""Pairs that a placement allows: only they are granted leases, and leases of other pairs are recalled."""
 
 from __future__ import annotations
 

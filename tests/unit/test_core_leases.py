@@ -1,4 +1,4 @@
-"""One lease, one member, one book: the table of changes, stale messages, grants, and what a look settles."""
+"""Leases and the book: the table of transitions, stale messages, grants, settling by observations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_design_shows_this_table() -> None:
     assert draw_table() in DESIGN.read_text()
 
 
-# -- what is stale -----------------------------------------------------------------------------------------------------
+# -- stale messages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_lease_from_offer_to_settlement() -> None:
     assert desk.report(lease, LeaseEvent.HOLD).outcome is Outcome.APPLIED
     reply = desk.say(Recall("p", desk.row("p").stamp, 10, deadline_s=3.0))
     assert reply.due_in_s == {lease.lease_id: 3.0}
-    assert desk.row("p").offered_bytes == 6  # bytes that were not leased are back at once
+    assert desk.row("p").offered_bytes == 6  # unleased bytes are withdrawn at once
     assert desk.grant(2, 1) == []
     assert desk.report(lease, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
     assert desk.grant(2, 1) == []  # owed
@@ -172,7 +172,7 @@ def test_a_request_is_granted_once_and_not_again_after_its_leases_ended() -> Non
 
 
 def test_a_request_that_a_later_one_overtook_is_open_no_more() -> None:
-    """Numbers that are granted only rise, so it can never be granted: the consumer must send a new request."""
+    """Granted numbers only rise, so it can never be granted: the consumer must send a new request."""
     desk, side = Desk(), MemberSide("b", "b-1", TTL_S)
     borrower = Borrower(side)
     side.learn(Join("b", "b-1"), desk.say(Join("b", "b-1")), 0.0, 0.0)
@@ -186,7 +186,7 @@ def test_a_request_that_a_later_one_overtook_is_open_no_more() -> None:
     assert [lease.request for lease in borrower.to_allocate(2.0)] == [2]
     late = Request("b", side.stamp.generation - 1, borrower.ask([Shard(11)]), (Shard(11),))
     side.learn(late, Reply(Outcome.STALE, replace(desk.row("b"), last_request=3)), 2.0, 2.0)
-    assert 3 in side.open_requests  # an answer to an earlier life says nothing of this one
+    assert 3 in side.open_requests  # an answer to an earlier life does not apply
 
 
 def test_a_look_from_before_an_allocation_settles_nothing() -> None:
@@ -208,7 +208,7 @@ def test_a_look_from_before_a_release_of_an_unreported_lease_is_stale() -> None:
 
 
 def test_a_look_from_before_an_expiry_settles_nothing() -> None:
-    """The consumer allocated after the look, its report was lost, and then it stopped: its bytes are still taken."""
+    """The consumer allocated after the observation, its report was lost, and it stopped: it holds bytes."""
     desk = Desk()
     desk.grant(1, 6)
     look = Observe("p", desk.row("p").stamp, 0)

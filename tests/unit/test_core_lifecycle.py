@@ -1,4 +1,4 @@
-"""Latencies by hand, on three requests of one small story."""
+"""Latencies of requests, and their stays on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_request_that_runs_undisturbed() -> None:
 
 
 def test_a_request_that_is_preempted_pays_in_one_gap() -> None:
-    """The second scheduling is no queueing delay: that is until the first."""
+    """Queueing delay ends with the first scheduling; the second does not count."""
     events = [
         (12.0, EventKind.SCHEDULED),
         (13.5, EventKind.PREEMPTED),
@@ -68,7 +68,7 @@ GAPS_S = st.floats(0.0, 10.0, allow_subnormal=False)
 
 @st.composite
 def stories(draw: st.DrawFn) -> Lifecycle:
-    """A request that comes and goes as often as it likes, and ends on the device or off it."""
+    """A request that is scheduled and preempted at random, and finishes on or off the device."""
     now = draw(GAPS_S)
     request = Lifecycle(now)
     for turn in range(draw(st.integers(0, 12))):
@@ -80,7 +80,7 @@ def stories(draw: st.DrawFn) -> Lifecycle:
 
 
 def is_on_device(request: Lifecycle, when_s: float) -> bool:
-    """By the last event before: the slow way to say it."""
+    """Whether the last event so far put it on the device."""
     *_, last = (kind for now, kind in request.events if now <= when_s)
     return last in COMES
 

@@ -1,4 +1,4 @@
-"""Served work: weights, lift at arrival and on return from idle, and that nothing of it is lost."""
+"""Served work: weights, lift at arrival and on return from idle, and totals that lose no work."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0
 @settings(max_examples=examples(40))
 @given(EVENTS)
 def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: list[tuple[str, bool, int]]) -> None:
-    """Against plain sums; an arriving key is never below the least of the active ones."""
+    """Compared with plain sums. An arriving key starts at no less than the least active one."""
     accounts = KeyAccounts()
     live: dict[str, list[float]] = {key: [] for key in "abc"}
     totals: dict[str, float] = {}

@@ -26,7 +26,7 @@ def streaming(draw: st.DrawFn) -> LayerPlaces:
 @given(streaming(), st.floats(0.01, 1.0), st.integers(1, 10_000))
 @settings(max_examples=examples(100))
 def test_stall_is_that_of_a_walk_through_the_layers(places: LayerPlaces, step_s: float, num_bytes: int) -> None:
-    """``sim.layers`` goes through a step event by event, and knows nothing of chains."""
+    """``sim.layers`` simulates a step event by event, without critical paths."""
     walk = AheadLayers(places, LayerLink(inbound_bandwidth=1e5, outbound_bandwidth=float("inf")))
     compute_s = (step_s / places.num_layers,) * places.num_layers
     walked = walk.step(LayerWork(compute_s, read_bytes=num_bytes, written_bytes=0, held_bytes=0))

@@ -1,4 +1,4 @@
-"""The fit on timings that others published: attention is quadratic, and a line does not see it."""
+"""The fit on published timings: attention is quadratic, so token counts alone do not fit."""
 
 from __future__ import annotations
 

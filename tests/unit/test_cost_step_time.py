@@ -1,4 +1,4 @@
-"""The time of a step as a sum of named parts, and what plans say of it."""
+"""The time of a step as a sum of named parts, and the work of plans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ lengths = st.integers(2, 500)
 @given(prefix=st.integers(0, 500), first=lengths, second=lengths)
 @settings(max_examples=examples(50))
 def test_two_chunks_of_a_prompt_cost_one_more_step_and_chunk_only(prefix: int, first: int, second: int) -> None:
-    """With the two kinds of pairs equally dear: every pair of tokens meets once, however the prompt is cut (Eq. 1)."""
+    """If both kinds of pairs cost the same: a prompt has the same pairs however it is cut (Eq. 1)."""
     cost = StepCost(base_s=0.01, chunk_s=0.003, prefill_token_s=1e-4, self_pair_s=1e-7, prefix_pair_s=1e-7)
     whole = cost.time_s(StepWork.of([], [(prefix, first + second)]))
     parts = [cost.time_s(StepWork.of([], [piece])) for piece in ((prefix, first), (prefix + first, second))]
@@ -62,7 +62,7 @@ def test_two_chunks_of_a_prompt_cost_one_more_step_and_chunk_only(prefix: int, f
 @given(prefix=st.integers(1, 500), tokens=lengths)
 @settings(max_examples=examples(30))
 def test_a_later_chunk_of_as_many_tokens_takes_longer(prefix: int, tokens: int) -> None:
-    """KunServe, figure 9: token counts do not see this."""
+    """KunServe, figure 9: token counts do not show this."""
     assert COST.time_s(StepWork.of([], [(prefix, tokens)])) > COST.time_s(StepWork.of([], [(0, tokens)]))
 
 
@@ -104,7 +104,7 @@ def test_a_decode_out_of_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_contexts_are_right_whatever_is_preempted(policy: str) -> None:
-    """An independent count: a sequence has computed all its tokens but the last when it decodes."""
+    """Counted independently: the context of a decode is all tokens of its sequence."""
     requests, machine = make_burst(40, interval_s=0.005, num_prompt=12, max_tokens=40), Machine(num_slots=60)
     meter, seen = WorkMeter(), []
 

@@ -1,4 +1,4 @@
-"""A dropped layer comes back from the backstop exactly as it was loaded, or the damage is found."""
+"""A dropped layer is restored from the backstop with equal bytes, or damage is detected."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_second_start_uses_the_file_and_another_model_does_not(opened: Backsto
 
 
 def test_a_file_with_other_layers_is_written_anew(opened: Backstop) -> None:
-    """The same fingerprint, and other bytes in memory: memory is right. A process with the old file open keeps it."""
+    """At equal fingerprints, bytes in memory count. A process that has the old file open keeps it."""
     again = open_backstop(opened.path.parent, "a model", make_layers(1))
     assert torch.equal(refill(again, 3).tensor, make_layers(1)[3].tensor)
     assert torch.equal(refill(opened, 3).tensor, make_layers()[3].tensor)
@@ -91,7 +91,7 @@ def test_one_changed_byte_is_found(layer: int, place: float, change: int, opened
     data = bytearray(backstop.path.read_bytes())
     data[position] ^= change
     backstop.path.write_bytes(data)
-    assert backstop.check() is None  # the cheap look is at the header
+    assert backstop.check() is None  # the cheap check reads only the header
     buffer = PlainBuffer(torch.zeros(SIZES[layer], dtype=torch.uint8))
     with pytest.raises(BackstopDamaged, match=f"layer {layer} is damaged"):
         backstop.fill(layer, buffer)

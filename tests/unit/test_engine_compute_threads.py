@@ -1,4 +1,4 @@
-"""A thread that hands an engine to another one keeps no compute threads of its own."""
+"""A thread that hands an engine to another thread releases its compute threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine flags: what is refused says what to change."""
+"""Engine flags: refusals, defaults, and their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine on a GPU among its neighbours: found under its name, and fair about what guests take. Without a GPU."""
+"""A lending engine on a fake GPU: found by its name, and accounts for borrowers' contexts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UUID = b"u" * 16
 
 
 class FakeDevice:
-    """Says that it is on a GPU."""
+    """A fake device on a GPU."""
 
     torch_device = torch.device("cuda", 0)
     page_bytes = PAGE_BYTES
@@ -55,7 +55,7 @@ class FakeDevice:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where homes lie, on a machine with one GPU."""
+    """The folder of device owners, on a fake machine with one GPU."""
     FakeDriver(Gpu(UUID)).install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     find_path = cuda_home.find_path
@@ -101,7 +101,7 @@ LIMITS = PoolLimits(num_blocks=16, least_blocks=4, most_lent_blocks=8, max_model
 
 
 class FakeCuda(FakeDevice):
-    """The pool's own device, which others use, too."""
+    """The pool's device, which other processes use, too."""
 
     def __init__(self, device: HostDevice) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_foreign_bytes_count_from_the_first_loan_less_a_guests_context(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
-    device.foreign_pages = 7  # modules, and other processes
+    device.foreign_pages = 7  # of modules and other processes
     assert lent_pool.foreign_bytes == 0
     pages = kv_pool.unmap_quanta([0])
     device.device.release(pages)

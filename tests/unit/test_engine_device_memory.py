@@ -35,7 +35,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shortage(name: str, kv_bytes: int = 2 * FREE) -> list[str]:
-    """What is said of a pool and of parameters that find no room."""
+    """Errors for a pool and for parameters that do not fit."""
     config = EngineConfig(model="dummy:tiny-llama", kv_memory=kv_bytes)
     memory = DeviceMemory(config, open_model(config.model).config, HostBackend(), torch.float32, name)
     said = []

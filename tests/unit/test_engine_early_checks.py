@@ -1,4 +1,4 @@
-"""What verbs with an engine refuse before torch is imported: by what is imported, and not by a clock."""
+"""What verbs with an engine refuse before torch is imported, as ``sys.modules`` shows."""
 
 from __future__ import annotations
 

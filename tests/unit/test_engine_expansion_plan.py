@@ -1,4 +1,4 @@
-"""What ``--kv-expansion`` allows: places by model, pool and memory; where it allows none, one line with the numbers."""
+"""Places that ``--kv-expansion`` allows by model, pool and memory; if none, an error with the numbers."""
 
 from __future__ import annotations
 

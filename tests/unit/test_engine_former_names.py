@@ -1,4 +1,4 @@
-"""Names that moved between rooms, and that scripts of users import."""
+"""Former module names can still be imported: users' scripts need them."""
 
 from __future__ import annotations
 

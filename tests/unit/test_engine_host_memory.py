@@ -1,4 +1,4 @@
-"""What the host can still give: the machine's own count, and every limit of a container above the process."""
+"""Available host memory: the machine's own count, and every cgroup limit above the process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_where_more_is_used_than_is_allowed_nothing_is_left(host: Path) -> None:
 
 
 def test_a_folder_that_the_container_does_not_see_limits_nothing(host: Path) -> None:
-    """In a namespace of its own, the path may lead out of what is mounted."""
+    """In a cgroup namespace, the path may lead out of the mounted tree."""
     (host / "own").write_text("0::/../../elsewhere\n")
     assert available_bytes() == 1000 * KIB
 

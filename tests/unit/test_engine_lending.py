@@ -1,4 +1,4 @@
-"""A lender over a fake engine that reports and obeys, and what an engine's flags allow to lend."""
+"""A lender over a fake engine, and limits on lending from an engine's flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL, STEP = 1000, 64
 
 
 class FakeEngine:
-    """An engine of 1,000 blocks of one byte, which gives and takes at most 64 at a time."""
+    """An engine of 1,000 one-byte blocks that shrinks and grows by at most 64 at a time."""
 
     full_bytes = FULL
     quantum_bytes = 4
@@ -54,7 +54,7 @@ class FakeEngine:
 
 
 class World:
-    """A lender over a fake engine, and a coordinator that is played by hand."""
+    """A lender over a fake engine; a test plays the coordinator."""
 
     def __init__(self, targets: list[int], num_looks: int = 10**9, guest_bytes: int = 0) -> None:
         self.engine = FakeEngine()
@@ -65,14 +65,14 @@ class World:
         self.now = 0.0
 
     def tell(self, offered_bytes: int, revision: int, *leases: Lease) -> None:
-        """What the coordinator says of its row, in answer to whatever is said."""
+        """Answer all messages with this row and these leases."""
         row = Member("a", "life", revision=revision, offered_bytes=offered_bytes)
         messages, sent_s = self.membership.collect()
         replies = [Reply(Outcome.APPLIED, row, leases) for _ in messages]
         self.membership.learn(messages, replies, 10.0, sent_s + revision)
 
     def says(self) -> list[object]:
-        """All but greetings."""
+        """The messages to send, except joins and heartbeats."""
         return [message for message in self.membership.collect()[0] if not isinstance(message, Heartbeat | Join)]
 
     def run(self, seconds: float = 0.02, num_boundaries: int = 1) -> None:

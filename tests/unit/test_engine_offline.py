@@ -1,4 +1,4 @@
-"""What a run is said to have done: the difference of two snapshots, and the links that it used."""
+"""Reports of a run: the difference of two snapshots, and the links that it used."""
 
 from __future__ import annotations
 

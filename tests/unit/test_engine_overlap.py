@@ -1,4 +1,4 @@
-"""The engine's shell where several steps may be outstanding: plans are submitted ahead, results collected in order."""
+"""The engine's shell with several outstanding steps: results are collected in order of submission."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def members(plan: StepPlan) -> tuple[SeqId, ...]:
 
 
 def serve(depth: int, requests: list[Request], num_blocks: int) -> tuple[dict[SeqId, list[int]], LateExecutor]:
-    """The tokens of each request, in the order in which they came."""
+    """Serve all requests. Returns the tokens of each, and the executor."""
     executor = LateExecutor()
     loop = make_loop(num_blocks=num_blocks, depth=depth, max_model_len=MAX_MODEL_LEN)
     engine = Engine(

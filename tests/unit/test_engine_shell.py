@@ -22,7 +22,7 @@ FIRST = SeqId(0)
 
 
 class Clock:
-    """Goes on by a microsecond whenever it is read, so that time passes as soon as the clock is read."""
+    """Advances by a microsecond whenever it is read."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -33,7 +33,7 @@ class Clock:
 
 
 class SlowExecutor(FakeExecutor):
-    """Copies end in the ``num_turns``-th wait; each wait takes all the time that it may."""
+    """Copies end in the ``num_turns``-th wait; each wait lasts until its timeout."""
 
     def __init__(self, clock: Clock, num_turns: int) -> None:
         super().__init__(block_tokens=4)
@@ -65,7 +65,7 @@ def clock() -> Clock:
 
 
 def make_engine(clock: Clock, num_turns: int, *script: Callable[[View], Decision]) -> tuple[Engine, SlowExecutor]:
-    """An engine whose only request has been prefilled; then the policy does what ``script`` says."""
+    """An engine whose only request has been prefilled; then the policy follows ``script``."""
     policy = ScriptedPolicy()
     executor = SlowExecutor(clock, num_turns)
     engine = Engine(
@@ -87,7 +87,7 @@ def make_engine(clock: Clock, num_turns: int, *script: Callable[[View], Decision
 def test_a_step_with_nothing_but_a_copy_under_way_waits_for_it(clock: Clock) -> None:
     engine, executor = make_engine(clock, 4, swap_out, idle)
     begin = clock.now
-    assert engine.step() == []  # a plan of a transfer and nothing else: it does not wait
+    assert engine.step() == []  # a plan with only a transfer does not wait
     assert executor.waits_s == []
     assert engine.step() == []
     assert len(executor.waits_s) == 4
@@ -143,7 +143,7 @@ def test_copies_beside_compute_cost_no_wait(clock: Clock) -> None:
 
 
 def test_copies_that_have_ended_are_taken_whatever_news_there_is(clock: Clock) -> None:
-    """In a burst there is always news: swapped-in requests must not wait for its end."""
+    """In a burst there is always news, and ended copies must not wait for its end."""
     engine, executor = make_engine(clock, 10**6, swap_out, idle)
     engine.step()
     engine.has_news = lambda: True

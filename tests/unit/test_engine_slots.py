@@ -1,4 +1,4 @@
-"""Rows of sequences: there are always enough, and no sequence's state moves when more are made."""
+"""Rows of sequences: more are made if needed, and every sequence keeps its row and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that users name: one place reads them, one place turns what parsers raise into a line."""
+"""Files that users name are read within bounds; a parser's error becomes one line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_reasons_replace_pythons_messages_about_its_own_limits() -> None:
 
 
 class PanicException(BaseException):
-    """As parsers in Rust raise it."""
+    """A panic of a Rust parser."""
 
 
 @pytest.mark.parametrize(

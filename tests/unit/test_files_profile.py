@@ -1,4 +1,4 @@
-"""A profile is read as it was written; what is no profile is refused in one line that names the file and the field."""
+"""A profile file is read as it was written; a malformed one is refused in one line with its path."""
 
 from __future__ import annotations
 

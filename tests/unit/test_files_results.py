@@ -1,4 +1,4 @@
-"""A result is whole under its name or not there: whatever stops its writer, and whatever stands at the name."""
+"""Result files: replaced atomically; pipes and mounted files are written in place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def names(folder: Path) -> list[str]:
 
 
 class Stopped(BaseException):
-    """The writer goes no further."""
+    """Stops the writer."""
 
 
 @contextmanager
 def stopped_at(call: str, monkeypatch: pytest.MonkeyPatch, outcome: BaseException) -> Iterator[list[str]]:
-    """The first call of ``os.CALL`` raises instead; what was called is noted."""
+    """Make ``os.CALL`` raise ``outcome``; yield a log of its calls."""
     called: list[str] = []
 
     def stop(*_: Any, **__: Any) -> None:
@@ -84,7 +84,7 @@ def test_what_a_killed_writer_leaves_goes_with_the_next_result(call: str, tmp_pa
 
 
 def test_the_partial_file_of_a_running_writer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second writer comes while the first one's bytes are on their way to the disk."""
+    """A second writer starts while the first one is in ``fsync``."""
     first, fsync = tmp_path / "first", os.fsync
 
     def write_another(fd: int) -> None:
@@ -130,7 +130,7 @@ def test_links_stay_and_what_they_lead_to_is_replaced(tmp_path: Path) -> None:
     target, link, far = tmp_path / "deep" / "t", tmp_path / "deep" / "link", tmp_path / "far"
     link.symlink_to("t")
     far.symlink_to("deep/link")
-    for content in (OLD, NEW):  # the first makes what the links lead to
+    for content in (OLD, NEW):  # the first write creates the target
         write_result(far, content)
         assert target.read_bytes() == content
     assert link.is_symlink() and far.is_symlink() and not target.is_symlink()
@@ -138,7 +138,7 @@ def test_links_stay_and_what_they_lead_to_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_pipe_gets_the_bytes_and_no_end_before_them(tmp_path: Path) -> None:
-    """A reader must not take the check before the work for the end of the file."""
+    """``check_writable`` must not cause an end of file at the reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -156,7 +156,7 @@ def test_a_pipe_gets_the_bytes_and_no_end_before_them(tmp_path: Path) -> None:
 
 
 def test_standard_output_is_written_where_it_stands(tmp_path: Path) -> None:
-    """Opened anew by its name, a file behind it would be emptied, and then overwritten by what is printed."""
+    """Reopening it by name would truncate a file behind it; later output would overwrite the result."""
     program = (
         "import sys; from pathlib import Path; from floodplain.files.results import write_result\n"
         "print('before', flush=True); write_result(Path('/dev/stdout'), 'result\\n'); print('after')"
@@ -183,7 +183,7 @@ def test_a_name_that_is_no_utf_8_can_be_in_a_result(tmp_path: Path) -> None:
 def test_a_folder_in_which_no_file_can_be_made_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file itself may be written, and still not be replaced."""
+    """The file itself is writable, but cannot be replaced."""
     out = tmp_path / "out.json"
     out.write_bytes(OLD)
     real: Callable[..., int] = os.open

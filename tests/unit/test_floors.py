@@ -29,7 +29,7 @@ FLOORS = [
     ["cli"],
 ]
 CLUSTER_ROOMS = ["wire", "state", "launch", "bulk", "pipeline", "instance", "groups", "migration", "router"]
-"""The rooms of ``cluster``, lowest first."""
+"""Subpackages of ``cluster``, lowest first."""
 FLOOR_OF = {place: floor for floor, places in enumerate(FLOORS, start=1) for place in places}
 TOP = len(FLOORS) + 1
 
@@ -38,9 +38,9 @@ PURE_IMPORTS = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
     "heapq", "itertools", "math", "operator", "types", "typing",  # data and arithmetic
     "hashlib",  # content keys
-    "fractions", "re",  # sizes as people write them
+    "fractions", "re",  # parsing of sizes
 }  # fmt: skip
-"""All of the standard library that pure code needs. Of ``random`` it takes the type ``Random``, and never its state."""
+"""Standard modules that pure code may import; of ``random`` only the type ``Random``, not its global state."""
 
 BARE_GPU_IMAGE = {"torch", "numpy"}
 KERNELS = {"floodplain.memory.cuda.triton_copy", "floodplain.model.attention.paged_decode"}
@@ -50,7 +50,7 @@ MEMBER = {
     f"floodplain.lending.{name}"
     for name in ("agent", "client", "clock", "exchange", "fields", "membership", "recall_times", "wire")
 }
-"""What speaks to the coordinator for an engine."""
+"""Modules with which an engine calls the coordinator."""
 
 
 def modules(*places: str) -> list[str]:
@@ -60,7 +60,7 @@ def modules(*places: str) -> list[str]:
 
 @cache
 def imports_of(source: str) -> list[tuple[str, str]]:
-    """(module, name) of every import, wherever it stands; name is empty for ``import module``."""
+    """(module, name) of every import at any depth; name is empty for ``import module``."""
     imports: list[tuple[str, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -72,7 +72,7 @@ def imports_of(source: str) -> list[tuple[str, str]]:
 
 
 def upward_imports(place: str, source: str) -> list[str]:
-    """Places above that of a file which it imports; the package's own names (``from floodplain import LLM``) too."""
+    """Imports from above ``place``, including the package's own names (``from floodplain import LLM``)."""
     return [other for other in imported_places(source) if FLOOR_OF.get(other, TOP) > FLOOR_OF[place]]
 
 
@@ -83,7 +83,7 @@ def imported_places(source: str) -> list[str]:
 
 
 def impure_imports(place: str, source: str) -> list[str]:
-    """Imports of a pure file that bring a clock, threads, the network, or anything that is not ours."""
+    """Imports that pure code must not have: clocks, threads, the network, third-party packages."""
     allowed = PURE_IMPORTS | ({"numpy"} if place == "cost" else set())
     return [
         module
@@ -93,7 +93,7 @@ def impure_imports(place: str, source: str) -> list[str]:
 
 
 def run(script: str, *arguments: str) -> list[str]:
-    """What a script prints as JSON in a fresh interpreter that sees neither this directory nor this process."""
+    """Return the JSON list that a script prints in a fresh, isolated interpreter."""
     command = [sys.executable, "-I", "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def test_the_architecture_has_a_line_for_every_room() -> None:
 
 
 def test_no_file_imports_a_floor_above_its_own() -> None:
-    for place in FLOOR_OF:  # the package's own __init__ is not asked: it imports the public API on first use
+    for place in FLOOR_OF:  # without the package's own __init__, which imports the public API on first use
         for file in sorted((ROOT / place).rglob("*.py")):
             assert upward_imports(place, file.read_text()) == [], file
 
@@ -133,7 +133,7 @@ def test_neighbours_on_a_floor_do_not_import_each_other_in_a_circle() -> None:
 
 
 def upward_rooms(room: str, source: str) -> list[str]:
-    """Rooms of ``cluster`` that a file of another one imports although they are not below it."""
+    """Imported subpackages of ``cluster`` that are above ``room``."""
     parts = [module.split(".") for module, _ in imports_of(source)]
     rooms = [part[2] for part in parts if part[:2] == ["floodplain", "cluster"] and len(part) > 3]
     return [other for other in rooms if CLUSTER_ROOMS.index(other) > CLUSTER_ROOMS.index(room)]
@@ -145,7 +145,7 @@ def test_rooms_of_the_cluster_import_lower_ones_only() -> None:
     for room in CLUSTER_ROOMS:
         for file in sorted((ROOT / "cluster" / room).rglob("*.py")):
             assert upward_rooms(room, file.read_text()) == [], file
-    assert upward_rooms("wire", "from floodplain.cluster.router.front import Front") == ["router"]  # the control
+    assert upward_rooms("wire", "from floodplain.cluster.router.front import Front") == ["router"]  # control
 
 
 def test_the_plug_in_needs_no_engine_of_ours() -> None:
@@ -154,7 +154,7 @@ def test_the_plug_in_needs_no_engine_of_ours() -> None:
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    """The plug-in has two: vLLM's names for its parts lead to files that vLLM must be there for."""
+    """Excludes the plug-in, which has two: modules that vLLM loads by name import modules that need vLLM."""
     places = [place for place in FLOOR_OF if place != "plugins"]
     names = set(modules(*places))
     needs = {}
@@ -183,7 +183,7 @@ TELLS_KINDS_APART = {
 
 
 def kinds_told_apart(source: str) -> list[str]:
-    """Comparisons with the name of a kind of device, and names that are said to begin with one."""
+    """Comparisons with a device kind, and ``startswith`` calls with one."""
     found = []
     for node in ast.walk(ast.parse(source)):
         is_asking = isinstance(node, ast.Compare) or (
@@ -217,7 +217,7 @@ def test_pure_code_imports_no_clock_no_threads_no_network() -> None:
 
 
 def test_pure_code_names_no_flags() -> None:
-    """Every front end has its own names for what can be told."""
+    """Each front end has its own names for settings."""
     for place in PURE:
         for file in sorted((ROOT / place).rglob("*.py")):
             raised = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
@@ -291,7 +291,7 @@ BANNED = {
 
 
 def test_pure_floors_bring_nothing_but_themselves() -> None:
-    """``cost`` is left out here, since it may bring numpy, and numpy brings what it wants."""
+    """Excludes ``cost``, which may import numpy: numpy imports banned modules."""
     brought = {name.partition(".")[0] for name in run(IMPORT_ALL, *modules("core", "leases", "policy", "runtime"))}
     assert brought & BANNED == set()
     assert {name for name in brought if name not in sys.stdlib_module_names} == {"floodplain"}
@@ -320,7 +320,7 @@ def test_modules_of_a_member_need_only_the_standard_library() -> None:
 
 
 def test_the_bare_image_lacks_what_it_should() -> None:
-    """Negative control: without numpy, or without torch, the data plane does not import."""
+    """Negative control: without numpy, the data plane does not import."""
     with pytest.raises(AssertionError, match="imports numpy"):
         run(IMPORT_ON_A_BARE_IMAGE, "torch", "floodplain.model.sampler", *modules("memory"))
 

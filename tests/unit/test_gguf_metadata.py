@@ -1,4 +1,4 @@
-"""The quick reader finds what the package's own finds."""
+"""The fast GGUF reader returns what the gguf package's reader returns."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "before")
     before = read_gguf(path, 1)
     assert read_gguf(path, 1) is before
-    path.unlink()  # what is mapped stays as it is
+    path.unlink()  # the mapped file stays unchanged
     write(path, "after")
     assert contents(read_gguf(path, 2))["general.name"] == "after"

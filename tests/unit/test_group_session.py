@@ -14,7 +14,7 @@ REQUEST, NUM_LOADED = 7, 3
 
 
 def session_with_engine() -> tuple[Session, Any]:
-    """A session whose member has an engine with nothing but a ledger: what is posted to it runs at once."""
+    """A session over an engine that is only a ledger; functions posted to it run at once."""
     state = SimpleNamespace(ledger=BlockLedger(16, 16), sequences={})
     engine: Any = SimpleNamespace(loop=SimpleNamespace(state=state), clock=lambda: 0.0)
 
@@ -29,10 +29,10 @@ def test_blocks_of_a_stream_that_never_ran_are_freed() -> None:
     session, engine = session_with_engine()
     ledger = engine.loop.state.ledger
     assert session._begin_load(REQUEST, NUM_LOADED, engine) is not None and ledger.num_available == 16 - NUM_LOADED
-    session.adopter(REQUEST, 40)  # the order came; its stream was cancelled before it submitted anything
+    session.adopter(REQUEST, 40)  # the order arrived; its stream was cancelled before it submitted anything
     session.release(REQUEST)
     assert ledger.num_available == 16
-    session.release(REQUEST)  # a second time nothing changes
+    session.release(REQUEST)  # a second release changes nothing
     assert ledger.num_available == 16
 
 
@@ -40,7 +40,7 @@ def test_release_after_adoption_changes_nothing() -> None:
     session, engine = session_with_engine()
     ledger = engine.loop.state.ledger
     session._begin_load(REQUEST, NUM_LOADED, engine)
-    session.adopter(REQUEST, 40)(engine, SeqId(1))  # the request is gone by then: its blocks are free
+    session.adopter(REQUEST, 40)(engine, SeqId(1))  # the sequence has ended: its blocks are freed
     assert ledger.num_available == 16
     other = ledger.begin_load(16)
     session.release(REQUEST)

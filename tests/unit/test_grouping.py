@@ -1,4 +1,4 @@
-"""Requests between two members of a group, as the front has them: none is lost, none is placed that has ended."""
+"""The front's requests of a group: none is lost, and no ended request is placed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
 
 
 class Front:
-    """A front with a group of its first instances, which serves; requests are placed on its leader.
+    """A front whose first instances are a serving group; requests are placed on its leader.
 
     Args:
         num_members: Of the group, epochs from 1.
-        num_others: Further instances, which have no request.
+        num_others: Further instances, without requests.
     """
 
     def __init__(self, num_members: int = 2, num_others: int = 0) -> None:
@@ -60,7 +60,7 @@ class Front:
         return entries
 
     def ask_hand_over(self) -> None:
-        """The group is in the middle of a restore: the leader is to hand its requests over."""
+        """Begin a restore, up to the order that the leader hand over its requests."""
         self.grouping.restore(self.number)
         self._answer(Planned(1, self.number, 0, ()))
         for answer in ("moved", "filled"):
@@ -68,7 +68,7 @@ class Front:
         assert self.state is GroupState.HANDOVER
 
     def hand_over(self) -> None:
-        """The same, and the leader has done so."""
+        """Begin a restore; the leader has handed over its requests."""
         self.ask_hand_over()
         self.answer_hand_over()
 
@@ -142,7 +142,7 @@ def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: in
 
 
 def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
-    """It would begin what comes behind its answer, and the front has lifted it by then: a waste of its steps."""
+    """The front lifts all of the leader's requests at its answer: steps for later ones would be wasted."""
     front = Front()
     front.ask_hand_over()
     late = front.submit()
@@ -153,7 +153,7 @@ def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
 
 @pytest.mark.parametrize("epoch", [1, 2, 4])
 def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> None:
-    """They are not placed on members whose lives are about to end: of three ends in a row a request is given up."""
+    """Requests are not placed on members about to end: a request fails after three ends in a row."""
     front = Front(num_members=4)
     front.end(epoch)
     assert front.state is None and len(front.book.roster) == 0

@@ -1,4 +1,4 @@
-"""What an engine borrows for layers that stream, and two borrowers that share a client."""
+"""Near copies of streamed layers in borrowed memory; borrowers that share a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST, SOME = PLACES[NUM_LAYERS], PLACES[4]
 
 
 class Street:
-    """A producer that lends, and an engine's layers that borrow."""
+    """A producer, and near copies of an engine's layers that borrow from it."""
 
     def __init__(self, one: World, directory: Path) -> None:
         self.one = one
@@ -144,7 +144,7 @@ def test_a_recall_is_obeyed_at_once_without_a_boundary(street: Street) -> None:
 
 
 def test_a_killed_lender_costs_no_data(street: Street) -> None:
-    """Its pages stay the borrower's until its device is said to be gone; then loads come from home."""
+    """Its pages stay in use until the coordinator forgets it; then loads read the host copy."""
     street.lend(8)
     street.expand(MOST)
     street.one.begin_sequence()
@@ -199,7 +199,7 @@ def test_borrowers_that_share_a_client_take_grants_of_their_own_requests(street:
             some.refused(lease.lease_id, "this engine has not asked for it")
         else:
             some.allocated(lease.lease_id)
-    street.client.beat()  # what the other share has not seen yet silences nothing
+    street.client.beat()  # keeps the grant that the other share has not taken yet
     assert not some.to_allocate() and {*some.pending()} == set()
     [lease] = other.to_allocate()
     assert lease.request == number

@@ -1,4 +1,4 @@
-"""The thread that waits for news, against peers that answer as no coordinator should, or not at all."""
+"""The news watch thread against peers with wrong answers, slow ones, or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end takes no longer than a hang, and an answer that must not hold it up does."""
+    """Closing may take up to ``HANG_S``; an answer that must not delay it takes longer."""
     monkeypatch.setattr(news_watch, "CLOSING_S", HANG_S)
 
 
@@ -64,7 +64,7 @@ def test_it_returns_the_mark_that_it_got_and_reports_all_news() -> None:
     ],
 )  # fmt: skip
 def test_what_fails_is_tried_again_ever_later(bad: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one: a server that answers "no news" at once has not waited, and would be polled all the time."""
+    """The last case: a server that answers "no news" without waiting must not be polled without pause."""
     pauses: list[float] = []
     with answering(bad, bad, bad, news("a.1"), None) as peer, watching(peer) as (watch, heard):
 

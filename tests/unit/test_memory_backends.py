@@ -1,4 +1,4 @@
-"""What the kind of a device decides, for each kind; GPUs are played."""
+"""Backends of each kind of device; GPUs are fakes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Calls:
-    """A function that always answers the same, and notes the last argument of each call."""
+    """A function that returns a constant and records the last argument of each call."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -61,7 +61,7 @@ class Calls:
 
 
 class Journal:
-    """Opens and closes devices and homes that are not there, and notes the order."""
+    """Records the order in which fake devices and homes are opened and closed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []

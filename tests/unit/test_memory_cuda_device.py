@@ -1,4 +1,4 @@
-"""What a CUDA device leaves to torch, and what a context takes: by a fake driver, and a process that only pretends."""
+"""A CUDA device's cap on torch, foreign pages and context size, with a fake driver and process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOTAL = 100 * PAGE_BYTES
 
 
 class Torch:
-    """What torch says of the device: memory that it has taken, and how much it may."""
+    """Fake of torch.cuda: free and reserved memory, and torch's memory fraction."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -54,7 +54,7 @@ def test_torch_keeps_out_of_what_may_be_lent_until_the_device_is_closed(fake: To
         device.cap_torch(70 * PAGE_BYTES)
         assert fake.fraction * TOTAL == pytest.approx(20 * PAGE_BYTES)
         assert pages is not None
-        device.release(pages[:30])  # lent: what torch may have does not depend on it
+        device.release(pages[:30])  # lent pages do not change torch's cap
         device.cap_torch(70 * PAGE_BYTES)
         assert fake.fraction * TOTAL == pytest.approx(20 * PAGE_BYTES)
     assert fake.fraction == 1.0
@@ -73,7 +73,7 @@ def test_others_hold_what_came_since_they_were_forgotten(fake: Torch) -> None:
 
 
 def test_what_we_release_meanwhile_is_never_forgotten(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread gives pages back while it looks: another process may hold them the next moment."""
+    """Another thread releases pages during the look: another process may allocate them at once."""
     with CudaDevice(CudaDriver(0), None) as device:
         pages = device.allocate(5)
         assert pages is not None

@@ -1,4 +1,4 @@
-"""Which GPU a name stands for: one engine at a time, known to visitors while it runs, however it ends."""
+"""Names of GPUs: held by one engine at a time, found by borrowers while it runs."""
 
 from __future__ import annotations
 

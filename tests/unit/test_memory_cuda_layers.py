@@ -1,4 +1,4 @@
-"""Copies of layers for a GPU that is not there: which way pieces go, and which memory is locked, and for how long."""
+"""Layer copies for a fake GPU: how pieces are copied, and which memory is page-locked until when."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST, NUM_PIECES = torch.device("cpu"), 24
 
 
 class Kernels:
-    """What of our kernels is called, in numpy's words."""
+    """A fake of our Triton copy kernel, with ``memmove``."""
 
     def __init__(self) -> None:
         self.seen_ids: list[int] = []

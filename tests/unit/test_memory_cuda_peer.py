@@ -1,4 +1,4 @@
-"""Memory on a neighbour GPU, by a fake driver: what is taken and given back, access rights, and what is refused."""
+"""Memory on a neighbour GPU, with a fake driver: allocation, access rights, refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOME, NEIGHBOUR, FAR = (bytes([number]) * 16 for number in range(3))
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
-    """Two GPUs that reach each other, and one that no other reaches; each is an engine's home, and so is our own."""
+    """Two GPUs that are peers, and one without peers; each, including our own, is an engine's home."""
     gpus = Gpu(HOME, peers={NEIGHBOUR}), Gpu(NEIGHBOUR, num_pages=8, peers={HOME}), Gpu(FAR)
     driver = FakeDriver(*gpus).install(monkeypatch)
     names = {"same": HOME, "near": NEIGHBOUR, "far": FAR, "hidden": b"?" * 16}
@@ -176,7 +176,7 @@ def test_a_mig_instance_gets_an_error_with_what_it_can_borrow_from(driver: FakeD
 
 
 def test_threads_take_and_give_back_at_once(driver: FakeDriver, memory: CudaPeerMemory) -> None:
-    """And two that close the same extent close it once."""
+    """Two threads that close the same extent close it once."""
     failures: list[BaseException] = []
 
     def run() -> None:

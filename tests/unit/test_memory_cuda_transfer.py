@@ -1,4 +1,4 @@
-"""Copies to neighbour GPUs and back, without a GPU: what is moved, what is a miss, and what waits for what.
+"""Copies to a neighbour GPU and back, without a GPU: moved bytes, misses and waits.
 
 The driver and the streams are fakes over this machine's memory; engine, slots, extents and the mover are the real ones.
 """
@@ -45,7 +45,7 @@ STREAM = 7
 
 
 class There:
-    """A pool, slots on a neighbour and in host memory, and what copies between them."""
+    """A pool, slots on a neighbour and in host memory, and engines that copy between them."""
 
     def __init__(self, driver: FakeDriver, pool: KVPool, folder: Path) -> None:
         self.driver, self.pool = driver, pool
@@ -102,7 +102,7 @@ class There:
         return list(ended[0][1])
 
     def remove_in_thread(self, chunk: int) -> threading.Thread:
-        """Returns when the thread has begun: no new copy finds the chunk."""
+        """Remove a chunk in a thread; return once no new copy finds it."""
         thread = threading.Thread(target=self.peer.remove, args=(chunk,))
         thread.start()
         is_there = True
@@ -178,19 +178,19 @@ def test_what_lay_in_a_chunk_that_is_gone_is_a_miss(there: There) -> None:
     assert there.copy(IN, [6], [4]).problem == "a slot holds no whole block"
     assert there.copy(OUT, [2, 7], slots).problem == "a slot went away"
     assert there.relocate([3, 4], [0, 1], Tier.HOST) == [1]
-    there.add(1)  # the memory that comes under its number knows nothing
+    there.add(1)  # new memory under its number has no digests
     assert not there.copy(IN, [6], [4]).is_whole
 
 
 @pytest.mark.parametrize("direction", [OUT, IN])
 def test_removed_memory_waits_only_for_copies_that_use_it(there: There, direction: Direction) -> None:
-    """The forced path: no thread polls or steps."""
+    """Forced removal: no thread polls or steps."""
     there.add(0, 1)
     assert there.copy(OUT, [0, 1], [0, 4]).is_whole
     there.streams[direction].gate.clear()
     there.submit(direction, [0, 1], [0, 4])
     thread = there.remove_in_thread(0)
-    other = there.submit(direction, [2, 3], [1, 5])  # behind the first; half of it finds no memory
+    other = there.submit(direction, [2, 3], [1, 5])  # queued behind the first; one of its slots has no memory
     thread.join(0.05)
     assert thread.is_alive()
     assert there.driver.gpus[1].num_used_pages == 2
@@ -239,7 +239,7 @@ def test_a_copy_that_fails_to_start_frees_its_memory_after_a_drain(there: There)
 
 
 def test_a_chunk_may_go_at_any_moment_of_a_copy(there: There) -> None:
-    """Blocks are whole, or known not to be; and no copy touches memory that is gone, which would end the process."""
+    """Each block is whole or reported lost. A copy that touched unmapped memory would crash the process."""
     outcomes, random = set(), Random(1)
     for seed in range(120):
         there.add(*(chunk for chunk in range(NUM_CHUNKS) if chunk not in there.peer._extents))

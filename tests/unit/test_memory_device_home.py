@@ -1,4 +1,4 @@
-"""A device and its home: one engine at a time, a file that goes with the last user, and what a killed one left."""
+"""Home devices: one engine at a time, a file removed with its last user, killed engines."""
 
 from __future__ import annotations
 

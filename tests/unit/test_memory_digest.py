@@ -1,4 +1,4 @@
-"""The digest proves single flips, swaps and zeroing, and equals its definition."""
+"""The digest detects flipped bits, swapped words and zeroing; it equals its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic tensors by example: where their bytes are, and what happens when something goes wrong in between."""
+"""Elastic tensors by example: where their bytes are, and failures of their moves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Street:
 
 
 class FakeMemory:
-    """A neighbour that can be made to vanish, and in whose allocations something can happen."""
+    """Neighbour memory that can fail, with a hook (``meanwhile``) in each allocation."""
 
     page_bytes = PAGE_BYTES
 
@@ -85,7 +85,7 @@ class FakeExtent:
 
 
 class FragileTensor(torch.Tensor):
-    """Memory of a device that may be gone: then whatever is done with it fails as it does on CUDA."""
+    """Memory of a device that may be gone; every operation then raises the error of CUDA."""
 
     is_gone = False
 
@@ -101,7 +101,7 @@ def street(tmp_path: Path) -> Street:
     return Street(tmp_path)
 
 
-# -- what becomes elastic ----------------------------------------------------------------------------------------------
+# -- creation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_is_closed_is_not_used(street: Street) -> None:
             use()
 
 
-# -- there and back ----------------------------------------------------------------------------------------------------
+# -- moves -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_moves_to_its_grant_and_back_on_a_recall(street: Street) -> None:
@@ -181,7 +181,7 @@ def test_a_tensor_moves_to_its_grant_and_back_on_a_recall(street: Street) -> Non
     street.producer.beat()
     assert len(street.producer.pages) == 4
     street.producer.lend(3)
-    street.grant()  # the request is there already
+    street.grant()  # the request is still pending
     assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
 
 
@@ -197,7 +197,7 @@ def test_a_response_that_comes_too_late_saves_the_bytes_and_was_counted(street: 
 
 
 def test_a_grant_recalled_during_its_allocation_is_returned_next(street: Street) -> None:
-    """The client must not release it by itself, though it does not know of the allocation."""
+    """The client must not release the lease, although no allocation is reported yet."""
     street.grant()
     street.memory.meanwhile = street.recall
     assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES, recalled_bytes=NUM_BYTES)
@@ -233,7 +233,7 @@ def test_grants_to_other_users_of_the_client_are_left_alone(street: Street) -> N
     assert [lease.request for lease in street.client.to_allocate()] == [number]
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_without_room_is_refused_with_the_reason(street: Street) -> None:
@@ -243,7 +243,7 @@ def test_a_device_without_room_is_refused_with_the_reason(street: Street) -> Non
     assert street.pool.respond() == PageMoves(refusals=(reason,))
     assert street.client.refusals == [reason]
     assert street.elastic.torch().equal(street.values)
-    assert street.client.pending()  # another one is wanted
+    assert street.client.pending()  # another lease is requested
 
 
 def test_a_device_out_of_reach_is_refused_with_the_reason(street: Street, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_lease_that_is_lost_leaves_the_bytes_if_they_can_be_read(street: Stree
 
 
 def test_bytes_on_a_device_that_is_gone_are_an_error_and_never_wrong(street: Street) -> None:
-    other = street.pool.to_elastic(torch.ones(4 * PAGE_BYTES))  # too large for its neighbour
+    other = street.pool.to_elastic(torch.ones(4 * PAGE_BYTES))  # too large for the neighbour
     street.move_to_peer()
     FragileTensor.is_gone = True
     street.coordinator.book.forget("p")

@@ -1,4 +1,4 @@
-"""The host device: ownership of pages, seen from one and from two users, and what attaching refuses."""
+"""Host devices: ownership of pages with one and two users, and refusals to attach."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.host_devices import open_device
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[HostDevice, HostDevice]]:
-    """Two users of one device of 16 pages, each with a description of its own, as two processes have."""
+    """Two users of one device of 16 pages, each with its own file description, like two processes."""
     with open_device("gpu0", 16 * PAGE_BYTES, tmp_path) as one, open_device("gpu0", 16 * PAGE_BYTES, tmp_path) as other:
         yield one, other
 
@@ -58,7 +58,7 @@ def test_foreign_pages_are_those_of_others(pair: tuple[HostDevice, HostDevice]) 
 
 
 def test_foreign_pages_are_counted_in_one_look(pair: tuple[HostDevice, HostDevice]) -> None:
-    """While its own pages come and go on another thread, none of them is ever taken for a foreign one."""
+    """Own pages that another thread allocates and releases meanwhile never count as foreign."""
     one, other = pair
     other.allocate(2)
     is_over = threading.Event()
@@ -79,7 +79,7 @@ def test_foreign_pages_are_counted_in_one_look(pair: tuple[HostDevice, HostDevic
 
 
 def test_closing_a_visitor_releases_no_other_locks(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
-    """As it would with the older locks, which a process loses when it closes any descriptor of the file."""
+    """A process loses classic POSIX locks when it closes any descriptor of the file."""
     one, other = pair
     one.allocate(10)
     open_device("gpu0", 16 * PAGE_BYTES, tmp_path).close()
@@ -160,7 +160,7 @@ def test_descriptors_are_closed_on_exec(tmp_path: Path) -> None:
 
 
 def _descriptors() -> set[int]:
-    """Open descriptors, without the one that listing them takes."""
+    """Open descriptors, without that of the listing itself."""
     links = {int(path.name): path for path in Path("/proc/self/fd").iterdir()}
     return {fd for fd, path in links.items() if path.is_symlink()}
 
@@ -222,7 +222,7 @@ def test_attaching_makes_nothing_and_refuses_what_is_no_device(tmp_path: Path) -
 
 
 def _with_capacity(header: bytes, capacity_bytes: int) -> bytes:
-    """A file of one page of header that says so, and as many bytes."""
+    """A device file whose header has this capacity, and as many bytes."""
     return header[:12] + capacity_bytes.to_bytes(8, "little") + header[20:] + bytes(capacity_bytes)
 
 

@@ -45,7 +45,7 @@ def test_of_two_concurrent_leaves_one_is_the_last(tmp_path: Path, monkeypatch: p
 
     os_close = os.close
     monkeypatch.setattr("floodplain.memory.host.named_file.os.close", close_when_the_other_has_left)
-    named_file.leave(left.pop(), path)  # has looked whether it is alone, and not closed the file, when the other looks
+    named_file.leave(left.pop(), path)  # has checked for other users, but not closed the file, when the other checks
     assert not path.exists()
 
 
@@ -146,7 +146,7 @@ def test_a_sweep_removes_files_of_killed_processes_and_none_in_use(tmp_path: Pat
         assert named_file.sweep(tmp_path) == {}, "all are in use"
         child.kill()
     assert named_file.sweep(tmp_path).keys() == {"gpu"}, "memory of the lender is in use, and its neighbour runs"
-    os.close(guest._fd)  # what the kernel does when it is killed
+    os.close(guest._fd)  # as the kernel does for a killed process
     swept = named_file.sweep(tmp_path)
     assert swept.keys() == {"lender"}
     assert swept["lender"] >= 10 * PAGE_BYTES, "what the home and its guest had"

@@ -1,4 +1,4 @@
-"""Extents on a neighbour: whole pages, never more than was leased, and nothing left behind."""
+"""Extents on a neighbour: whole pages within the requested bytes, all released on close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that a CUDA device copies from and to: which memory is locked, and for how long. Without a device."""
+"""Page-locked swap slots for CUDA, without a device: which memory is locked until when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SLOTS = 3
 
 
 class Runtime:
-    """What of the CUDA runtime is called; ``status`` is its answer."""
+    """Fake locking of the CUDA runtime; ``register`` returns ``status``."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}

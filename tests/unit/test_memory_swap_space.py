@@ -1,4 +1,4 @@
-"""Swap space: transfers over one tier and over two, what is counted, and what is refused."""
+"""Swap space: transfers over one and two tiers, counters, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Bench:
         return HostTransferEngine(self.pool, self.slots[tier], link=link).start()
 
     def space(self, **engines: TransferEngine) -> SwapSpace:
-        """Over both tiers; ``host`` and ``peer`` may bring engines of their own."""
+        """Swap space over both tiers; ``host`` and ``peer`` replace their engines."""
         return SwapSpace({tier: SwapTier(self.slots[tier], engines.get(tier.value) or self.engine(tier))
                           for tier in (PEER, HOST)})  # fmt: skip
 
@@ -78,7 +78,7 @@ def transfer(kind: TransferKind, pairs: dict[int, tuple[Tier, int]]) -> Transfer
 
 
 def run(space: SwapSpace, one: Transfer) -> list[int]:
-    """Start it and wait for its end; the places of blocks that are lost."""
+    """Run a transfer to its end; return the indices of lost blocks."""
     space.start(one)
     ((transfer_id, lost),) = space.wait(HANG_S)
     assert transfer_id == one.transfer_id
@@ -87,7 +87,7 @@ def run(space: SwapSpace, one: Transfer) -> list[int]:
 
 @pytest.fixture
 def paced() -> EmulatedLink:
-    """10 ms for each block."""
+    """A link with 10 ms a block."""
     curve = LinkCurve(0.0, ((LAYOUT.block_bytes, LAYOUT.block_bytes / 0.010),))
     return EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=1.0)
 

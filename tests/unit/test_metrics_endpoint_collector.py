@@ -42,7 +42,7 @@ PROMISED = {
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
 }
-"""Every promised metric, and one more."""
+"""Types of all metrics by name."""
 
 LABELS = {
     "kv_blocks": {"state"},

@@ -1,4 +1,4 @@
-"""Flags of instances whose requests move: what they become, and what does not go with them."""
+"""Flags of fronts that migrate requests: flags of their instances, and refusals."""
 
 from __future__ import annotations
 

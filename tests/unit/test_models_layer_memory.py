@@ -1,4 +1,4 @@
-"""The memory of a layer's parameters goes, serves others, and comes back from elsewhere: the model is what it was."""
+"""A layer's parameters are unmapped and loaded into other pages: the model computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DROPPED, NUM_LAYERS = 3, 5
 
 
 class Loaded:
-    """A tiny model whose layers lie in pages, and what it says."""
+    """A tiny model with its layers in pages, and its logits."""
 
     def __init__(self, name: str) -> None:
         self.source = DummyModel(name)
@@ -51,7 +51,7 @@ class Loaded:
         return all_logits(self.model, range(11), 7)
 
     def use_elsewhere(self, pages: list[Page]) -> None:
-        """Another arena has the pages, full of ones."""
+        """Map the pages in another arena and overwrite them."""
         arena = self.memory.device.reserve(len(pages))
         arena.map(0, pages)
         arena.tensor(torch.uint8, (len(pages) * arena.page_bytes,)).fill_(255)
@@ -103,7 +103,7 @@ def test_other_layers_still_run(loaded: Loaded) -> None:
 
 
 def test_pages_that_are_not_filled_would_show(loaded: Loaded) -> None:
-    """Control: what the guard refuses is not the model."""
+    """Negative control: unfilled pages change the logits."""
     loaded.use_elsewhere(loaded.dropped.unmap())
     loaded.dropped.map(loaded.other_pages())
     loaded.dropped.is_filled = True
@@ -111,7 +111,7 @@ def test_pages_that_are_not_filled_would_show(loaded: Loaded) -> None:
 
 
 class _Broken(DummyModel):
-    """A file that has become unreadable."""
+    """A source that fails within a layer."""
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         if name.endswith(("down_proj.weight", "fc2.weight")):
@@ -127,7 +127,7 @@ def test_a_layer_that_was_filled_in_part_is_not_there(loaded: Loaded) -> None:
 
 
 class _Returns:
-    """Hooks that bring the layer back just before it runs."""
+    """Hooks that load the layer just before it runs."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -138,7 +138,7 @@ class _Returns:
             fill_layer(self._loaded.model, index, self._loaded.source)
 
     def after_layer(self, index: int) -> None:
-        """It stays."""
+        """Keep it."""
 
 
 def test_a_hook_may_bring_a_layer_just_before_it_runs(loaded: Loaded) -> None:

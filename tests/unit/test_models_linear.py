@@ -19,7 +19,7 @@ WAYS = [Linear, pytest.param(PackedLinear, marks=NEEDS_ONEDNN)]
     params=sorted({False, linear._has_bf16_products()}), ids=["no bf16 products", "bf16 products"].__getitem__
 )
 def has_bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A CPU without them; and one with them where this one has them."""
+    """Whether the CPU has bfloat16 products; True only if this CPU has."""
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: request.param)
     return bool(request.param)
 

@@ -1,4 +1,4 @@
-"""A library that is executed comes from this user alone and is whole; a compiler that hangs is stopped."""
+"""Only whole libraries that this user wrote are loaded; a compiler that hangs is stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def answer(folder: Path, value: int = 7, name: str = "s") -> int | None:
-    """What the compiled source answers; None if it is not loaded."""
+    """The compiled function's result; None if it is not loaded."""
     source = folder.parent.parent / f"{name}.cpp"
     source.write_text(SOURCE.replace("VALUE", str(value)))
     build.load_library.cache_clear()
@@ -111,7 +111,7 @@ def test_a_library_is_compiled_once_and_again_if_it_is_cut(folder: Path, monkeyp
     assert answer(folder, 7) == 7
     with closing(LibraryCache(folder)) as libraries:
         assert libraries.load(stored.name) is not None
-    assert answer(folder, 8, "other") == 8  # two libraries at once are two
+    assert answer(folder, 8, "other") == 8  # another source is another library
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_a_compiler_that_hangs_or_fails_is_one_line(
 
 
 def test_what_a_compiler_started_ends_with_it(tmp_path: Path) -> None:
-    """Otherwise the pipe that it holds would keep the reader waiting."""
+    """Otherwise the reader would wait for the pipe that the child holds."""
     with pytest.raises(CompilerFailed, match=r"was stopped after 0.05 s"):
         compiler._run(("sh", "-c", "sleep 1000 & wait"), 0.05, os.environ)
 

@@ -1,4 +1,4 @@
-"""A profile as text: sizes in units that people read, and a row for each try."""
+"""A profile as text: sizes in readable units, and a row for each try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile's picture shows what was tried, the limits and the result, and leaves out what is not there."""
+"""A profile's plot shows tries, limits and result; missing values are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of comparisons: as a benchmark result has them, pooled by request, missing where a run lacks a key."""
+"""Columns of comparisons: those of a benchmark result, pooled over all requests."""
 
 from __future__ import annotations
 

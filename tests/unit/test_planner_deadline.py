@@ -1,4 +1,4 @@
-"""The time limit of the placer, by a clock that each look at it moves; and how its work grows."""
+"""The placer's time limit, with a clock that each reading advances; growth of its work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GB = 10**9
 
 
 class Ticks:
-    """A clock that goes on by a second at each look."""
+    """A clock that each reading advances by a second."""
 
     def __init__(self) -> None:
         self._looks: Iterator[int] = count()
@@ -36,7 +36,7 @@ class Ticks:
 
 
 def alike(num_models: int, *, domain: str | None = None, kinds: int = 1) -> Cluster:
-    """As many models that lend as that need, on servers of eight GPUs, one in sixteen of which stays empty."""
+    """Half of the models lend, half need; of the GPUs, eight on a server, one in sixteen stays empty."""
     servers = tuple(Server(f"s{i}", 8, 80 * GB, domain or f"s{i}", 450 * GB) for i in range(-(-num_models // 15 * 2)))
     sizes = [(-1 if i % 2 else 1) * (i // 2 % kinds + 1) * GB for i in range(num_models)]
     return Cluster(servers, tuple(Model(f"m{i}", 1, 1, 1, size) for i, size in enumerate(sizes)))
@@ -44,7 +44,7 @@ def alike(num_models: int, *, domain: str | None = None, kinds: int = 1) -> Clus
 
 @pytest.mark.parametrize("seconds", [0, 1, 5, 50, 300, 1000])
 def test_at_any_time_limit_a_valid_placement_and_its_gap_are_returned(seconds: int) -> None:
-    """Unlike models: mixes are too many, rounded ones are listed, and then servers get integers of their own."""
+    """Unlike models have too many mixes: rounded mixes are listed, then a program per server is solved."""
     cluster, clock = alike(150, kinds=25), Ticks()
     found = place(cluster, seconds, max_mixes=500, clock=clock)
     assert violations(cluster, found) == [] and found.bound_bytes <= found.objective_bytes

@@ -1,4 +1,4 @@
-"""Clusters in YAML: read as they are written, or refused in one line that says what to change."""
+"""Clusters in YAML: read as they are written, or refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements by example: what is told when there is none, when the time is over, and what a gap allows."""
+"""Placements by example: errors if there is none, the time limit, and the gap."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_when_the_time_is_over_the_best_so_far_is_returned_with_its_gap(max_mixe
     cluster = big_mix(1)
     found = place(cluster, 1e-9, max_mixes=max_mixes)
     assert violations(cluster, found) == []
-    assert found.method in ("greedy", "servers") and not found.is_most_matched  # servers are given it as a start
+    assert found.method in ("greedy", "servers") and not found.is_most_matched  # servers start from greedy's
     assert found.gap > 0 and found.bound_bytes <= place(cluster).objective_bytes <= found.objective_bytes
 
 
 def test_without_any_placement_in_time_the_error_suggests_more_time() -> None:
-    """Greedy puts a and b on two servers, and then there is none for c."""
+    """Greedy puts a and b on two servers, which leaves none for c."""
     models = (model("a", 1, 1, 9), model("b", 1, 1, 5), model("c", 1, 1, 4))
     cluster = Cluster(servers(2, 3), models, (frozenset("ac"), frozenset("bc")))
     assert place_greedily(classify(cluster)) is None and violations(cluster, place(cluster)) == []

@@ -1,4 +1,4 @@
-"""R_m of a model is what its profiles say: a producer's free bytes, or what a consumer swaps."""
+"""R_m of a model by its profiles: a producer's free bytes, or a consumer's swap space."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_profiles_give_what_a_model_lends_or_needs(named: Any, memory: int, tmp_
 
 @given(st.integers(1, 2**62), st.integers(1, 2**62))
 def test_a_profile_places_as_its_bytes_would(tmp_path_factory: pytest.TempPathFactory, free: int, needed: int) -> None:
-    """Whether they are placed or refused."""
+    """If the profile is refused, so are the bytes."""
     folder = tmp_path_factory.mktemp("cluster")
     write_profiles(folder, free, needed)
     for profile, plain in ((PRODUCER, {"lends": f"{free}B"}), (SWAP, {"needs": f"{needed}B"})):

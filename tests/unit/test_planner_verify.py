@@ -1,4 +1,4 @@
-"""What ``verify`` finds: nothing in a placement that holds, and each constraint that is broken, one at a time."""
+"""``violations`` is empty for a valid placement, and reports each broken constraint."""
 
 from __future__ import annotations
 

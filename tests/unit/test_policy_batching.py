@@ -16,13 +16,13 @@ PRICES = Prices(step_s=0.02, prefill_token_s=0.001)
 
 
 def back(number: int, **fields: object) -> SequenceView:
-    """A stream that has just come back: one token to compute, as a chunk."""
+    """A stream that was just swapped in: one token to compute, as a chunk."""
     values: dict[str, object] = {"num_prompt": 8, "last_token_s": 0.0} | fields
     return prompt(number, 12, 11, **values)
 
 
 def chunks_of(view: View) -> dict[int, int]:
-    """Tokens of prompts and of streams that came back, by sequence."""
+    """Tokens of prompts and of swapped-in streams, by sequence."""
     policy = PacedPolicy(SharingSettings())
     decision = policy.decide(view, 1.0, None)  # type: ignore[arg-type]
     return {chunk.seq_id: chunk.num_tokens for chunk in (*decision.chunks, *decision.admissions)}
@@ -69,13 +69,13 @@ def test_a_stream_whose_last_token_is_outstanding_takes_no_place() -> None:
 
 
 def test_a_stream_that_comes_back_is_a_stream() -> None:
-    """Its one token goes into the step whatever the prompts want, and prompts are limited for its sake."""
+    """Its one token is in the step at any length of prompts, and it caps prompts like other streams."""
     assert chunks_of(make_view(prompt(0, 500), back(1), prices=PRICES)) == {0: 20, 1: 1}
     assert chunks_of(make_view(prompt(0, 500), back(1), max_batched_tokens=2)) == {0: 1, 1: 1}
 
 
 def test_prompts_that_are_there_go_before_those_that_come() -> None:
-    """By arrival: else every newcomer's first chunk would delay the first tokens of all before it."""
+    """By arrival: otherwise each newcomer's first chunk would delay all earlier first tokens."""
     assert chunks_of(make_view(prompt(0, 100, 8), waiting(1, 100), max_batched_tokens=50)) == {0: 50}
     assert chunks_of(make_view(prompt(0, 30, 8), waiting(1, 100), max_batched_tokens=50)) == {0: 22, 1: 28}
     assert chunks_of(make_view(prompt(2, 100, 8), waiting(1, 30), max_batched_tokens=50)) == {1: 30, 2: 20}

@@ -67,7 +67,7 @@ FULL = {"num_blocks": 9, "num_available_blocks": 0}
 
 
 def resident(number: int, num_tokens: int, **fields: object) -> SequenceView:
-    """With room in its blocks for a slice: it needs nothing and leaves three blocks."""
+    """With room in its blocks for a slice: it needs none, and preempting it frees three."""
     return stream(number, num_tokens=num_tokens, block_due_step=200, **fields)
 
 
@@ -76,19 +76,19 @@ RESIDENTS = (resident(0, 15), resident(1, 13), resident(2, 14))
 
 def test_when_a_slice_ends_the_least_served_replaces_the_most_served() -> None:
     decision = decide(*RESIDENTS, swapped(3), **FULL)
-    assert left(decision) == {0, 2}  # twelve tokens and a slice are four blocks, and each leaves three
+    assert left(decision) == {0, 2}  # twelve tokens and a slice are four blocks, and each victim frees three
     assert {(one.mode, one.reason) for one in decision.preemptions} == {(PreemptionMode.SWAP, Reason.SLICE_ENDED)}
 
 
 def test_room_is_made_at_once_for_all_that_are_to_be_admitted() -> None:
-    """Though no room is free before the victims' last blocks are copied."""
+    """Although no block is free before the victims' tails are copied."""
     decision = decide(*RESIDENTS, swapped(3), swapped(4, num_tokens=9), **FULL)
-    assert left(decision) == {0, 1, 2}  # nine tokens and a slice are four blocks, twelve too; nine are there in all
+    assert left(decision) == {0, 1, 2}  # nine tokens and a slice are four blocks, twelve too; the pool has nine
     assert came(decision) == set()
 
 
 def test_room_that_is_kept_is_not_given_to_others() -> None:
-    """3 takes three of five blocks. 4 needs three, too, one of which is on its way: 5 must not have the other two."""
+    """3 takes three of five blocks. 4 needs three, too; one is draining: 5 must not get the other two."""
     small = swapped(5, num_prompt=2, num_tokens=4)
     rows = [resident(0, 13), swapped(3, num_tokens=8), swapped(4, num_tokens=8), small]
     room = {"step": 101, "num_blocks": 20}
@@ -98,7 +98,7 @@ def test_room_that_is_kept_is_not_given_to_others() -> None:
 
 
 def test_at_a_synchronous_switch_nothing_is_computed_beside_the_copies() -> None:
-    """AQUA's: neither when they begin, nor while they are under way; a newcomer's first chunk waits, too."""
+    """As in AQUA: neither when copies begin nor while they run; a newcomer's first chunk waits, too."""
     room = {"num_blocks": 12, "num_available_blocks": 3, "is_synchronous": True}
     began = decide(*RESIDENTS, waiting(3, 4), swapped(4), **room)
     assert left(began)
@@ -138,7 +138,7 @@ def test_no_request_is_preempted_for_one_that_was_served_more() -> None:
 
 
 def test_a_request_that_entered_in_this_step_stays() -> None:
-    """Else it would come and go without an end, and nothing would ever run."""
+    """Otherwise requests would be swapped forever, and none would run."""
     rows = [resident(row.seq_id, row.num_tokens, entered_step=100) for row in RESIDENTS]
     assert decide(*rows, waiting(3), **FULL).preemptions == ()
     rows = [resident(row.seq_id, row.num_tokens, entered_step=99) for row in RESIDENTS]
@@ -146,13 +146,13 @@ def test_a_request_that_entered_in_this_step_stays() -> None:
 
 
 def test_no_request_is_preempted_for_one_that_cannot_begin() -> None:
-    """All tokens of the step are the streams': a newcomer would get the blocks and nothing else."""
+    """If streams take all tokens of the step, a newcomer would get blocks and no token."""
     assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=4, **FULL)) == {0}
     assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=3, **FULL)) == set()
 
 
 def test_a_request_to_be_recomputed_stays_until_it_has_a_new_token() -> None:
-    """Else a turn that ends in the middle of a prompt was for nothing, and two of them could go on for ever."""
+    """Otherwise a turn that ends within a prompt is wasted, and two of them could alternate forever."""
     residents = [prompt(number, 8, 4, num_blocks=3, exclusive_blocks=3) for number in range(3)]
     slow = {"tiers": (host(block_s=9.0),), "prices": Prices(1e9, 0.1)}
     assert left(decide(*residents, waiting(3, 4), **FULL)) == {2}

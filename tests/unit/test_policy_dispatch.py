@@ -49,7 +49,7 @@ def test_one_more_request_makes_no_instance_freer(view: InstanceView, num_blocks
 
 
 def test_divided_by_requests_a_deficit_would_hide_in_a_crowd() -> None:
-    """Negative control: the published quotient alone calls an instance freer, the more wait there for blocks."""
+    """Negative control: by the published quotient, an instance is freer the more requests wait there."""
     few = InstanceView(1, 100, 150, 10)
     many = InstanceView(2, 100, 160, 100)
     assert (100 - 160) / 100 > (100 - 150) / 10

@@ -1,4 +1,4 @@
-"""What the controller decides, one reason at a time."""
+"""Decisions of the expansion policy, one reason at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = ExpansionView(
 
 
 def after(policy: ExpansionPolicy, view: ExpansionView, num_steps: int = HOLD) -> tuple[int, ExpansionLimit | None]:
-    """What is decided when so many steps look alike, and the engine does as it is told."""
+    """The decision after so many equal steps, if the engine applies each decision."""
     for _ in range(num_steps):
         decision = policy.decide(view)
         blocks = int(100 * next(one.expansion for one in EVERY if one.num_streamed == decision.num_streamed))
@@ -42,13 +42,13 @@ def test_a_layer_that_cannot_hide_does_not_stream() -> None:
 
 
 def test_little_gain_leaves_all_layers_where_they_are() -> None:
-    """A larger batch makes the step as much longer: nothing to gain. With more than half of it fixed there is."""
+    """If step time grows with the batch, nothing is gained; if more than half of it is fixed, something is."""
     assert after(ExpansionPolicy(EVERY, 100), replace(SHORT, fixed_s=0.0), 400) == (0, ExpansionLimit.LITTLE_GAIN)
     assert after(ExpansionPolicy(EVERY, 100), replace(SHORT, fixed_s=0.02))[0] > 0
 
 
 def test_only_the_first_places_hide_and_gain_too_little() -> None:
-    """Of 80 layers, four that stream make 1.3 %, and their copies would hide; five do not fit."""
+    """Of 80 layers, streaming four gains 1.3 %, with hidden copies; copies of five show."""
     places = tuple(every_place(80))
     policy = ExpansionPolicy(places, 1000, ExpansionSettings(margin=0.0))
     least = next(copy for copy in range(1, 2000) if not _hides(places[2], copy * 1e-5))
@@ -111,7 +111,7 @@ def test_boundaries_without_a_step_change_nothing() -> None:
 
 
 def test_a_floor_with_streams_is_kept() -> None:
-    """Long prompts: the pool never has fewer blocks."""
+    """The pool keeps the blocks that long prompts need."""
     policy = ExpansionPolicy(EVERY[5:], 100)
     for copy_s in (1e-5, 1.0):
         calm = replace(SHORT, num_streamed=EVERY[5].num_streamed, copy_s=copy_s, num_held_blocks=1, is_binding=False)

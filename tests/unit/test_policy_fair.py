@@ -39,7 +39,7 @@ def test_priority_divides_work() -> None:
 
 
 def test_the_least_work_goes_first_and_ties_go_by_arrival() -> None:
-    """Priority is a weight: a request with more of it does not rank before all others with as much served work."""
+    """Priority is a weight only: requests with equal work rank by arrival."""
     view = make_view(stream(0, credit=2.0), swapped(1), stream(2), waiting(3, credit=4.0, order_key=(-1, 9.0, 3)))
     assert order(view) == [1, 2, 3, 0]
 
@@ -60,7 +60,7 @@ def test_requests_of_one_key_count_together_half_for_prompts() -> None:
 
 
 def test_the_second_request_of_a_key_ranks_as_if_the_first_had_run() -> None:
-    """So that keys alternate within one step, and a key does not gain by having many requests."""
+    """Keys alternate within one step, and a key does not gain by having many requests."""
     rows = [of("a", waiting(number)) for number in range(4)] + [of("b", waiting(9))]
     view = make_view(*rows, key_credits={"a": 0.0, "b": 3.0})
     assert work_by_key(view, 4) == {0: 0.0, 1: 4.0, 2: 8.0, 3: 12.0, 9: 3.0}
@@ -68,7 +68,7 @@ def test_the_second_request_of_a_key_ranks_as_if_the_first_had_run() -> None:
 
 
 def test_what_waiting_requests_could_restore_is_no_work_of_their_key() -> None:
-    """Sixty chats with one system prompt must not silence the one that runs."""
+    """Sixty waiting chats with one system prompt must not stop a running one."""
     rows = [of("a", waiting(number, 1000, num_restorable_tokens=992)) for number in range(60)]
     view = make_view(of("a", stream(99)), *rows, key_credits={"a": 0.0})
     assert min(work_by_key(view, 4).values()) == 4 + 4
@@ -80,7 +80,7 @@ def test_within_a_key_the_least_served_request_goes_first() -> None:
 
 
 def test_within_a_key_newcomers_begin_where_the_others_are() -> None:
-    """Else a stream of them would starve the key's own old ones."""
+    """Otherwise newcomers would starve the key's older requests."""
     rows = [of("a", stream(0)), of("a", swapped(1, credit=3.0)), of("a", waiting(2, credit=5.0))]
     assert order(make_view(*rows, key_credits={"a": 0.0}), fair_by="key") == [0, 2, 1]
 

@@ -21,7 +21,7 @@ NEVER = 2**62
 
 
 def row(number: int, status: Status = Status.RUNNING, **fields: object) -> SequenceView:
-    """A decoding row of ten tokens in three blocks with room for two more, unless ``fields`` say otherwise."""
+    """A decoding row of ten tokens in three blocks with room for two more; ``fields`` override it."""
     values: dict[str, object] = {
         "seq_id": SeqId(number),
         "status": status,
@@ -245,7 +245,7 @@ def test_no_request_is_preempted_for_blocks_that_a_copy_will_free() -> None:
 
 
 def test_no_request_is_preempted_while_a_later_arrival_is_loading() -> None:
-    """It is the one to leave, as soon as it can."""
+    """The later arrival is preempted once it is loaded."""
     running, later = (row(0, block_due_step=5), row(1)), row(2, Status.LOADING)
     assert decide(running=running, loading=(later,), num_available_blocks=0) == Decision(decodes=(1,))
     earlier = row(2, Status.LOADING, order_key=(0, -1.0, 2))

@@ -22,11 +22,11 @@ from tests.support.views import host, loading, make_view, prompt, stream, swappe
 
 SLICE = 4
 MARK = Decision(decodes=(SeqId(42),))
-"""What the policy behind the gate decides, and no other does."""
+"""The decision of the policy behind the gate."""
 
 
 class Marked(SharingPolicy):
-    """Says that it was asked."""
+    """Returns ``MARK``."""
 
     name = "marked"
 
@@ -123,7 +123,7 @@ def test_it_looks_ahead_for_the_policys_own_slice_unless_another_is_set(
     monkeypatch.setattr("floodplain.policy.gate.count_spare_blocks", has_room)
     for settings in (None, SharingSettings(slice_steps=5)):
         make_policy(name, settings).decide(make_view(stream(0)), 0.0, Random(0))
-    most = SLICE_STEPS["paced"] if name == "timely" else 100  # it begins by sharing the device as that does
+    most = SLICE_STEPS["paced"] if name == "timely" else 100  # it begins by sharing the device like paced
     assert asked == [min(SLICE_STEPS[name], most), min(5, most)]
 
 

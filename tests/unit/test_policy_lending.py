@@ -15,7 +15,7 @@ HOW = LendingSettings()
 
 
 class Engine:
-    """Tells a policy what its load is, look by look, and follows its target at once."""
+    """Reports its load to a policy at each look, and applies the target at once."""
 
     def __init__(self, policy: LendingPolicy) -> None:
         self._policy = policy
@@ -24,7 +24,7 @@ class Engine:
         self.changes: list[tuple[float, int, LendingReason]] = []
 
     def run(self, seconds: float, *, used: int = 0, waiting: int = 0, rate: float = 0.0, can_offer: bool = True) -> int:
-        """A constant load for a time; the target at its end."""
+        """Report a constant load; return the last target."""
         for _ in range(round(seconds / LOOK_S)):
             self._now += LOOK_S
             self._arrived += rate * LOOK_S

@@ -21,7 +21,7 @@ NOW = 10.0
 
 
 def rank(view: View, **settings: object) -> Ranking:
-    """Of a policy whose rotating streams may have half of the device."""
+    """Rank with half of the device for rotating streams."""
     return PacedPolicy(SharingSettings(**{"rotation_share": 0.5} | settings)).rank(view, NOW)  # type: ignore[arg-type]
 
 
@@ -53,7 +53,7 @@ def test_the_core_are_the_oldest_streams_that_fit_into_its_part() -> None:
 
 
 def test_a_stream_that_does_not_fit_ends_the_core() -> None:
-    """By arrival: a small one does not pass a large one."""
+    """By arrival: a small stream does not pass a large one."""
     large = swapped(1, num_tokens=80)
     assert parts(make_view(swapped(0), large, swapped(2), swapped(3), num_blocks=30)) == ([0], [2, 3, 1])
 
@@ -121,7 +121,7 @@ def test_newcomers_rank_before_the_core_and_the_core_before_rotating_streams() -
 
 
 def test_of_rotating_streams_the_longest_silence_ranks_first_once_it_is_overdue() -> None:
-    """Silent for more than four fifths of ``max_gap_s``; the others by their tokens."""
+    """Overdue: silent for over four fifths of ``max_gap_s``. Others rank by tokens."""
     silent = [row(1, 4.0), row(2, 9.0, num_tokens=30), row(3, 3.0), row(4, 8.0)]
     view = make_view(swapped(0), *silent, num_blocks=5)
     assert order(view, max_gap_s=5.0) == [0, 3, 1, 4, 2]
@@ -189,7 +189,7 @@ def test_a_stream_that_generates_tokens_is_not_silent() -> None:
     assert longest_silence_s([row(0, 2.0), row(1, 1.0)], NOW) == NOW - 1.0
     assert (
         longest_silence_s([prompt(0, 12, 11, num_prompt=8, last_token_s=1.0)], NOW) == NOW - 1.0
-    )  # back, without a new token yet
+    )  # swapped in, without a new token yet
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -234,7 +234,7 @@ def test_newcomers_wait_while_a_rotating_stream_has_been_silent_too_long() -> No
 
 
 def test_without_a_limit_in_seconds_the_most_silence_follows_the_tpot_goal() -> None:
-    """At 48 tokens of a fifth of a tenth of a second each: 4.8 s; on a machine half as fast, 9.6 s."""
+    """48 tokens at the goal of 0.1 s (five times 20 ms): 4.8 s; on a machine half as fast, 9.6 s."""
     assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(None) == pytest.approx(4.8)
     assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(7.0) == 7.0
     slow = Prices(step_s=0.08, lone_step_s=0.04)
@@ -245,7 +245,7 @@ def test_without_a_limit_in_seconds_the_most_silence_follows_the_tpot_goal() -> 
 
 
 def test_a_silent_core_is_no_crowd() -> None:
-    """A silent stream of the core waits for its copies, and not for others' turns."""
+    """A silent stream of the core waits for its copies, not for other streams' turns."""
     assert rank(make_view(swapped(0, last_token_s=0.0), waiting(5), num_blocks=50), max_gap_s=1.0).reason is None
 
 
@@ -277,7 +277,7 @@ def test_blocks_of_a_prompt_that_has_begun_need_one_slot_each() -> None:
 
 
 def test_what_a_prompt_in_swap_space_has_there_already_needs_no_slot() -> None:
-    """Thirty tokens in eight blocks, two of which lie there: six slots, and two for a newcomer of eight."""
+    """Thirty tokens in eight blocks, two of them backed up: six slots, and two for a newcomer of eight."""
     begun = swapped(5, num_prompt=30, num_tokens=30, num_backed_blocks=2, last_token_s=None)
     view = make_view(begun, waiting(6), waiting(7), tiers=(host(num_free_slots=8),))
     assert order(view) == [5, 6, 7]
@@ -312,7 +312,7 @@ def test_a_slice_is_as_long_as_the_copies_of_the_rotation(share: float, steps: i
 
 
 def test_the_wide_part_is_no_wider_than_the_link_bears() -> None:
-    """Six steps of 25 ms at 0.85 of the link, of 100 blocks: 50 of 2.55 ms each."""
+    """Six steps of 25 ms at 0.85 of the link carry 50 of 100 blocks, 2.55 ms each."""
     rows = [swapped(number) for number in range(30)]
     view = make_view(*rows, tiers=(host(block_s=0.00255),), prices=PRICED)
     assert len(parts(view, tpot_goal_s=1.0, slice_steps=3)[0]) == 16  # 50 blocks

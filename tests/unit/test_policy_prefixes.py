@@ -20,7 +20,7 @@ PRICES = Prices(step_s=0.04, prefill_token_s=0.001)
 
 
 def knows(number: int, num_tokens: int = 30, **fields: object) -> SequenceView:
-    """A new request of which six blocks of 4 tokens lie in swap space."""
+    """A new request with six blocks of 4 tokens in swap space."""
     return waiting(number, num_tokens, **({"num_backed_blocks": 6, "num_restorable_tokens": 24} | fields))
 
 
@@ -37,7 +37,7 @@ def test_a_prefix_is_fetched_if_that_is_sooner_than_computing_it(
 
 
 def test_blocks_loading_for_another_request_are_not_counted_twice() -> None:
-    """Six blocks of 3 ms, under way for another one, against 24 ms of computing; twice as many would take longer."""
+    """Six blocks of 3 ms, loading for another request, take less than 24 ms of computing; twelve take more."""
     view = make_view(knows(0), tiers=(host(block_s=0.003, num_inbound_blocks=6),), prices=PRICES)
     assert pays_to_fetch(view, knows(0, is_arriving=True))
     assert not pays_to_fetch(view, knows(0))
@@ -59,7 +59,7 @@ def test_without_swap_space_no_prefix_is_fetched() -> None:
 @pytest.mark.parametrize("name", ["fcfs", "cfs", "fair", "paced"])
 @pytest.mark.parametrize("others", [(), (swapped(5),)])
 def test_every_policy_fetches_and_lets_the_others_start(name: str, others: tuple[SequenceView, ...]) -> None:
-    """Before the gate and behind it: it is open while a request is swapped out."""
+    """With the gate closed and open: it is open while a request is swapped out."""
     view = make_view(knows(0), waiting(1, 8), *others, prices=PRICES)
     decision = make_policy(name).decide(view, 1.0, Random(0))
     assert Resumption(SeqId(0), Reason.PREFIX_IN_SWAP) in decision.resumptions
@@ -126,7 +126,7 @@ def test_nothing_is_saved_that_need_not_or_must_not_be(fields: dict[str, object]
 def test_a_save_is_limited_by_the_link_the_slots_and_half_of_the_spare() -> None:
     for tier, num_spare, num_at_risk, expected in [
         (host(block_s=0.002), 100, 16, 5),
-        (host(num_free_slots=7), 100, 7, 7),  # more would forget what was saved just before
+        (host(num_free_slots=7), 100, 7, 7),  # more would evict what was just saved
         (host(), 20, 16, 10),
     ]:
         assert prefix_backup(make_view(**(FULL | {"tiers": (tier,)})), DECODE, num_spare) == PrefixBackupOrder(
@@ -135,7 +135,7 @@ def test_a_save_is_limited_by_the_link_the_slots_and_half_of_the_spare() -> None
 
 
 def test_a_step_that_only_computes_prompts_has_time_for_copies_too() -> None:
-    """A server whose requests want one token never decodes, so the price of decodes is never learned."""
+    """If all requests generate one token, no step decodes, so the price of decodes is never learned."""
     fields = FULL | {"prices": Prices(prefill_token_s=0.001), "tiers": (host(block_s=0.002),)}
 
     def num_saved(step: Decision) -> int:

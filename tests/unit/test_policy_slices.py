@@ -1,4 +1,4 @@
-"""How long a slice is: as asked, or as long as the copies of the next one take."""
+"""The length of a slice: as set, or as long as the copies for the next one."""
 
 from __future__ import annotations
 

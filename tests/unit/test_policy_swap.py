@@ -1,4 +1,4 @@
-"""Where a victim's KV goes, and what is written behind: prices and slots, one decision at a time."""
+"""The tier of a victim's KV, and blocks written behind: prices and slots, one decision at a time."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_no_more_than_the_link_carries_within_a_step() -> None:
 
 
 def test_requests_that_would_be_recomputed_are_not_written_behind() -> None:
-    """Eleven tokens cost 11 ms; three blocks back cost more with 10 ms to begin with."""
+    """Eleven tokens cost 11 ms; three blocks back cost more with 10 ms of latency."""
     slow = {"prices": Prices(step_s=0.02, prefill_token_s=0.001), "latency_s": 0.01, "block_s": 0.001}
     assert behind(stream(0), stream(1, num_tokens=41, num_scheduled=40), **slow) == [(1, 10)]
 

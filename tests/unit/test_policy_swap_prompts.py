@@ -1,4 +1,4 @@
-"""A turn may end in the middle of a prompt: what was computed of it comes back, its open block too."""
+"""A prompt that is swapped out midway resumes with all computed tokens, its tail included."""
 
 from __future__ import annotations
 

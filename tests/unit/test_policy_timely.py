@@ -27,7 +27,7 @@ GOALS: dict[str, Any] = {"ttft_goal_s": TTFT_S, "tpot_goal_s": TPOT_S, "max_gap_
 
 
 def late(number: int, arrival_s: float, **fields: object) -> SequenceView:
-    """Too late for its TTFT goal."""
+    """A waiting request too late for its TTFT goal."""
     return arrived(waiting(number, **fields), arrival_s)
 
 
@@ -36,14 +36,14 @@ def arrived(row: SequenceView, arrival_s: float, priority: int = 0) -> SequenceV
 
 
 def in_time(row: SequenceView, slack_s: float, silence_s: float = 0.5, num_tokens: int = 4) -> SequenceView:
-    """A stream whose first token was in time, and which may be silent for so long."""
+    """A stream whose first token was in time, with so much slack."""
     first_s = NOW + slack_s - num_tokens * TPOT_S
     row = replace(row, first_token_s=first_s, last_token_s=NOW - silence_s, num_tokens=row.num_prompt + num_tokens)
     return arrived(row, first_s - 0.5)
 
 
 def line(*rows: SequenceView, **fields: object) -> View:
-    """A request has waited for long, so that requests do not share the device."""
+    """A view with prices and demand; with ``OLD`` in it, the device is not shared."""
     return make_view(*rows, **({"prices": PRICES, "demand": DEMAND, "num_blocks": 400} | fields))
 
 
@@ -56,9 +56,9 @@ def order(view: View, **settings: object) -> list[int]:
 
 
 OLD = late(90, NOW - 5.0)
-"""In line; its deadline is far."""
+"""A request in line whose deadline is far."""
 FULL = [in_time(stream(number), 0.0, num_tokens=470) for number in range(10, 15)]
-"""They claim all of a device of 100 blocks: a fifth of the time of 120 each."""
+"""They claim all of a device of 100 blocks: each 120 blocks for a fifth of the time."""
 
 
 def test_while_waits_are_short_and_goals_fit_requests_share_the_device() -> None:
@@ -84,7 +84,7 @@ def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
 
 
 def test_admissions_fill_the_device_and_no_more() -> None:
-    """Each claims step time over goal of the time, for its prompt and most of a mean answer: 0.2 of 10 blocks of 41."""
+    """Each claims 10 of 41 blocks, its prompt and most of a mean answer, for step time over goal, 0.2."""
     fresh = [arrived(waiting(number), NOW) for number in range(1, 40)]
     admitted = rank(line(OLD, *fresh, num_blocks=41))
     assert len([row for row in admitted.rows if row.seq_id < 90]) == 18  # 0.9 of the device
@@ -127,11 +127,11 @@ def test_a_stream_that_decodes_is_not_silent_and_one_without_a_time_began_just_n
 @pytest.mark.parametrize(
     ("other", "is_crowded"),
     [
-        (in_time(swapped(1), 0.3), True),  # absent, and about to lose its goal
-        (in_time(stream(1), 0.3), False),  # it is there
+        (in_time(swapped(1), 0.3), True),  # swapped, and about to miss its goal
+        (in_time(stream(1), 0.3), False),  # on the device
         (in_time(swapped(1), 3.0), False),
         (in_time(swapped(1), 3.0, silence_s=0.9 * GAP_S), True),
-        (in_time(swapped(1), -5.0), False),  # it has lost it
+        (in_time(swapped(1), -5.0), False),  # has missed it
     ],
 )
 def test_while_the_device_is_crowded_no_newcomer_is_admitted(other: SequenceView, is_crowded: bool) -> None:
@@ -146,7 +146,7 @@ def keyed(row: SequenceView, client: str) -> SequenceView:
 
 @pytest.mark.parametrize(("client", "is_admitted"), [("light", True), ("heavy", False)])
 def test_while_the_device_is_crowded_only_a_key_that_is_behind_is_admitted(client: str, is_admitted: bool) -> None:
-    """It goes before the urgent streams of the key that is ahead."""
+    """Its newcomer ranks before urgent streams of the key that is ahead."""
     losing = keyed(in_time(swapped(1), 0.3), "heavy")
     urgent = keyed(in_time(stream(2), 0.1), "heavy")
     fresh = keyed(arrived(waiting(3), NOW), client)
@@ -154,7 +154,7 @@ def test_while_the_device_is_crowded_only_a_key_that_is_behind_is_admitted(clien
     assert order(line(OLD, losing, urgent, fresh, key_credits=credits))[:3] == (
         [3, 2, 1] if is_admitted else [2, 1, 90]
     )
-    for even in ({"light": 500.0, "heavy": 500.0}, {client: 0.0}):  # level, and one key alone
+    for even in ({"light": 500.0, "heavy": 500.0}, {client: 0.0}):  # equal keys, and one key alone
         assert 3 not in order(line(OLD, losing, urgent, fresh, key_credits=even))
 
 
@@ -235,7 +235,7 @@ def test_while_goals_fit_long_prompts_are_computed_by_deadlines_and_no_request_w
 def test_with_long_prompts_the_device_is_shared_if_those_of_the_next_seconds_fit_too(
     num_prompt: int, num_others: int, shares: bool
 ) -> None:
-    """An arrival claims 0.2 of the time for a place of 8; as many as in the last second are expected four times."""
+    """An arrival claims one of 8 places for 0.2 of the time; four times the last second's are expected."""
     rows = [arrived(waiting(number, num_prompt), NOW - 0.1) for number in (1, 2)]
     others = [arrived(waiting(number), NOW) for number in range(3, 3 + num_others)]
     view = line(*rows, *others, num_blocks=2000, max_num_seqs=8)
@@ -253,7 +253,7 @@ def test_a_tight_line_keeps_newcomers_out_until_its_head_has_room() -> None:
     """At 10 ends per second 230 places need 23 s, which is FCFS's wait with patience and grace."""
     due_s = 1.1 * DEMAND.longest_wait_s + LINE_GRACE_S
     head, fresh = late(80, NOW - due_s + 0.05), arrived(waiting(1), NOW)
-    almost = FULL[:4]  # they leave 0.2
+    almost = FULL[:4]  # leaves 0.2 of the device
     assert order(line(head, fresh, *almost, num_blocks=100))[4:] == [1, 80]
     large = replace(head, num_prompt=400, num_tokens=400)
     assert order(line(large, fresh, *almost, num_blocks=100)) == [10, 11, 12, 13]
@@ -308,7 +308,7 @@ def test_a_late_stream_ranks_before_those_with_slack_when_its_end_is_due() -> No
 
 
 def test_newcomers_wait_while_swap_space_has_no_room_beside_a_turn() -> None:
-    """A turn's 30 blocks, and two of its prompt."""
+    """Slots for a turn's 30 blocks, and two for its prompt."""
     rows = [OLD, arrived(waiting(1), NOW), *FULL[:4]]
     assert 1 not in order(line(*rows, num_blocks=100, tiers=(host(num_free_slots=31),)))
     assert 1 in order(line(*rows, num_blocks=100, tiers=(host(num_free_slots=32),)))

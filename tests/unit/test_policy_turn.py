@@ -42,15 +42,15 @@ def test_nor_what_residents_will_need() -> None:
 
 
 def test_no_victim_is_chosen_for_a_resident_if_that_is_not_enough() -> None:
-    """A chunk of eight blocks, and two victims of three that were about to need one more each: six, and not eight."""
+    """The chunk needs eight blocks, two victims free three each: the blocks that they would need do not count."""
     victims = [stream(number, block_due_step=101) for number in (1, 2)]
     short = decide(prompt(0, 40, 8), *victims, num_available_blocks=0)
-    assert left(short) == [0]  # nor can it stay: nothing would ever be free for it
+    assert left(short) == [0]  # it cannot stay: no block would ever be free for it
     assert left(decide(prompt(0, 32, 8), *victims, num_available_blocks=0)) == [2, 1]
 
 
 def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
-    """So that copies spread out; the second one's victim goes on computing until its turn comes."""
+    """Copies spread out; the second request's victim computes until then."""
     residents = [stream(number, block_due_step=200, num_tokens=20) for number in (0, 1)]
     decision = decide(*residents, swapped(2, num_tokens=9), swapped(3, num_tokens=9), num_available_blocks=1)
     assert left(decision) == [1]
@@ -59,14 +59,14 @@ def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
 
 
 def test_a_prefix_that_two_swapped_requests_share_is_swapped_in_once() -> None:
-    """The second one comes when the blocks are there, and holds them, too: it takes less room then."""
+    """The second request resumes when the blocks are loaded, and shares them: it needs less room."""
     key, other = BlockKey(b"shared"), BlockKey(b"not")
     assert came(decide(swapped(0, next_copy=key), swapped(1, next_copy=key), swapped(2, next_copy=other))) == [0, 2]
     assert came(decide(swapped(0, next_copy=key, is_arriving=True), swapped(2, next_copy=other))) == [2]
 
 
 def test_room_is_kept_for_a_request_that_waits_for_anothers_copy() -> None:
-    """Four blocks, and three for the one that ranks below."""
+    """Four blocks for it, and three for the request below."""
     rows = swapped(0, next_copy=BlockKey(b"shared"), is_arriving=True), waiting(5, 8, credit=9.0)
     assert came(decide(*rows, num_available_blocks=7)) == [5]
     assert came(decide(*rows, num_available_blocks=6)) == []
@@ -85,7 +85,7 @@ def with_slots(num_free: int, *rows: SequenceView, num_blocks: int = 3) -> Decis
 
 
 def test_a_prefix_is_not_fetched_from_slots_that_a_victim_needs() -> None:
-    """Six slots hold the prefix of one that waits, and are free but for it; the veteran's tail needs one of them."""
+    """Six slots hold the idle prefix of a waiting request; the veteran's tail needs one of them."""
     decision = with_slots(6, VETERAN, swapped(0), RETURNING)
     assert left(decision) == [1]
     assert [order.seq_id for order in decision.resumptions] == [0]

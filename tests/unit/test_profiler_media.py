@@ -1,4 +1,4 @@
-"""A callable is measured on a clock and a device of the test's own: medians, memory that runs out, and what fails."""
+"""Profiles of a callable with a fake clock and device: medians, out of memory, failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class World:
     """A device of 1,000 MiB: 100 MiB for the model and 20 an item; a run takes 0.1 s, and 0.01 an item above eight.
 
     Attributes:
-        slow: What the n-th run takes besides.
+        slow: Extra seconds of the n-th run.
         fail: Called before each run.
     """
 

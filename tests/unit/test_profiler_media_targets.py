@@ -1,4 +1,4 @@
-"""What a user may name to be measured, and what is refused in one line."""
+"""Targets of a media profile by name, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with modules of the user's."""
+    """The current folder, with the user's modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "users_model", raising=False)
     (tmp_path / "users_model.py").write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""The peak of a process's resident set, and of a GPU that is played by hand."""
+"""Peak memory of a process, and of a fake GPU."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIB, GIB = 2**20, 2**30
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects() -> Iterator[None]:
-    """A meter collects garbage, among all objects that the other tests have loaded: these do not count here."""
+    """Exempt objects of other tests from the garbage collection of a meter."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def take(num_bytes: int) -> None:
-    """Memory that is used, and free again."""
+    """Use memory, then free it."""
     torch.ones(num_bytes // 4)
 
 
@@ -63,7 +63,7 @@ def test_a_hosts_memory_is_what_is_available_or_given() -> None:
 
 
 class Cuda:
-    """A GPU of 80 GiB: torch has 3 GiB of it and had 10; others, and the context, have 2."""
+    """A GPU of 80 GiB: torch reserves 3 GiB (peak: 10); other users and the context, 2."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -94,7 +94,7 @@ class Cuda:
 
 
 class Management:
-    """pynvml, of a driver that keeps 1 GiB more than CUDA says."""
+    """pynvml, which reports 1 GiB more than CUDA."""
 
     def nvmlInit(self) -> None:  # noqa: N802
         pass

@@ -1,4 +1,4 @@
-"""What swap space is needed: the largest need of a burst, prefixes and contexts beside it, and the paper's figures."""
+"""Swap profiles: the largest need of a burst, plus prefixes and contexts; the paper's figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BURSTS = Bursts(stable_rate=2.0, factors=(2.0, 3.0), seconds=10.0, num_tries=2, 
 
 
 class Told:
-    """A server of bursts that needs what it is told, in the order in which it is asked."""
+    """A burst server whose tries need the given bytes, in order."""
 
     def __init__(self, needs: list[int]) -> None:
         self.needs = iter(needs)
@@ -61,7 +61,7 @@ def test_the_papers_figures_stand_beside_its_own_model_alone() -> None:
 
 @given(rate=st.floats(0.5, 20), factor=st.floats(1, 6))
 def test_requests_arrive_at_the_stable_rate_before_and_after_a_burst(rate: float, factor: float) -> None:
-    """With gaps that are nearly even, so that each phase has its number of requests."""
+    """Nearly even gaps give each phase its number of requests."""
     bursts = Bursts(stable_rate=rate, factors=(factor,), seconds=20.0, num_tries=1, seed=0)
     load = Load(WorkloadSpec(burstiness=1e6, max_input=2, max_output=2))
     tokenizer = open_model("dummy:tiny-llama").load_tokenizer()

@@ -1,4 +1,4 @@
-"""What a try sends, and what servers' metrics say of their KV."""
+"""Requests of a try, and KV in use by servers' metrics."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ def test_the_type_of_kv_does_not_matter_where_a_block_is_weighed_by_hand() -> No
     assert kv_use_of(Scraped(text), VllmBlocks(512, token_bytes=1000)).used_bytes == 512
 
 
-# -- looking at it -----------------------------------------------------------------------------------------------------
+# -- watching ----------------------------------------------------------------------------------------------------------
 
 
 class Looks:
-    """Shows one use after the other; then fails, as a server that has gone."""
+    """Returns one use after the other; then fails like a server that has exited."""
 
     def __init__(self, *uses: KvUse) -> None:
         self._uses: Iterator[KvUse] = iter(uses)

@@ -1,4 +1,4 @@
-"""Flags of ``--cluster``, what is said without Ray, and what Ray is asked for."""
+"""Flags of ``--cluster``, errors without Ray, and what Ray reserves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_cluster_flags_that_contradict_are_one_line(wrong: dict[str, Any], words
 
 
 def test_a_cluster_front_admits_other_machines_without_a_token_file() -> None:
-    """Its own instances have tokens of their own; without ``--cluster`` others need the file's."""
+    """Its instances have their own tokens; without ``--cluster`` a token file is needed."""
     ClusterConfig(instances=2, cluster="head:1", instance_address="192.0.2.1:7")
     with pytest.raises(UserError, match="give --instance-token-file"):
         ClusterConfig(instances=2, instance_address="192.0.2.1:7")
@@ -69,7 +69,7 @@ def test_a_missing_or_old_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("cpu", 0), ("cuda", 1)])
 def test_ray_reserves_what_an_instance_takes(monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: int) -> None:
-    """Ray shows an instance one GPU, so each is told to take the first."""
+    """Ray makes one GPU visible to an instance, so each uses the first."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     set_version(monkeypatch, "2.60.0")
     seen: dict[str, Any] = {}

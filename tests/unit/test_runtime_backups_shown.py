@@ -1,4 +1,4 @@
-"""What a view shows of backups: their requests, and which requests wrote or lost them."""
+"""Backups in a view, including those that other sequences wrote or lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_view_counts_backups_that_another_sequence_wrote() -> None:
 
 
 def test_a_view_drops_backups_lost_by_a_failed_restore_of_another_sequence() -> None:
-    """Both hold the content in blocks of their own, since neither had it sealed when the other began."""
+    """Each holds the content in its own blocks: neither had sealed it when the other began."""
     driver = make_driver(max_batched_tokens=64)
     for _ in range(2):
         driver.submit(range(10), max_tokens=12, ignore_eos=True)
@@ -45,11 +45,11 @@ def test_a_view_drops_backups_lost_by_a_failed_restore_of_another_sequence() -> 
     assert not set(driver.seq(FIRST).blocks) & set(driver.seq(SECOND).blocks)
     plan(driver, back_up(SECOND))
     driver.settle()
-    plan(driver, swap_out(FIRST))  # the indexed copy of the prefix goes ...
+    plan(driver, swap_out(FIRST))  # frees the indexed copy of the prefix ...
     driver.settle()
     driver.evict_everything()
     assert shown_backups(driver) == {SECOND: 2}
-    plan(driver, resume(FIRST))  # ... so that it comes back from the backups that the other one keeps
+    plan(driver, resume(FIRST))  # ... so that it loads from the backups that the other one keeps
     driver.step()
     driver.settle(ok=False)
     assert driver.seq(SECOND).backups == []
@@ -57,7 +57,7 @@ def test_a_view_drops_backups_lost_by_a_failed_restore_of_another_sequence() -> 
 
 
 def test_a_view_counts_exclusive_blocks_anew_after_a_swap_in() -> None:
-    """It left with blocks of its own and comes back to those that a copy still reads: preempting it frees nothing."""
+    """It had its own blocks and resumes on blocks that a copy still reads: preempting it frees none."""
     driver = make_driver(max_batched_tokens=64)
     for _ in range(2):
         driver.submit(range(8), max_tokens=12, ignore_eos=True)
@@ -73,7 +73,7 @@ def test_a_view_counts_exclusive_blocks_anew_after_a_swap_in() -> None:
 
 
 def test_backups_of_blocks_to_recompute_do_not_count_for_resident_blocks() -> None:
-    """The first block is lost, so the backup of the second is no help; a policy that counts on it runs out of slots."""
+    """The first backup is lost, so the second is no help; a policy that counts it would run out of slots."""
     driver = make_driver(max_batched_tokens=4)
     seq_id = driver.submit(range(10), max_tokens=12, ignore_eos=True)
     while not driver.seq(seq_id).is_decoding:
@@ -92,14 +92,14 @@ def test_backups_of_blocks_to_recompute_do_not_count_for_resident_blocks() -> No
     assert shown_backups(driver) == {seq_id: 0}
     assert (
         len(plan(driver, swap_out(seq_id)).transfers[0].blocks) == 1
-    )  # the tail: the second is there, and counts again
+    )  # the tail: the second block's backup counts again
     driver.settle()
     choose(driver, resume(seq_id))
     driver.run()
 
 
 def test_full_blocks_of_a_loading_sequence_are_backed_up_already() -> None:
-    """Else a policy would reserve slots twice for a request that is resumed and preempted again."""
+    """Otherwise a policy would reserve slots twice for a request that is preempted again."""
     driver = make_driver()
     seq_id = start(driver)
     driver.step()

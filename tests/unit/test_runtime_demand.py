@@ -1,4 +1,4 @@
-"""What is learned of the requests that come and end."""
+"""Demand, learned from requests that arrive and end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_without_live_streams_it_is_the_mean(ended: list[int]) -> None:
 
 @given(ended=LENGTHS, live=LENGTHS)
 def test_it_is_the_area_under_the_product_limit_curve(ended: list[int], live: list[int]) -> None:
-    """The oracle, token by token: the part of those that had n tokens and went on."""
+    """The oracle, token by token: the share of requests with n tokens that continue."""
     area, surviving = 0.0, 1.0
     for number in range(max([*ended, *live], default=0)):
         area += surviving
@@ -32,9 +32,9 @@ def test_it_is_the_area_under_the_product_limit_curve(ended: list[int], live: li
 
 
 def test_the_short_ones_that_end_first_do_not_halve_it() -> None:
-    """Half of the answers have 10 tokens and half 100; of the latter all go on."""
+    """Half of the answers ended at 10 tokens; the others have 60 and go on."""
     assert mean_length([10] * 20, [60] * 20) == pytest.approx(35.0)
-    assert mean([10] * 20) == 10  # the control: what those that have ended say alone
+    assert mean([10] * 20) == 10  # control: the mean of ended answers alone
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 7))

@@ -1,4 +1,4 @@
-"""What every user of a loop does alike: copies are settled and learned from, and stalls are counted once."""
+"""The step driver settles copies, learns from them, and counts each stall once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.swap_choices import FIRST, back_up, idle, swap_out
 
 
 class Bench:
-    """A driver whose only request has been prefilled at 1 s; then the policy does what ``script`` says."""
+    """A driver whose only request has been prefilled at 1 s; then the policy follows ``script``."""
 
     def __init__(self, *script: Choice) -> None:
         policy = ScriptedPolicy()

@@ -1,4 +1,4 @@
-"""Prices of links follow the copies that ran; the oracle is the line that made their times."""
+"""Prices of links follow completed copies; the oracle is the line behind their times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_copies_as_quick_as_measured_change_nothing() -> None:
 
 
 def test_a_link_whose_blocks_seem_to_cost_nothing_stays_as_it_was() -> None:
-    """Large copies took less time than small ones: noise, and no bandwidth says that."""
+    """Large copies that take less time than small ones are noise: no bandwidth fits."""
     links = Links([MEASURED], BLOCK_BYTES)
     copy_often(links, 0.0, 3 * BLOCK_S)
     known = links[Tier.HOST]
@@ -65,7 +65,7 @@ def test_a_link_that_has_become_quicker_or_slower_is_followed(factor: float, noi
 
 
 def test_what_each_copy_costs_by_itself_is_not_the_price_of_a_block() -> None:
-    """Single blocks take six times as long as blocks of a large copy: a mean would say that the link is slow."""
+    """Single blocks take six times as long as blocks of a large copy: a mean would price blocks too high."""
     links = Links([MEASURED], BLOCK_BYTES)
     copy_often(links, 5 * BLOCK_S, BLOCK_S)
     assert block_s(links) == pytest.approx(BLOCK_S, rel=0.15)

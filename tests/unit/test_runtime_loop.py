@@ -1,4 +1,4 @@
-"""The loop at depth 1: what comes in, what is refused, what is planned, what comes out."""
+"""The loop at depth 1: requests, refusals, plans and outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from floodplain.runtime.state import LoopConfig
 from tests.support.driver import Choice, Driver, ScriptedPolicy, computed
 from tests.support.loops import make_loop, make_request, next_token
 
-# -- what can never be served is refused at once, with the numbers ---------------------------------------------------
+# -- requests that never fit are refused at once, with the numbers ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_without_max_tokens_a_request_runs_to_the_length_of_the_model() -> None:
 
 
 def test_a_view_has_the_step_of_the_last_completion() -> None:
-    """As the first step planned after it, so that a policy can end a slice there."""
+    """It is the first step planned afterwards: there a policy can end a slice."""
     policy = ScriptedPolicy()
     driver = Driver(make_loop(policy=policy))
     driver.submit([1], max_tokens=2, ignore_eos=True)
@@ -323,7 +323,7 @@ def test_a_prefix_is_shared_only_under_the_same_salt() -> None:
 
 
 def test_without_prefix_caching_nothing_is_ever_a_hit() -> None:
-    """Neither what is gone nor what still runs: a benchmark that turns the cache off must see none of it."""
+    """Blocks of ended and running requests are not shared: benchmarks turn the cache off for that."""
     driver = Driver(make_loop(num_blocks=32, caches_prefixes=False))
     driver.submit(PROMPT, max_tokens=1)
     driver.step()
@@ -346,7 +346,7 @@ def test_an_evicted_prefix_is_computed_again() -> None:
     assert computed(driver.step()) == {2: 11}
 
 
-# -- a policy that asks for the impossible is a bug, and says so -----------------------------------------------------
+# -- an impossible decision of a policy raises an error --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def make_driver(policy: Policy | None = None, **kwargs: object) -> Driver:
 
 
 def prompt_that_stops_after(num_tokens: int) -> tuple[int, ...]:
-    """A prompt to which the fake model answers so many tokens, the last of them EOS."""
+    """A prompt for which the fake model generates so many tokens, the last one EOS."""
     prompts = ((first, second, 1) for first in range(40) for second in range(40))
     return next(p for p in prompts if len(reference_output(make_request("r", p, max_tokens=30), 64)) == num_tokens)
 
@@ -59,7 +59,7 @@ def test_a_token_after_a_stop_is_discarded_and_its_block_returned() -> None:
     driver.plan()  # three tokens: one block of four
     driver.plan()  # position 3
     driver.complete()
-    outstanding = driver.plan()  # position 4: a second block, for a token that is not wanted
+    outstanding = driver.plan()  # position 4: a second block, for a token to be discarded
     assert isinstance(outstanding, StepPlan) and outstanding.tables
     stopped = driver.complete()
     assert stopped.finished == {seq_id: FinishReason.STOP}
@@ -86,11 +86,11 @@ def test_a_sequence_in_an_outstanding_step_is_not_preempted() -> None:
 
 
 def test_fcfs_holds_a_victim_back_until_its_step_is_complete() -> None:
-    """Two sequences of a block each, two blocks in all, both want a second one."""
+    """Two sequences fill a pool of two blocks, and both need a second block."""
     driver = make_driver(num_blocks=2, block_tokens=4, max_model_len=8)
     old, young = (driver.submit([k, k + 1, k + 2, k + 3], max_tokens=4, ignore_eos=True) for k in (0, 10))
     assert isinstance(driver.plan(), StepPlan)
-    assert driver.plan() == Wait()  # the young one cannot leave yet, and the old one cannot go on without its block
+    assert driver.plan() == Wait()  # the young one cannot be preempted yet, and the old one lacks a block
     assert driver.seq(young).num_outstanding == 1
     driver.complete()
     plan = driver.plan()
@@ -127,7 +127,7 @@ def test_blocks_of_an_ended_sequence_are_cached_as_far_as_tokens_are_known() -> 
 
 
 def test_nothing_is_kept_of_finished_sequences() -> None:
-    """Also of a sequence that stopped while a step of it was outstanding and another one was planned."""
+    """This includes sequences that stopped with a step outstanding and another one planned."""
     driver = make_driver(num_blocks=40, max_num_seqs=40)
     for number in range(30):
         driver.submit([number % 23, number // 7, 1], max_tokens=20)

@@ -1,4 +1,4 @@
-"""Prefixes that outlive their requests in swap space: saved before the device forgets them, fetched by newcomers."""
+"""Prefixes in swap space: saved before the device evicts them, fetched by newcomers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> 
 
 
 def save(num_at_risk: int = 99, num_blocks: int = 99) -> Choice:
-    """Beside a step of FCFS there is always something to run, so it stands alone here."""
+    """A decision that only saves; one of FCFS always has work to run as well."""
     return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_at_risk, num_blocks, Tier.HOST))
 
 
@@ -49,13 +49,13 @@ def plan(driver: Driver, choice: Choice) -> StepPlan:
 
 
 def live_through(driver: Driver, prompt: range = PROMPT) -> None:
-    """A request comes and goes; its full blocks stay cached on the device."""
+    """Run a request to its end; its full blocks stay cached on the device."""
     driver.submit(prompt, max_tokens=2, ignore_eos=True)
     driver.run()
 
 
 def saved(driver: Driver) -> SeqId:
-    """A prefix is in swap space only, and a newcomer begins with it."""
+    """Leave a prefix in swap space only; return a newcomer that begins with it."""
     live_through(driver)
     newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
     plan(driver, save())
@@ -137,7 +137,7 @@ def test_repeated_orders_save_all_blocks_at_risk_and_keep_their_order() -> None:
 
 
 def test_what_two_newcomers_need_is_brought_once() -> None:
-    """The second one waits for the copy of the first, and shares its blocks; one that needs something else does not."""
+    """The second newcomer waits for the first one's copy and shares its blocks; an unrelated one runs."""
     driver = make_driver()
     first = saved(driver)
     second = driver.submit([*PROMPT, 31, 32], max_tokens=3, ignore_eos=True)
@@ -180,7 +180,7 @@ def test_a_save_that_failed_is_a_miss() -> None:
 
 
 def test_a_swap_out_takes_no_slot_of_a_prefix_fetched_in_that_step() -> None:
-    """Two prefixes of two blocks lie idle, and three slots are needed where one is free: the other is evicted."""
+    """Two prefixes of two blocks are idle, one slot is free, three are needed: the other prefix is evicted."""
     driver = make_driver(num_slots=5)
     live_through(driver)
     live_through(driver, range(30, 40))

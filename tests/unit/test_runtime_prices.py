@@ -1,4 +1,4 @@
-"""What steps cost, learned from those that ran: lines that are known, drift, and what cannot be told apart."""
+"""Prices of steps, learned from completed ones: known lines, drift, ambiguous steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_share_of_prompts_is_that_of_the_work() -> None:
 
 
 def test_streams_that_go_on_count_although_the_short_ones_end_first() -> None:
-    """After a few that want hardly anything, ten begin that have long answers, and one of them is done soon."""
+    """After eight short requests, ten with long answers begin, and one of them ends soon."""
     prices = StepPrices()
     for _ in range(8):
         prices.learn(*plan(1, 30).count_work(), 0.05)
@@ -72,7 +72,7 @@ def test_streams_that_go_on_count_although_the_short_ones_end_first() -> None:
 
 
 def test_one_long_prompt_is_no_load_of_long_prompts() -> None:
-    """Twenty times as long as those of the fifty before it; the third of its kind is another matter."""
+    """One prompt twenty times as long as those before it moves the share little; the third moves it."""
     prices, shares = StepPrices(), []
     serve(prices, 30, 200)
     for _ in range(3):
@@ -90,7 +90,7 @@ def test_a_request_that_computed_nothing_changes_no_price() -> None:
 
 
 LINES = st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 0.2), st.floats(1e-3, 0.2))
-"""A step in seconds; a decode and a prompt token as parts of it."""
+"""Seconds of a step; a decode and a prompt token as fractions of it."""
 
 
 @given(LINES, st.integers(0, 2**32))
@@ -146,13 +146,13 @@ def test_a_chunk_of_one_token_is_a_decode() -> None:
 
 
 def test_a_short_prompt_alone_does_not_make_prompts_dear() -> None:
-    """Most of its step is the step. What is charged to its tokens by mistake is corrected by the first longer ones."""
+    """Most of its time is the step's fixed part; longer prompts correct a price learned from it."""
     lone = [(plan(0, 8), 0.0124), *[(plan(1), 0.0102)] * 60]
     assert learned(*lone, *[(plan(2, 250), 0.0104 + 0.075)] * 3).prefill_token_s == pytest.approx(0.0003, rel=0.1)
 
 
 def test_while_every_step_carries_a_prompt_prices_follow_the_steps() -> None:
-    """Four decodes become 24, and no step shows what these cost alone; what a decode costs was seen before."""
+    """Four decodes become 24, and no step has decodes alone; the price of a decode was learned before."""
     known = [*[(plan(number), 0.008 + 0.0005 * number) for number in range(1, 5)] * 20, (plan(4, 20), 0.03)]
     prices = learned(*known, *[(plan(24, 20), 0.04)] * 100)
     assert prices.step_s == pytest.approx(0.02, rel=0.1)

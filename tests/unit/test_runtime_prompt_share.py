@@ -1,4 +1,4 @@
-"""Which requests tell the loop what part of the work prompts are: all that ended and had a token, however they did."""
+"""The loop learns the prompt share from all ended requests that had a token, aborted or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bench:
         assert self.loop.finish(seq_id, FinishReason.ABORT, self._now)
 
     def prompt_share(self) -> float:
-        """As of the step that runs now."""
+        """The share after one more step."""
         self.step()
         return self.loop.state.prices.now.prompt_share
 
@@ -52,7 +52,7 @@ def test_a_client_that_hangs_up_after_its_first_token_counts() -> None:
 
 
 def test_a_request_aborted_before_its_first_token_does_not_count() -> None:
-    """What was computed of it says little of the prompts of those that stay."""
+    """Its partly computed prompt is no measure of other prompts."""
     bench = beside_a_long_one()
     computes = bench.submit(1, 24)
     bench.step()

@@ -1,4 +1,4 @@
-"""A client that hangs up before its first token and sends the same again keeps its place."""
+"""A client that disconnects before its first token and sends the same again keeps its place."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_oldest_places_are_dropped_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def place_of_a_retry(policy: str, *, has_token: bool = False) -> float:
-    """Submit, abort and submit again; the arrival in the order key of the second."""
+    """Submit, abort, submit again; return the arrival in the second's order key."""
     loop: Loop = Machine().make_loop(make_policy(policy))
     seq_id = loop.submit(FIRST)
     if has_token:

@@ -1,4 +1,4 @@
-"""Sequences that leave for swap space and come back: what is copied, what is computed, what a failed copy does."""
+"""Swap-out and swap-in of sequences: copied blocks, computed tokens, failed copies."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_running_sequence_follows_its_blocks_when_the_pool_shrinks() -> None:
 
 
 def test_a_shared_prefix_may_move_while_the_rest_of_a_sequence_loads() -> None:
-    """The sequence that comes back holds a reference to blocks that no copy touches: it must follow them too."""
+    """The loading sequence refers to blocks that no copy touches: it must follow their moves, too."""
     driver = make_driver()
     filler = start(driver, range(40, 56), 8)
     first = start(driver)

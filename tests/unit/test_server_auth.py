@@ -64,7 +64,7 @@ def test_a_priority_beyond_the_ceiling_of_its_key_is_refused(client: Client, ask
 
 
 def test_a_name_may_not_be_that_of_a_key_without_one(tmp_path: Path) -> None:
-    """Else two keys were one client, and shared prefixes."""
+    """Otherwise two keys would be one client and share prefixes."""
     with pytest.raises(UserError, match="line 2: the name key-1 is for keys without a name"):
         KeyRing.from_file(key_file(tmp_path, "secret-a\nkey-1 secret-b\n"))
 

@@ -1,4 +1,4 @@
-"""A stream of events over a send that a test holds up, and an acceptance that it gives."""
+"""Event streams with a send and an acceptance that a test controls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOREVER_S = 3600.0
 
 
 class Play:
-    """One stream: ``put`` makes an event or a failure, ``sent`` has what the client got."""
+    """One stream: ``put`` adds an event or a failure; ``sent`` is what the client got."""
 
     def __init__(self, ping_s: float = FOREVER_S) -> None:
         self.accepted = asyncio.Event()
@@ -128,7 +128,7 @@ def test_a_failure_while_the_head_is_on_its_way_is_an_event() -> None:
 
 @pytest.mark.parametrize("is_accepted", [False, True])
 def test_silences_have_comments_before_and_between_events(is_accepted: bool) -> None:
-    """Without acceptance the head comes after one interval: what fails later is an event."""
+    """Without acceptance the head is sent after one interval: later failures are events."""
 
     async def work() -> None:
         one = Play(ping_s=0.001)
@@ -149,7 +149,7 @@ def test_silences_have_comments_before_and_between_events(is_accepted: bool) -> 
 @pytest.mark.parametrize("is_accepted", [False, True])
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_hang_up_closes_the_events(is_accepted: bool, is_held: bool) -> None:
-    """While an event is awaited, or is being sent to a client that does not take it."""
+    """While an event is awaited, or is being sent to a client that does not read."""
 
     async def work() -> None:
         one = Play()

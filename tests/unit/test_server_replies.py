@@ -21,7 +21,7 @@ texts = st.text(st.characters(codec="utf-8"))
 
 
 def parse(event: bytes) -> Any:
-    """The JSON of one event, which must be one line, whatever the text holds."""
+    """The JSON of one event, which must be one line for any text."""
     head, tail = event[:6], event[6:]
     assert (head, tail[-2:], tail.count(b"\n")) == (b"data: ", b"\n\n", 2)
     return json.loads(tail)
@@ -49,7 +49,7 @@ def test_events_put_together_as_text_are_the_json_they_stand_for(
 def test_the_chosen_token_keeps_its_value_whatever_shares_its_text(
     chosen: int, others: list[int], data: st.DataObject
 ) -> None:
-    """Bytes from 128 on are half characters: they all have one text."""
+    """Bytes from 128 on are partial characters: all have the same text."""
     values = sorted(data.draw(st.lists(st.floats(-9, -1), min_size=len(others), max_size=len(others))), reverse=True)
     by_id = dict(zip(others, values, strict=True))
     own = by_id.get(chosen, -9.5)
@@ -107,7 +107,7 @@ def test_an_answer_written_in_pieces_is_the_whole_one(outputs: list[Any]) -> Non
         for text, pairs in outputs
     ]
     for make in (CompletionReply, ChatReply):
-        with patch("time.time", return_value=7.0):  # the answers name the second in which they were made
+        with patch("time.time", return_value=7.0):  # answers have their creation time
             whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
         with patch.object(answers, "PIECE_TOKENS", 2):
             written = write_answer(pieces, deltas, Tally(7).usage())

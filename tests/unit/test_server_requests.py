@@ -35,7 +35,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
 COMPLETION = {"model": "m", "prompt": "p"}
 PART = {"type": "image_url", "image_url": {"url": "x"}}
 OTHER_VALUES: list[Any] = [True, False, 0, 1, 2, -0.5, "x", "none", "auto", [], ["x"], [1], {}, {"type": "json_object"}]
-"""Of a refused field: each is refused unless the table says that it is off."""
+"""Values of a refused field: each is refused unless the table has it as off."""
 
 
 def parse(field: str, value: Any) -> CompletionRequest | ChatRequest:
@@ -45,7 +45,7 @@ def parse(field: str, value: Any) -> CompletionRequest | ChatRequest:
 
 
 def error_of(kind: type[Body], body: dict[str, Any]) -> dict[str, Any]:
-    """The error that a refused body gets."""
+    """The error in the answer to a refused body."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
@@ -79,7 +79,7 @@ def test_a_refused_field_is_accepted_only_where_it_is_off(
 
 
 def nested(body: dict[str, Any], place: tuple[Any, ...], field: str, value: Any) -> dict[str, Any]:
-    """``body`` with one field more, somewhere inside."""
+    """``body`` with one more field, at ``place``."""
     copy = json.loads(json.dumps({**body, **({"stream": True, "stream_options": {}} if place else {})}))
     inner = copy
     for part in place:
@@ -197,7 +197,7 @@ def test_of_many_unknown_fields_one_is_looked_at() -> None:
     ],
 )
 def test_a_refusal_names_the_field_that_is_to_change(error: UserError, param: str | None, code: str | None) -> None:
-    """Clients shorten a prompt that is too long by themselves, and for nothing else."""
+    """Clients shorten the prompt on ``context_length_exceeded``: no other error has it."""
     status, body = error_body(error, REQUEST_FIELDS)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
 

@@ -16,7 +16,7 @@ from tests.support.waiting import HANG_S
 
 
 class Source:
-    """A stream that knows whether it was closed; ``fails`` after its last delta, or goes on for ever."""
+    """A stream that records its close; after its last delta it ends, raises ``fails``, or hangs."""
 
     def __init__(self, num_deltas: int, *, fails: Exception | None = None, is_endless: bool = False) -> None:
         self.num_deltas = num_deltas

@@ -1,4 +1,4 @@
-"""The judge of outputs, judged: what it excuses, and what it must not."""
+"""Judging outputs: near ties are excused, all other differences are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's side of the plug-in for vLLM: a copy has ended when it has for every worker, and whole if for all."""
+"""The vLLM plug-in's scheduler side: a copy ends with its last worker, and is whole if all have it whole."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.vllm_books import Block, Pool
 
 BLOCK_BYTES, BLOCK_TOKENS = 1024, 4
 NONE, FIRST = frozenset[int](), frozenset({0})
-"""Blocks that are lost, of three."""
+"""Lost blocks, of three."""
 
 
 class Office:
-    """A desk over a pool, and requests whose three blocks leave at once."""
+    """A desk over a pool, and requests with three blocks to swap out."""
 
     def __init__(self, num_workers: int, num_slots: int = 32) -> None:
         settings = PluginSettings(swap_bytes=num_slots * BLOCK_BYTES + BLOCK_BYTES - 1)
@@ -89,7 +89,7 @@ def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tupl
 
 @pytest.mark.parametrize(("place", "num_left"), [(0, 0), (1, 4), (2, 8)])
 def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, num_left: int) -> None:
-    """What stands before it is whole, and can be asked for again."""
+    """Blocks before it are whole and can be fetched again."""
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
     office.tell({copy: (2, NONE)})

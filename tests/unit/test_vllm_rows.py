@@ -1,4 +1,4 @@
-"""What policies see of vLLM's requests: rows that say the same as our own loop's would."""
+"""Rows of vLLM's requests for policies: the same as those of our own loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Limits(num_blocks=32, block_tokens=TOKENS, max_batched_tokens=64, max_n
 
 
 class World:
-    """As ``Blocks``, with requests of ten tokens of prompt that may generate twenty."""
+    """Fake ``Blocks``, with requests of ten prompt tokens that may generate twenty."""
 
     def __init__(self, num_slots: int = 16) -> None:
         self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks([SlotLedger(Tier.HOST, num_slots)], TOKENS)
@@ -70,7 +70,7 @@ class World:
         return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5, arrival_s=float(number))
 
     def run(self, one: TrackedRequest, num_computed: int) -> list[Block]:
-        """It is on the device, and has computed so many tokens."""
+        """Put a request on the device with so many computed tokens."""
         blocks = self.tables[one.request.request_id] = self.pool.give(-(-num_computed // TOKENS))
         one.request.num_computed_tokens = num_computed
         return blocks
@@ -85,12 +85,12 @@ class World:
         one.request.num_computed_tokens = 0
 
     def settle(self, ok: bool = True) -> None:
-        """All copies end; of those that fail, every block is lost."""
+        """End all copies; a failed copy loses all its blocks."""
         for transfer in self.books.take_due():
             self.books.settle(transfer.transfer_id, frozenset(() if ok else range(len(transfer.blocks))))
 
     def cache(self, num_blocks: int, num_held: int = 0) -> None:
-        """Leading blocks of the common content are on the device; some of them are held by a request."""
+        """Put leading blocks of the common content on the device; ``num_held`` of them are held."""
         given = self.pool.give(num_blocks)
         self.by_content = {b"%d" % index: block for index, block in enumerate(given)}
         self.pool.free_blocks(given[num_held:])
@@ -112,7 +112,7 @@ def absent_counts(row: SequenceView) -> tuple[int, int, int, int]:
 def test_a_decoding_row_has_the_step_that_needs_a_block_and_its_end(
     num_output: int, max_tokens: int, max_len: int, num_ahead: int
 ) -> None:
-    """A token that an outstanding step generates counts as one that is known."""
+    """A token that an outstanding step generates counts as known."""
     world = World()
     one = world.arrive(num_output=num_output, max_tokens=max_tokens)
     num_blocks, num_computed = len(world.run(one, 9 + num_output)), 9 + num_output
@@ -194,7 +194,7 @@ def test_a_row_carries_what_ranks_its_request() -> None:
     one = world.arrive(3, num_output=2, priority=-1)
     one.entered_step = 42
     one.note_tokens(5.5)
-    one.note_tokens(6.0)  # no token came
+    one.note_tokens(6.0)  # no new token
     cast(Any, one.request).num_output_tokens = 3
     one.note_tokens(7.25)
     cast(Any, one.request).num_output_tokens = 2

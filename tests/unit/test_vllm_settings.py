@@ -1,4 +1,4 @@
-"""What users can tell the plug-in for vLLM: every name does what it says, and every refusal is one line."""
+"""Settings of the vLLM plug-in: every name sets its field, and every refusal is one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from floodplain.policy.settings import SLICE_STEPS, settings_for
 
 
 def shape(policy: Policy) -> tuple[type, type | None]:
-    """Its class, and that of what stands behind the gate."""
+    """Its class, and that of the policy behind the gate."""
     return type(policy), type(policy._inner) if isinstance(policy, GatedPolicy) else None
 
 

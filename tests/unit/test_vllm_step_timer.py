@@ -1,4 +1,4 @@
-"""Durations of vLLM's steps, of which two may be outstanding."""
+"""Durations of vLLM's steps, of which up to three are outstanding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of vLLM the plug-in for it refuses: each by its name, in one line, and nothing else."""
+"""vLLM settings that the plug-in refuses, each by name in one line, and those it accepts."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ DEFAULTS = {
         "kv_connector_extra_config": {},
     },
 }  # fmt: skip
-"""What vLLM hands over of an engine with nothing but the scheduler and the connector."""
+"""vLLM's configuration of an engine with only our scheduler and connector."""
 
 
 def make_config(**changes: Any) -> SimpleNamespace:
-    """Those, but for ``changes``: ``section__name=value``, or a section that is None by default."""
+    """``DEFAULTS`` with changes: ``section__name=value``, or a whole section."""
     sections: dict[str, Any] = {name: dict(values) for name, values in DEFAULTS.items()}
     sections |= {"speculative_config": None, "lora_config": None, "ec_transfer_config": None}
     for path, value in changes.items():
@@ -137,7 +137,7 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
 
 @pytest.mark.parametrize("connector", [None, NATIVE])
 def test_the_scheduler_runs_with_no_connector_or_with_vllms_own(connector: str | None) -> None:
-    """Which vLLM names itself if it is told to offload."""
+    """vLLM sets its own connector if offloading is configured."""
     transfer = None if connector is None else {"kv_connector": connector, "kv_role": "kv_both"}
     size = None if connector is None else 4.0
     config = make_config(
@@ -171,7 +171,7 @@ def make_group(spec: Any, num_layers: int = 3) -> SimpleNamespace:
 
 
 def make_mixed(kinds: list[str]) -> SimpleNamespace:
-    """Layers that keep different sizes in one group."""
+    """The spec of a group whose layers have different sizes."""
     return SimpleNamespace(
         kv_cache_specs={str(number): make_spec(kind, 100 + number) for number, kind in enumerate(kinds)},
         page_size_bytes=10**6,
@@ -239,7 +239,7 @@ child.join()
 if "forget" in sys.argv: end_quietly_after_refusals()
 raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 """
-"""As vLLM's process that starts engine processes, and does not know why they ended."""
+"""Like vLLM's process that starts engine processes, which has no reason for their end."""
 
 REFUSING = """
 from floodplain.core.errors import UserError
@@ -271,7 +271,7 @@ def test_a_process_ends_quietly_if_the_one_that_it_started_refused(
 
 
 def test_a_vllm_that_another_program_starts_ends_quietly_too(tmp_path: Path) -> None:
-    """That program may have used the plug-in before: its variable is inherited, and says nothing of this vLLM."""
+    """That program may have used the plug-in before: its inherited variable must not affect this vLLM."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "_FLOODPLAIN_REFUSED": str(tmp_path / "another-program")}
     words = [sys.executable, "-c", PARENT, REFUSING]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, env=environment)

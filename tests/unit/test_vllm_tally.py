@@ -1,4 +1,4 @@
-"""Counts on their way through vLLM: nothing is told twice, nothing is lost, and of gauges the last value stands."""
+"""Counts that pass through vLLM are reported exactly once; of a gauge, the last value."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_tallies_merged_in_order_have_the_total_counts(events: list[tuple[str, i
         tally.set("requests_swapped", to=number)
         last["requests_swapped"] = number
         if is_taken:
-            merged = merge(merged, json.loads(json.dumps(tally.take())))  # it goes to another process
+            merged = merge(merged, json.loads(json.dumps(tally.take())))  # it is sent to another process
     merged = merge(merged, tally.take())
     assert merged["counts"] == {name: number for name, number in total.items() if number}
     assert merged["gauges"] == last

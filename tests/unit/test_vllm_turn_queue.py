@@ -34,7 +34,7 @@ def names_in(queue: TurnQueue) -> list[str]:
 
 
 def take_all(queue: TurnQueue) -> list[str]:
-    """As vLLM does: look at the next request, and take it, until there is none."""
+    """Peek and pop until the queue offers none, as vLLM does."""
     taken = []
     while queue:
         next_one = queue.peek_request()
@@ -99,7 +99,7 @@ def test_a_request_put_back_is_not_offered_again_in_this_step(
         skipped = [queue.pop_request()]
         put_back(queue, skipped)
         assert take_all(queue) == ["a"]
-        put_back(queue, [request("x")])  # as a request that vLLM itself preempts in this step
+        put_back(queue, [request("x")])  # like a request that vLLM preempts in this step
         assert not queue
     assert sorted(names_in(queue)) == ["b", "c", "d", "x"]
     with queue.let_in("c"):

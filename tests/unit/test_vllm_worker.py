@@ -1,4 +1,4 @@
-"""The worker side of the plug-in for vLLM: whatever a cache looks like, what left comes back bit by bit, or fails."""
+"""The vLLM plug-in's worker side: in any cache layout, blocks return bit for bit, or the copy fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def permuted(seed: int) -> torch.Tensor:
 
 
 def in_a_larger_one(seed: int) -> torch.Tensor:
-    """It begins some way into its memory."""
+    """A cache at an offset into its memory."""
     room = torch.zeros((BLOCKS + 1, 2 * HEADS, TOKENS, DIM), dtype=torch.bfloat16)
     room[1:] = together(seed)
     return room[1:]
@@ -69,7 +69,7 @@ def order_copy(number: int, kind: TransferKind, blocks: Sequence[int], slots: Se
 
 
 def finish(worker: SwapWorker) -> tuple[set[str], set[str], WorkerReport]:
-    """Look until a copy has ended; a look in an idle step waits for one."""
+    """Poll until a copy has ended; a poll in an idle step waits for one."""
     for _ in range(1000):
         arrived, failed = worker.finish()
         report = worker.take_report()
@@ -148,7 +148,7 @@ def test_caches_are_seen_and_not_copied() -> None:
         (torch.zeros(BLOCKS * 64).as_strided((BLOCKS, 4, 8), (32, 16, 1)), "unsupported strides"),
         (torch.zeros((BLOCKS, 3, 1), dtype=torch.bfloat16), "unsupported strides"),  # no whole number of words
         (torch.zeros((BLOCKS, 4, 8), device="meta"), "one CPU or NVIDIA GPU per worker, not from meta"),
-        (torch.zeros(BLOCKS * 32 + 1, dtype=torch.bfloat16)[1:].view(BLOCKS, 4, 8), "strides"),  # at an odd place
+        (torch.zeros(BLOCKS * 32 + 1, dtype=torch.bfloat16)[1:].view(BLOCKS, 4, 8), "strides"),  # at an odd address
     ],
 )
 def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.Tensor, line: str) -> None:
@@ -261,7 +261,7 @@ def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[s
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-1"}, {"request-1"}, {1: (1, frozenset({1}))})
-    worker.begin(order_copy(2, TransferKind.SWAP_IN, [4], [0]))  # what is not damaged comes back all the same
+    worker.begin(order_copy(2, TransferKind.SWAP_IN, [4], [0]))  # the slot that is not damaged is restored
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-2"}, set(), {2: (1, NONE)})
     assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
@@ -327,7 +327,7 @@ def test_reports_merge_in_any_order(one: WorkerReport, two: WorkerReport, three:
 
 
 def test_parts_that_are_no_whole_bytes_for_k_and_v_of_a_token_are_refused() -> None:
-    """Slots would be smaller than blocks, and copies would write behind them."""
+    """Slots would be smaller than blocks, and copies would write past them."""
     with pytest.raises(UserError, match="no whole number of bytes"):
         CacheBlocks({"layer": torch.zeros(5, 4, 3, dtype=torch.uint8)}, 5, 4)
 

@@ -19,7 +19,7 @@ from floodplain.web.errors import ApiError
 from floodplain.web.strict_json import MAX_INLINE_BYTES, JsonRoute
 
 walked: list[int] = []
-"""The thread that each value was looked at on."""
+"""The thread that validated each value."""
 
 
 def walk(value: Any) -> Any:
@@ -82,7 +82,7 @@ def test_no_number_of_faults_makes_more_than_a_few_errors(model: type[BaseModel]
 
 
 def test_a_schema_that_is_made_again_stays_as_it_was() -> None:
-    """pydantic hands out the schema of a model that it has kept, and each service makes it anew."""
+    """pydantic reuses a model's schema: making it stop early once more must not change it."""
     first = len(str(TypeAdapter(list[Sample]).core_schema))
     for _ in range(3):
         again = len(str(TypeAdapter(list[Sample]).core_schema))

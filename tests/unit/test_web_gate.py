@@ -23,7 +23,7 @@ class Members:
 def ask(
     path: str, authorization: bytes = b"", *, authenticator: Authenticator | None, is_draining: bool = False
 ) -> tuple[int, Any]:
-    """The status that a request gets, and the client that the application behind the gate got for it."""
+    """The status of a request, and the client that the application behind the gate got."""
     head, client = pass_through(path, authorization, authenticator, is_draining=is_draining)
     return head["status"], client
 

@@ -20,7 +20,7 @@ def test_a_bound_socket_refuses_clients_until_it_listens() -> None:
 
 
 class BoundToIpv6(socket.socket):
-    """As one on a machine that has IPv6."""
+    """A socket as on a machine with IPv6."""
 
     def getsockname(self) -> tuple[str, int, int, int]:
         return "::1", 8000, 0, 0

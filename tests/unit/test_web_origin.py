@@ -1,4 +1,4 @@
-"""By which names a coordinator may be asked for, and whose pages may ask."""
+"""Host names and origins that a coordinator accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No tensor of a folder, no file of weights in it, and no shard is left out in silence."""
+"""No tensor, weight file or shard of a folder is ignored silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No key, tensor or part of a GGUF model is left out in silence."""
+"""No key, tensor or part of a GGUF model is ignored silently."""
 
 from __future__ import annotations
 

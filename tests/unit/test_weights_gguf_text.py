@@ -1,4 +1,4 @@
-"""A ``.gguf`` file's texts have llama.cpp's tokens: its own tokenizer made the ids that are compared here."""
+"""Tokenizers of ``.gguf`` files give llama.cpp's tokens; llama.cpp made the expected ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_name_gives_texts_the_tokens_of_llama_cpp() -> None:
 
 
 def test_the_texts_distinguish_all_defaults() -> None:
-    """Else a wrong line of the table would pass."""
+    """Otherwise a wrong line of the table would pass."""
     assert len({str(ids) for ids in data()["ids"].values()}) == len(set(BYTE_LEVEL.values())) + 1
     assert set(data()["ids"]) == set(NAMES)
 
@@ -48,9 +48,9 @@ def test_the_texts_distinguish_all_defaults() -> None:
 def test_decoded_tokens_are_the_text(name: str) -> None:
     ours = tokenizer(name)
     for text in data()["texts"]:
-        shown = text.replace("\u2581", " ") if name == "llama" else text  # SentencePiece cannot tell these apart
+        shown = text.replace("\u2581", " ") if name == "llama" else text  # SentencePiece does not distinguish these
         decoded = ours.decode(ours.encode(text, add_special_tokens=False))
-        assert decoded == shown or (name == "llama" and "<" in text), text  # a space goes behind special tokens
+        assert decoded == shown or (name == "llama" and "<" in text), text  # a space is added after special tokens
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_special_tokens_of_phi_3_drop_the_space_behind_them() -> None:
 
 
 def test_answers_end_where_llama_cpp_ends_them() -> None:
-    """By the keys, and by the text of a token."""
+    """Ends are set by keys and by texts of tokens."""
     ids = [str(token) for token in keys_of("qwen2", data())["tokenizer.ggml.tokens"]]  # type: ignore[attr-defined]
     by_text = {ids.index("<|end_of_text|>"), ids.index("<|im_end|>")}
     assert tokenizer("qwen2", eos_token_id=3, eot_token_id=5, fim_pad_token_id=7).eos_token_ids == {3, 5, 7} | by_text

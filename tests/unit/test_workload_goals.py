@@ -1,4 +1,4 @@
-"""Goals from requests without load: what is sent for them, and what becomes of the answers."""
+"""Goals measured without load: the samples that are sent, and goals from the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD = [
 
 
 class Target:
-    """Answers every request, or none; remembers what was sent and how many were under way at once."""
+    """Answers every request or none; records requests and how many were in flight at once."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.sent: list[LoadRequest] = []

@@ -1,4 +1,4 @@
-"""Streams as servers send them, and as they should not: the forms of ends, usages and errors, without a socket."""
+"""Whole and broken answer streams, without a socket: forms of ends, usages and errors."""
 
 from __future__ import annotations
 

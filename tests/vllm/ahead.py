@@ -1,7 +1,7 @@
-"""Async scheduling on a CPU, where vLLM's platform switches it off: steps are planned ahead, and computed in order.
+"""Async scheduling on a CPU, where vLLM's platform disables it: steps are planned ahead, and computed in order.
 
-vLLM's scheduler, engine and model runner are its own. What is replaced are CUDA's streams and events, of which a CPU
-has none: each step has computed when its call returns, so that its tokens are there before they are asked for.
+vLLM's scheduler, engine and model runner are unchanged. CUDA's streams and events, which a CPU lacks, are replaced:
+each step has computed when its call returns, so that its tokens exist before they are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class _Mark:
-    """Stands for a stream or an event: nothing is ever waited for."""
+    """Replaces a stream or an event; its methods never wait."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -27,7 +27,7 @@ class _Mark:
 
 
 def plan_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from now on keep ``async_scheduling`` as they are told."""
+    """Make later engines keep their flag ``async_scheduling``."""
     settle = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
 
     def keep(cls: type[CpuPlatform], vllm_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows that were kept from earlier steps, against rows that are made anew, in each step of a real vLLM."""
+"""Rows kept from earlier steps are compared with rows made anew, in each step of a real vLLM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.support.vllm_engine import as_of
 
 
 def compare_rows(patch: pytest.MonkeyPatch) -> list[int]:
-    """Compare them from now on; the engine runs in this process.
+    """Compare rows from now on; the engine must run in this process.
 
     Returns:
-        Ages in steps of the rows that were compared and are of an earlier step; it grows.
+        A list that grows: ages in steps of the compared running rows that are of an earlier step.
     """
     running, absent, ages = KeptRows.running, KeptRows.absent, list[int]()
 

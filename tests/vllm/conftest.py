@@ -36,7 +36,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama without a tokenizer (``shards.write_llama``), for what rests on no weights of a real model."""
+    """A small Llama without a tokenizer (``shards.write_llama``), for tests that need no real model."""
     from tests.vllm.shards import write_llama
 
     folder = tmp_path_factory.mktemp("llama")

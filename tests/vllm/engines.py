@@ -27,12 +27,12 @@ TINY = {
     "vocab_size": 40_000, "max_position_embeddings": 512, "sliding_window": 48, "query_pre_attn_scalar": 32,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-"""A model without weights: vLLM draws them, the same each time."""
+"""A model without weights: vLLM draws the same ones each time."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, greedy, each with as many tokens as it asks for."""
+    """Greedy requests, each with a fixed number of output tokens."""
 
     prompts: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -50,7 +50,7 @@ class Load:
 
 
 def make_load(seed: int, num_requests: int, *, num_common: int = 0) -> Load:
-    """Random prompts, all of which begin with ``num_common`` tokens that are the same."""
+    """Random prompts that all begin with the same ``num_common`` tokens."""
     rng = Random(seed)
     common = [rng.randrange(10, 40_000) for _ in range(num_common)]
     tails = ([rng.randrange(10, 40_000) for _ in range(rng.randrange(20, 180))] for _ in range(num_requests))
@@ -66,7 +66,7 @@ def make_tiny(folder: Path, kinds: list[str]) -> dict[str, Any]:
 
 
 def make_stock(model: Path, **flags: Any) -> LLM:
-    """vLLM as it comes, with room for all requests unless flags say otherwise."""
+    """Stock vLLM, with room for all requests unless flags change that."""
     return LLM(
         **{
             "model": str(model), "dtype": "float32", "block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 400,
@@ -78,7 +78,7 @@ def make_stock(model: Path, **flags: Any) -> LLM:
 
 
 def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
-    """vLLM with the plug-in, and with vLLM's defaults for what it does not need."""
+    """vLLM with the plug-in, and otherwise the flags of ``make_stock``."""
     transfer = KVTransferConfig(
         kv_connector="FloodplainConnector",
         kv_connector_module_path="floodplain.plugins.vllm.connector",
@@ -90,14 +90,14 @@ def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
 
 
 def make_crowded(model: Path, **flags: Any) -> LLM:
-    """Ours with a pool for a third of 16 requests of ``make_load``, and prompts in chunks of 64 tokens."""
+    """Ours with a pool for less than half of 16 requests, and prompts in chunks of 64 tokens."""
     small = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
     return make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **small, **flags)
 
 
 @contextmanager
 def as_made(llm: LLM) -> Iterator[None]:
-    """The engine as it was made, whatever a test replaces in it; nothing is left in it afterwards."""
+    """Restore the policy and the books that a test replaces; check that nothing is left in use."""
     scheduler = scheduler_of(llm)
     policy, books = scheduler.policy_object, scheduler._desk.books
     scheduler._desk.watchers.clear()
@@ -107,7 +107,7 @@ def as_made(llm: LLM) -> Iterator[None]:
 
 
 def close(llm: LLM) -> None:
-    """So that another engine can be made in this process."""
+    """Shut an engine down, so that this process can make another one."""
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
@@ -135,11 +135,11 @@ def worker_of(llm: LLM) -> SwapWorker:
 
 @dataclass
 class Run:
-    """What came of a load.
+    """The result of a load.
 
     Attributes:
-        tokens: Of each request that was not aborted, by index.
-        resumed: Tokens that each request that had got some already computed in the step in which it came back.
+        tokens: Of each finished request, by index.
+        resumed: Tokens computed in the step of a resumption, for requests that had output tokens.
         num_steps: Steps taken.
     """
 
@@ -171,7 +171,7 @@ def drive(llm: LLM, load: Load, *, each_step: Callable[[int], None] = lambda ste
 
 
 def finished_tokens(llm: LLM) -> dict[int, list[int]]:
-    """Take a step; the tokens of those that ended with it."""
+    """Take a step; return the tokens of requests that finished in it."""
     return {int(o.request_id): list(o.outputs[0].token_ids) for o in llm.llm_engine.step() if o.finished}
 
 
@@ -187,7 +187,7 @@ def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
 
 
 def expect_nothing_left(llm: LLM) -> None:
-    """No block and no slot is in use, whatever was aborted or failed; copies that are under way may end first."""
+    """Let copies in flight end; check that no block and no slot is in use, and that no request is left."""
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""A user's program: vLLM with nothing of ours but the scheduler and the connector. Prints the tokens it generates."""
+"""A user's program: vLLM with only the scheduler and the connector of ours. Prints tokens and preemptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 
 
 def main(model: str, prompts: list[list[int]], num_tokens: int, **flags: object) -> None:
-    """All else is vLLM's default, but for ``flags``."""
+    """Everything else is vLLM's default, except ``flags``."""
     transfer = KVTransferConfig(
         kv_connector="FloodplainConnector",
         kv_connector_module_path="floodplain.plugins.vllm.connector",

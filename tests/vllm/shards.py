@@ -35,8 +35,8 @@ LLAMA: dict[str, Any] = {
 def write_llama(folder: Path) -> None:
     """Write a Llama with random weights, the same each time.
 
-    vLLM's own random weights (``load_format="dummy"``) are drawn for each worker's part, so that two workers would
-    share another model than one has. These are large enough that every token depends on the whole context.
+    vLLM's own random weights (``load_format="dummy"``) are drawn for each worker's part, so two workers would not serve
+    the model that one serves. These are large enough that every token depends on the whole context.
     """
     hidden, inner, vocab = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]
     queries, keys = (LLAMA[f"num_{kind}_heads"] * LLAMA["head_dim"] for kind in ("attention", "key_value"))
@@ -63,10 +63,10 @@ def write_llama(folder: Path) -> None:
 
 @contextmanager
 def processes_end() -> Iterator[None]:
-    """Every process that is started in here exits with the context, or is killed by its process id.
+    """Each process that is started in the context exits with it, or is killed by its process id.
 
     Raises:
-        AssertionError: One had to be killed, and nothing else has failed.
+        AssertionError: A process had to be killed, and nothing else has failed.
     """
     before = set(multiprocessing.active_children())
     has_failed = True
@@ -99,7 +99,7 @@ class Shard:
         return moved | {"failed": sum(stats.failed_copies.values())}
 
     def set_fault(self, name: str, rank: int = 1) -> None:
-        """One rank has this fault from now on, and no rank has another."""
+        """Give one rank this fault, and remove all others."""
         worker = _worker()
         vars(worker).pop("begin", None)
         if name and self.rank == rank:
@@ -113,7 +113,7 @@ def _worker() -> SwapWorker:
 
 
 def _skip(worker: SwapWorker) -> Callable[[StepOrders], None]:
-    """Nothing is copied back, and all of it is reported as whole."""
+    """Skip swap-ins, and report all of their blocks as whole."""
     begin = worker.begin
 
     def begin_rest(orders: StepOrders) -> None:
@@ -125,7 +125,7 @@ def _skip(worker: SwapWorker) -> Callable[[StepOrders], None]:
 
 
 def _lag(worker: SwapWorker) -> Callable[[StepOrders], None]:
-    """Copies begin some steps later than in other ranks."""
+    """Begin copies ``LAG_STEPS`` steps later than other ranks."""
     begin, held = worker.begin, deque[tuple[Transfer, ...]]([()] * LAG_STEPS)
 
     def begin_late(orders: StepOrders) -> None:
@@ -136,7 +136,7 @@ def _lag(worker: SwapWorker) -> Callable[[StepOrders], None]:
 
 
 def _damage(worker: SwapWorker) -> Callable[[StepOrders], None]:
-    """Bits of swap space flip between steps."""
+    """Flip bits of swap space between steps."""
     begin, slots, dice = worker.begin, worker.slots, Random(9)
 
     def begin_after_damage(orders: StepOrders) -> None:

@@ -13,11 +13,11 @@ from floodplain.policy.registry import make_policy
 
 
 class StormPolicy:
-    """``cfs``, and dice.
+    """``cfs`` with random preemptions.
 
     Args:
         chance: Probability that a resident request is preempted in a step.
-        recompute: The part of those that lose their KV.
+        recompute: The share of these requests that lose their KV.
     """
 
     name = "storm"
@@ -57,7 +57,7 @@ class StormPolicy:
         )
 
     def _pick_tier(self, rooms: dict[Tier, int], num_blocks: int) -> Tier | None:
-        """Any with room for all of it, which is taken then."""
+        """A random tier with room for all blocks, which is then reserved."""
         found = [tier for tier, room in rooms.items() if room >= num_blocks]
         if not found:
             return None

@@ -1,4 +1,4 @@
-"""The scheduler without a connector: the policy decides, and requests that are sent away are computed again."""
+"""The scheduler without a connector: the policy decides, and preempted requests are recomputed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_turns_without_swap_space_give_stock_tokens(llama: Path, caplog: pytest.
     sent_away: list[str] = []
     scheduler = scheduler_of(llm)
     assert scheduler.policy_object.name == "cfs"
-    scheduler.policy_object = StormPolicy(1)  # by itself it sends away as few as pay: each turn computes a prompt
+    scheduler.policy_object = StormPolicy(1)  # cfs alone preempts few: each turn computes a prompt
     preempt = scheduler._preempt_request
 
     def note(request: object, *args: object, **kwargs: object) -> None:

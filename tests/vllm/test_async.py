@@ -1,7 +1,7 @@
-"""Async scheduling: tokens are those of stock vLLM that plans each step when the last one has ended.
+"""Async scheduling: tokens are those of stock vLLM that plans each step after the last one has ended.
 
 vLLM's engine plans a step while the one before is outstanding, so that policies preempt requests whose next token is
-not known yet. What computes is vLLM's own model runner on a CPU (see ``ahead``).
+not known yet. vLLM's own model runner computes on a CPU (see ``ahead``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.vllm.storm import StormPolicy
 
 @dataclass(frozen=True)
 class StoppedLoad(Load):
-    """Every other request ends with a token that is not known to be its last until it is there."""
+    """Every other request ends with a stop token, so its end is unknown until the token is computed."""
 
     stops: tuple[int, ...] = ()
 
@@ -48,7 +48,7 @@ class StoppedLoad(Load):
         return params
 
     def cut(self, tokens: dict[int, list[int]]) -> dict[int, list[int]]:
-        """What is left of outputs that were not stopped."""
+        """Cut outputs that were not stopped after their stop tokens."""
         ends = {index: said.index(self.stops[index]) + 1 for index, said in tokens.items() if index % 2}
         return {index: said[: ends.get(index)] for index, said in tokens.items()}
 
@@ -65,7 +65,7 @@ def calm(llama: Path, plain: Load) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def load(plain: Load, calm: dict[int, list[int]]) -> StoppedLoad:
-    stops = (max(set(calm[index]), key=calm[index].index) for index in range(len(plain)))  # the last new one
+    stops = (max(set(calm[index]), key=calm[index].index) for index in range(len(plain)))  # the last to occur first
     return StoppedLoad(plain.prompts, plain.lengths, tuple(stops))
 
 
@@ -87,7 +87,7 @@ def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
 
 @pytest.fixture
 def early(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that were to come when a request was preempted, for each that was preempted with a step outstanding."""
+    """Number of tokens that were outstanding, for each request that was preempted with a step outstanding."""
     scheduler, found = scheduler_of(engine), list[int]()
     depart = scheduler.note_departure
 
@@ -102,7 +102,7 @@ def early(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
-    """The engine as it was made; nothing is left in it afterwards."""
+    """The engine with its own policy; afterwards nothing is left in use."""
     policy = scheduler_of(engine).policy_object
     yield engine
     expect_nothing_left(engine)
@@ -142,7 +142,7 @@ def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
 def test_a_reset_with_a_step_outstanding_costs_no_token(
     llm: LLM, load: StoppedLoad, expected: dict[int, list[int]]
 ) -> None:
-    """Its tokens are thrown away, and its blocks are written until it ends."""
+    """The step's tokens are discarded; its blocks are written until it ends."""
     scheduler, num_deferred = scheduler_of(llm), list[int]()
 
     def reset(step: int) -> None:
@@ -158,7 +158,7 @@ def test_a_reset_with_a_step_outstanding_costs_no_token(
 def test_kv_of_the_outstanding_step_matters(
     llm: LLM, plain: Load, calm: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without what that step writes, tokens would be others."""
+    """Negative control: without the KV that the step writes, tokens differ."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
     swap_out = SwapBooks.swap_out
 

@@ -1,6 +1,6 @@
-"""vLLM's defaults are enough: the scheduler and the connector alone work, or are refused in one line, early.
+"""With vLLM's defaults, the scheduler and the connector alone work, or are refused early, in one line.
 
-Here each vLLM has processes of its own, as users start it; ``test_server.py`` has the server's streams.
+Most tests start vLLM in processes of its own, as users do; for the server's streams see ``test_server.py``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SCHEDULER = ["--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainSch
 
 
 def run(*words: str, seconds: float = PATIENCE_S, installed: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A program in vLLM's environment, with several processes as by default.
+    """Run a program in vLLM's environment, with several processes as by default.
 
-    ``installed`` is a folder that makes floodplain one of the packages that are installed there.
+    ``installed`` is a folder with metadata of floodplain as an installed package.
     """
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     path = os.pathsep.join(map(str, [ROOT, *([installed] if installed else [])]))
@@ -73,7 +73,7 @@ def server(model: Path, *flags: str, transfer: dict[str, Any] = CONNECTOR) -> li
 
 
 def expect_refused(ended: subprocess.CompletedProcess[str], line: str) -> None:
-    """There is one line of ours, and no traceback."""
+    """Check for status 2, one line of ours, and no traceback."""
     said = ended.stderr.rstrip().splitlines()
     assert ended.returncode == 2, said[-5:]
     [own] = [one for one in said if "floodplain: " in one]
@@ -89,7 +89,7 @@ def test_a_server_refuses_before_it_starts_anything(model: Path) -> None:
 
 
 def refusal_of(words: list[str]) -> str:
-    """What a server's command line is refused with, by vLLM's own parser and configuration, in this process."""
+    """The refusal of a server's command line by vLLM's own parser and configuration, in this process."""
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal) as refusal:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -138,7 +138,7 @@ def test_a_program_is_refused_in_one_line_too(model: Path) -> None:
 
 
 def install(folder: Path) -> Path:
-    """What pip would write of floodplain, in as far as vLLM reads it."""
+    """Write the metadata that pip would install of floodplain, as far as vLLM reads it."""
     about = folder / "floodplain-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: floodplain\nVersion: 0\n")

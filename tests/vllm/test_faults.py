@@ -62,7 +62,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
 def test_tokens_survive_a_storm(
     llm: LLM, load: Load, expected: dict[int, list[int]], ages: list[int], seed: int
 ) -> None:
-    """And each view says what one made anew would."""
+    """Kept rows of each view equal rows made anew, too."""
     policy = scheduler_of(llm).policy_object = StormPolicy(seed)
     assert drive(llm, load).tokens == expected
     assert policy.num_sent_away > 50
@@ -98,7 +98,7 @@ def test_swap_space_that_is_too_small_costs_time_and_no_token(
 
 
 def erase(slots: Slots, dice: Random, *, keeps_digest: bool) -> None:
-    """Two copies become zeros; a digest that is not kept says that they are whole."""
+    """Zero two copies; unless ``keeps_digest``, give them digests that match."""
     written = [slot for slot in range(slots.num_slots) if slots.digests[slot] != EMPTY_DIGEST]
     for slot in dice.sample(written, min(2, len(written))):
         slots.words[slot] = 0
@@ -126,7 +126,7 @@ def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[
 def test_the_same_damage_shows_in_the_tokens_without_digests(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
-    """The control: without it, damage might cost this model no token in any case."""
+    """Negative control: otherwise damage might never change a token of this model."""
     scheduler_of(llm).policy_object = StormPolicy(seed=3, recompute=0.0)
     slots, dice = worker_of(llm).slots, Random(9)
     tokens = drive(llm, load, each_step=lambda _: erase(slots, dice, keeps_digest=False)).tokens
@@ -134,7 +134,7 @@ def test_the_same_damage_shows_in_the_tokens_without_digests(
 
 
 def test_the_same_views_give_the_same_decisions_outside_of_vllm(llm: LLM, load: Load) -> None:
-    """What is recorded is replayed by a policy object of its own, after a trip through pickle."""
+    """Another policy object replays the recorded views after a round trip through pickle."""
     scheduler = scheduler_of(llm)
     scheduler.policy_object = scheduler._settings.make_policy()
     made: list[tuple[View, float, Decision]] = []

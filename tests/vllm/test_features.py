@@ -1,4 +1,4 @@
-"""What the README lists as supported beside plain greedy requests: tokens are those of stock vLLM in a storm, too."""
+"""Features that the README lists as supported: tokens are those of stock vLLM, also in a storm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.vllm.storm import StormPolicy
 
 @dataclass(frozen=True)
 class MixedLoad(Load):
-    """Every third request must match a pattern, every third wants log-probabilities of its prompt."""
+    """Every third request must match a pattern, every third returns log-probabilities of its prompt."""
 
     def params(self, index: int) -> SamplingParams:
         if index % 3 == 1:
@@ -63,7 +63,7 @@ def test_patterns_and_logprobs_of_prompts_survive_a_storm(model: Path) -> None:
 
 
 def test_windows_beside_full_attention_keep_their_tokens(tmp_path: Path) -> None:
-    """vLLM keeps the whole context of all layers, for want of its hybrid allocator."""
+    """Without its hybrid allocator, vLLM keeps the whole context of all layers."""
     flags = make_tiny(tmp_path, ["sliding", "full", "sliding", "full"])
     load = make_load(seed=2, num_requests=12)
     assert serve_in_a_storm(tmp_path, load, **flags) == serve_calmly(tmp_path, load, **flags)
@@ -73,7 +73,7 @@ def test_windows_in_all_layers_are_refused_in_one_line(tmp_path: Path, capfd: py
     flags = make_tiny(tmp_path, ["sliding"] * 4)
     with pytest.raises(Refusal, match="this model keeps SlidingWindowSpec: serve it without floodplain"):
         make_ours(tmp_path, {}, **flags)
-    ensure_kv_transfer_shutdown()  # what vLLM leaves of an engine that did not start
+    ensure_kv_transfer_shutdown()  # left by an engine that did not start
     cleanup_dist_env_and_memory()
     assert capfd.readouterr().err.count("floodplain: ") == 1
 

@@ -95,7 +95,7 @@ def test_tokens_survive_a_storm(llm: LLM, load: Load, expected: dict[int, list[i
 def test_without_digests_damage_would_be_seen_in_the_tokens(
     llm: LLM, load: Load, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of all of these: what comes back matters."""
+    """Negative control: swapped-in zeros with matching digests change most outputs."""
     scheduler_of(llm).policy_object = StormPolicy(seed=4, recompute=0.0)
     slots, start = worker_of(llm).slots, SwapSpace.start
 

@@ -1,6 +1,6 @@
 """vLLM with swap space on a neighbour: a real coordinator, and a device of this machine that lends and recalls.
 
-Tokens are those of stock vLLM with room for all requests, and nothing of the neighbour's stays taken.
+Tokens are those of stock vLLM with room for all requests, and no borrowed memory stays taken.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def neighbour(url: str) -> Iterator[Neighbour]:
 
 @pytest.fixture(scope="module")
 def llm(llama: Path, expected: dict[int, list[int]], url: str, neighbour: Neighbour) -> Iterator[LLM]:
-    """One engine for all tests, since a process holds one at a time; when it has gone, nothing is borrowed."""
+    """One engine for all tests, since a process holds one at a time; once it is closed, nothing is borrowed."""
     settings = {"policy": "cfs", "slice": 3, "swap_memory": "256MiB", "coordinator": url, "peer_memory": "64MiB"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_parts, "CHUNK_BYTES", CHUNK_BLOCKS * BLOCK_BYTES)
@@ -89,7 +89,7 @@ def llm(llama: Path, expected: dict[int, list[int]], url: str, neighbour: Neighb
 
 @pytest.fixture(autouse=True)
 def calm(llm: LLM, neighbour: Neighbour) -> Iterator[None]:
-    """The neighbour lends all it has at the start, and nothing is held at the end."""
+    """Lend all pages before a test; check after it that no block, slot or request is left."""
     neighbour.lend(NUM_PAGES)
     wait_until(lambda: len(tier_of(llm)._held) == NUM_CHUNKS)
     yield
@@ -108,7 +108,7 @@ def tier_of(llm: LLM) -> PeerTier:
 
 
 def count_moved(llm: LLM) -> Counter[str]:
-    """Bytes that went to the neighbour and back."""
+    """Bytes moved to and from the neighbour, by direction."""
     traffic = worker_of(llm)._space.stats().traffic_bytes
     return Counter({direction: number for (direction, tier), number in traffic.items() if tier == "peer"})
 
@@ -140,7 +140,7 @@ def test_tokens_are_the_same_while_memory_comes_and_goes(
         if step % 20 == 10:
             neighbour.lend(dice.choice([0, NUM_PAGES // 2, NUM_PAGES]))
 
-    for _ in range(5):  # on a busy machine all may go back before a request comes back
+    for _ in range(5):  # on a busy machine all leases may end before a swap-in
         assert drive(llm, load, each_step=lend).tokens == expected
         moved = count_moved(llm) - before
         if len(moved) == 2:
@@ -150,7 +150,7 @@ def test_tokens_are_the_same_while_memory_comes_and_goes(
 
 
 def test_what_is_torn_away_is_computed_again(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """As at a deadline that comes before the step loop does."""
+    """As at a deadline that expires before the step loop's next boundary."""
     scheduler_of(llm).policy_object = StormPolicy(seed=6, recompute=0.0)
     tier, dice = tier_of(llm), Random(9)
 

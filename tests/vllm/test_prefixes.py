@@ -1,4 +1,4 @@
-"""The same with vLLM's prefix cache: blocks are shared, and some come back from the device itself."""
+"""Tokens under pressure with vLLM's prefix cache: blocks are shared, and some are revived on the device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tokens_are_the_same_where_prefixes_are_shared(llm: LLM, load: Load, exp
 
 @pytest.mark.quick
 def test_what_is_kept_of_a_view_agrees_with_vllms_blocks(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """Exclusive blocks and cached prefixes of each view, against a count of its own."""
+    """Exclusive blocks and cached prefixes of each view equal an independent count."""
     scheduler, seen = scheduler_of(llm), Counter[str]()
     scheduler.policy_object = StormPolicy(seed=6, chance=0.1)
     pool, by_id = scheduler.finder.pool, desk_of(llm).roster.by_id
@@ -97,7 +97,7 @@ def test_tokens_survive_a_storm_where_prefixes_are_shared(
 
 
 def test_other_weights_make_all_copies_worthless(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """As after an update of the model: what lies in swap space is forgotten, and computed again."""
+    """As after an update of the model: backups are forgotten, and their tokens recomputed."""
     scheduler = scheduler_of(llm)
     scheduler.policy_object = StormPolicy(seed=5, chance=0.1, recompute=0.0)
     num_kept: list[int] = []

@@ -1,4 +1,4 @@
-"""What the plug-in does not support is one line that says what to change, at the start."""
+"""Untested versions of vLLM are refused; the methods of vLLM that the plug-in overrides have their tested form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_version_here_was_tried() -> None:
 
 
 def test_every_method_that_vllm_calls_has_its_signature() -> None:
-    """A hook that vLLM calls otherwise, or no more, would steer nothing."""
+    """A hook that vLLM calls differently, or no longer, would have no effect."""
     import inspect
 
     from vllm.v1.core.sched.request_queue import RequestQueue
@@ -56,7 +56,7 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
 
 
 def test_the_block_pool_reports_all_its_changes() -> None:
-    """What vLLM did elsewhere, or by methods of other names, would leave counts as they were."""
+    """Changes by other methods of vLLM's pool would leave counts stale."""
     import inspect
 
     from vllm.v1.core import block_pool

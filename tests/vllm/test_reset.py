@@ -1,4 +1,4 @@
-"""After a reset of the prefix cache nothing is restored that other weights have computed, and it always succeeds."""
+"""After a reset of the prefix cache, no KV of other weights is restored; it succeeds if it resets requests, too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.vllm.engines import (
 from tests.vllm.storm import StormPolicy
 
 HOLD_STEPS = 3
-"""Copies end every so many steps, so that some are under way at any time."""
+"""Ended copies are reported every so many steps, so that some are nearly always in flight."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """The engine with copies that take long, in a storm; nothing is left in it afterwards."""
+    """The engine with slow copies, in a storm; afterwards nothing is left in use."""
     finish, num_calls = SwapWorker.finish, Counter[str]()
 
     def finish_late(worker: SwapWorker) -> tuple[set[str], set[str]]:
@@ -72,19 +72,19 @@ def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
 
 
 def index_of(request: Any) -> int:
-    """vLLM adds something of its own to a request's name."""
+    """Index of a request, without the suffix that vLLM adds to its name."""
     return int(request.request_id.partition("-")[0])
 
 
 def count_copies(llm: LLM) -> Counter[str]:
-    """Copies under way by direction, and requests whose copies back have ended and that have not begun."""
+    """Copies in flight by direction, and requests whose swap-in has ended and that are not scheduled yet."""
     scheduler, copies = scheduler_of(llm), desk_of(llm).books._copies.values()
     ways = Counter("back" if copy.is_inbound else "out" for copy in copies if not copy.is_void)
     return ways + Counter("come" for _ in scheduler.finished_recving_kv_req_ids)
 
 
 def expect_forgotten(llm: LLM) -> None:
-    """Nothing holds a block but copies back and an outstanding step, which write into it still."""
+    """Check that only swap-ins and an outstanding step hold blocks, and that no KV is kept."""
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     num_held = desk.books.count_draining(scheduler.deferred_blocks)
     assert scheduler.finder.count_free() + num_held == scheduler.finder.num_blocks
@@ -130,7 +130,7 @@ def test_aborts_around_resets_leave_nothing(llm: LLM, load: Load, expected: dict
 def test_a_reset_that_spares_requests_fails_while_they_hold_blocks(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
-    """As in vLLM; then nothing is forgotten. After the last request it succeeds, whatever copies are under way."""
+    """As in vLLM, a failed reset forgets nothing. After the last request it succeeds, despite copies in flight."""
     kept: list[int] = []
 
     def reset(step: int) -> None:
@@ -149,7 +149,7 @@ def test_a_reset_that_spares_requests_fails_while_they_hold_blocks(
 
 
 def test_sleep_and_waking_up_in_a_storm_cost_no_token(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """As far as a CPU shows it, where memory stays: caches are reset before, and no copy is under way meanwhile."""
+    """On a CPU, memory stays; this checks that caches are reset before, and that no copy is in flight then."""
     core, connector = llm.llm_engine.engine_core.engine_core, get_kv_transfer_group()  # type: ignore[attr-defined]
 
     def sleep(step: int) -> None:
@@ -167,7 +167,7 @@ def test_sleep_and_waking_up_in_a_storm_cost_no_token(llm: LLM, load: Load, expe
 
 
 def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """None of them is preempted for requests that vLLM does not admit."""
+    """Running requests are not preempted for requests that vLLM does not admit."""
     scheduler = scheduler_of(llm)
     scheduler.policy_object = scheduler._settings.make_policy()
     reasons, held = Counter[Reason](), list[int]()
@@ -195,7 +195,7 @@ def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, exp
 
 
 def scale_weights(llm: LLM, factor: float) -> None:
-    """So that the same tokens have other KV; a power of two, which rounds nothing."""
+    """Give the same tokens other KV; ``factor`` is a power of two, which rounds nothing."""
 
     def scale(model: Any) -> None:
         with torch.no_grad():
@@ -207,7 +207,7 @@ def scale_weights(llm: LLM, factor: float) -> None:
 
 @pytest.mark.parametrize("resets", [True, False])
 def test_requests_go_on_as_if_the_new_weights_had_computed_their_past(llm: LLM, load: Load, resets: bool) -> None:
-    """Without a reset they do not: the control."""
+    """Negative control: without a reset, most do not."""
     past: dict[int, list[int]] = {}
 
     def update(step: int) -> None:

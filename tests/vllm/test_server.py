@@ -1,4 +1,4 @@
-"""vLLM's own server with the plug-in: streams, stop strings and clients that hang up, while all requests take turns."""
+"""vLLM's own server with the plug-in: streams, stop strings and disconnects, while all requests take turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRANSFER = {
 
 
 def command(model: Path, port: int) -> list[str]:
-    """As in the README, with vLLM's defaults, and with a pool for a third of the requests."""
+    """The README's command, with a pool for a third of the requests."""
     flags = {
         "--model": model, "--served-model-name": "smollm2", "--port": port, "--dtype": "float32", "--block-size": 32,
         "--num-gpu-blocks-override": 18, "--max-model-len": 512,
@@ -74,7 +74,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def ask(url: str, prompt: str, *, stop: str | None = None, most_deltas: int = 10**6) -> str:
-    """The text of a streamed answer; hangs up after ``most_deltas`` pieces of it."""
+    """The text of a streamed answer; disconnects after ``most_deltas`` pieces of it."""
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
     body |= {"stop": stop} if stop else {"ignore_eos": True}
     pieces = []
@@ -95,7 +95,7 @@ def count(url: str, name: str, labels: str = "") -> float:
 
 @pytest.fixture(scope="module")
 def expected(url: str) -> dict[str, str]:
-    """Three at a time there is room for each."""
+    """Answers without preemption: three requests at a time fit the pool."""
     with ThreadPoolExecutor(3) as clients:
         texts = dict(zip(PROMPTS, clients.map(lambda prompt: ask(url, prompt), PROMPTS), strict=True))
     assert count(url, "vllm:num_preemptions_total") == 0
@@ -110,7 +110,7 @@ def test_streams_are_the_same_when_all_requests_take_turns(url: str, expected: d
 
 
 def test_our_metrics_stand_beside_vllms(url: str, expected: dict[str, str]) -> None:
-    """After turns of all requests."""
+    """Runs after the test in which all requests take turns."""
     assert count(url, "floodplain_preemptions_total") == count(url, "vllm:num_preemptions_total") > 5
     assert count(url, "floodplain_preemptions_total", 'mode="swap"') > 5
     out, back = (count(url, "floodplain_swap_bytes_total", f'direction="{way}".*tier="host"') for way in ("out", "in"))

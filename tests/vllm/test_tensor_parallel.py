@@ -47,7 +47,7 @@ def expected(llama: Path, load: Load) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
-    """A pool for a third of the load, and prompts in chunks of 64 tokens."""
+    """A pool for less than half of the load, and prompts in chunks of 64 tokens."""
     flags = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 64} | FLAGS
     own = {"worker_extension_cls": "tests.vllm.shards.Shard"}
     with processes_end():
@@ -58,7 +58,7 @@ def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
-    """The engine as it was made; nothing is left in it afterwards."""
+    """The engine with its own policy and no fault; afterwards nothing is left in use."""
     policy = scheduler_of(engine).policy_object
     yield engine
     expect_nothing_left(engine)
@@ -79,7 +79,7 @@ def count_wrong(tokens: dict[int, list[int]], expected: dict[int, list[int]]) ->
 
 
 def count_moved(llm: LLM) -> list[dict[str, int]]:
-    """By worker."""
+    """``Shard.count_moved`` by worker."""
     moved: list[dict[str, int]] = llm.collective_rpc("count_moved")
     assert len(moved) == NUM_WORKERS
     return moved
@@ -88,7 +88,7 @@ def count_moved(llm: LLM) -> list[dict[str, int]]:
 def test_two_workers_without_floodplain_give_the_tokens_of_one(
     llama: Path, load: Load, expected: dict[int, list[int]]
 ) -> None:
-    """So that what follows is compared with the model, and not with one way to split it."""
+    """So the other tests compare with the model, and not with one way to split it."""
     assert serve_calmly(llama, load, **FLAGS) == expected
 
 
@@ -108,7 +108,7 @@ def test_preempted_requests_keep_their_tokens_and_both_workers_copy(
 def test_no_block_or_slot_is_free_before_the_slower_worker_has_copied(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
-    """Requests are aborted meanwhile, with copies of theirs under way in one worker and ended in the other."""
+    """Requests are aborted while copies are in flight in one worker and ended in the other."""
     llm.collective_rpc("set_fault", args=("lags",))
     scheduler_of(llm).policy_object = StormPolicy(seed=7, chance=0.1)
     dice, aborted, num_moving = Random(5), set[int](), 0
@@ -137,7 +137,7 @@ def test_what_one_worker_has_lost_both_compute_again(llm: LLM, load: Load, expec
 def test_a_worker_that_skips_its_copies_would_be_seen_in_the_tokens(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
-    """The control of all of these."""
+    """Negative control of the tests above."""
     llm.collective_rpc("set_fault", args=("skips",))
     assert count_wrong(storm(llm, load, recompute=0.0), expected) > len(load) // 2
 
@@ -145,7 +145,7 @@ def test_a_worker_that_skips_its_copies_would_be_seen_in_the_tokens(
 def test_blocks_that_are_free_too_early_would_be_seen_in_the_tokens(
     llm: LLM, load: Load, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of the slower worker: copies count as ended when the first worker says so."""
+    """Negative control: outbound copies count as ended when the first worker reports it."""
     desk, settled = desk_of(llm), set[int]()
     books, note_report = desk.books, desk.note_report
 
