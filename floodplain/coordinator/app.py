@@ -20,10 +20,11 @@ from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing
+from floodplain.core.codec import to_json
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
-from floodplain.lending.wire import encode_news, encode_replies, encode_reply
+from floodplain.lending.wire import encode_replies
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames
@@ -108,12 +109,12 @@ class LeaseRoutes:
         """
         if not _caller_of(request).may_say(Heartbeat(query.member, 0)):
             raise ApiError(403, f"this token may not watch {query.member}", code="forbidden")
-        return _json(encode_news(await self._desk.wait_for_news(query.member, query.mark, query.wait_s)))
+        return _json(to_json(await self._desk.wait_for_news(query.member, query.mark, query.wait_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """Forget a device that will not come back: what was lent on it is lost."""
         _require_admin(request)
-        return _json(encode_reply(await self._desk.ask(jobs.forget(name))))
+        return _json(to_json(await self._desk.ask(jobs.forget(name))))
 
 
 def create_app(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.coordinator.service import Job, LeaseService
+from floodplain.core.codec import to_json
 from floodplain.leases.book import UNRESTRICTED, LeaseBook, Speaker
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
-from floodplain.lending.wire import encode_lease, encode_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ def encode_view(view: BookView, ttl_s: float) -> dict[str, Any]:
     return {
         "ttl_s": ttl_s,
         "members": [
-            {**encode_member(member), "is_living": is_living, "leased_bytes": leased_bytes}
+            {**to_json(member), "is_living": is_living, "leased_bytes": leased_bytes}
             for member, is_living, leased_bytes in sorted(view.members, key=lambda row: row[0].name)
         ],
         "leases": [
             {
-                **encode_lease(lease),
+                **to_json(lease),
                 "granted_unix_s": view.granted_at(lease),
                 "due_in_s": view.due_in_s.get(lease.lease_id),
             }

@@ -8,7 +8,7 @@ from typing import TypeGuard
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import read_json_object
 from floodplain.leases.pairs import AllowedPairs
-from floodplain.lending.fields import NAME
+from floodplain.leases.states import NAME
 
 KIND, VERSION = "floodplain placement", 1
 """The file's ``kind`` and ``version``. The version is raised if ``pairs`` change their meaning."""
@@ -36,4 +36,4 @@ def read_pairs(path: Path) -> AllowedPairs:
 
 
 def _is_name(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and NAME.fullmatch(value) is not None
+    return isinstance(value, str) and NAME.problem(value) is None

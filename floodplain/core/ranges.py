@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated
@@ -35,6 +36,17 @@ class Text:
         if self.is_line and not value.isprintable():
             return "not one printable line"
         return None if value.isascii() or value.isprintable() or _is_unicode(value) else "not Unicode"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Bounds of a string: the regular expression that matches it as a whole."""
+
+    expression: str
+
+    def problem(self, value: str) -> str | None:
+        """Why a value does not fit; None if it does."""
+        return None if re.fullmatch(self.expression, value) else f"not a string like {self.expression}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,17 @@ class Length:
     def problem(self, value: tuple[object, ...] | dict[object, object]) -> str | None:
         """Why a value does not fit; None if it does."""
         return None if len(value) <= self.most else f"more than {self.most} items"
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Mark of a field that older versions lack: an object without it has the default (``core.codec``)."""
+
+    def problem(self, value: object) -> None:
+        """None: any value fits."""
+
+
+ADDED = Added()
 
 
 def _is_unicode(value: str) -> bool:

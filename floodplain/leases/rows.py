@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from floodplain.leases.states import Lease, LeaseId, Outcome, Stamp
+from floodplain.core.ranges import ADDED, COUNT, ITEMS, Line, Pattern
+from floodplain.leases.states import IDENTITY, Deadline, Lease, LeaseId, Name, Number, Outcome, Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +30,15 @@ class Member:
             reported yet.
     """
 
-    name: str
-    instance: str
-    generation: int = 1
-    revision: int = 1
+    name: Name
+    instance: Annotated[str, Pattern(r"[!-~]{0,128}")]
+    generation: Number = 1
+    revision: Number = 1
     offered_bytes: int = 0
     last_request: int = 0
     is_gone: bool = False
-    is_lender: bool = False
-    hidden_bytes: int = 0
+    is_lender: Annotated[bool, ADDED] = False
+    hidden_bytes: Annotated[int, COUNT, ADDED] = 0
 
     @property
     def stamp(self) -> Stamp:
@@ -72,5 +74,5 @@ class Reply:
     outcome: Outcome
     member: Member | None = None
     leases: tuple[Lease, ...] = ()
-    due_in_s: Mapping[LeaseId, float] = field(default_factory=dict)
-    detail: str = ""
+    due_in_s: Annotated[Mapping[Annotated[LeaseId, IDENTITY], Deadline], ITEMS] = field(default_factory=dict)
+    detail: Line = ""

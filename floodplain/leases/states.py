@@ -12,15 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import NewType
+from enum import StrEnum
+from typing import Annotated, NewType
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.ranges import MAX_COUNT, Pattern, Range
 
 LeaseId = NewType("LeaseId", str)
 
+NAME = Pattern(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a member. It becomes the name of a device's file, so it has no slash."""
+IDENTITY = Pattern(r"[!-~]{1,128}")
+"""Of a lease, or of a process."""
+REASON = Pattern(r"[ -~]{0,200}")
+MAX_SECONDS = 86400.0
+"""The longest deadline; a TTL is shorter."""
 
-class LeaseState(Enum):
+Name = Annotated[str, NAME]
+Number = Annotated[int, Range(1, MAX_COUNT)]
+Deadline = Annotated[float, Range(0.0, MAX_SECONDS)]
+
+
+class LeaseState(StrEnum):
     """The state of a lease between its grant and its end."""
 
     GRANTED = "granted"
@@ -41,7 +54,7 @@ class LeaseState(Enum):
     """The device is gone, and the bytes with it."""
 
 
-class LeaseEvent(Enum):
+class LeaseEvent(StrEnum):
     """What can happen to a lease, and who reports it."""
 
     HOLD = "hold"
@@ -87,7 +100,7 @@ FREED = frozenset({LeaseState.REFUSED, LeaseState.RELEASED})
 ENDED = frozenset(state for state, row in TRANSITIONS.items() if not row)
 
 
-class Outcome(Enum):
+class Outcome(StrEnum):
     """What became of a message."""
 
     APPLIED = "applied"
@@ -130,17 +143,17 @@ class Lease:
         reason: If refused: why the allocation failed.
     """
 
-    lease_id: LeaseId
-    request: int
-    producer: str
-    consumer: str
-    num_bytes: int
-    generation: int
+    lease_id: Annotated[LeaseId, IDENTITY]
+    request: Number
+    producer: Name
+    consumer: Name
+    num_bytes: Number
+    generation: Number
     state: LeaseState = LeaseState.GRANTED
-    revision: int = 1
+    revision: Number = 1
     held_bytes: int = 0
-    deadline_s: float | None = None
-    reason: str = ""
+    deadline_s: Deadline | None = None
+    reason: Annotated[str, REASON] = ""
 
     @property
     def is_owed(self) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
+from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
 from floodplain.lending.exchange import AnswerTooLong, DeadlineConnection
-from floodplain.lending.fields import WireError
 from floodplain.lending.wire import (
     Answer,
     News,

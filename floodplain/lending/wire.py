@@ -1,30 +1,25 @@
-"""Messages and answers as JSON. Standard library only: agents use it on bare GPU images.
+"""Messages to the coordinator and its answers as JSON. Standard library only: agents use it on bare GPU images.
 
-A message is an object of its fields and its ``kind``; stamps and shards are nested objects. ``decode_...`` returns
-values whose types and ranges are checked, or raises ``WireError``. Unknown fields are ignored: the coordinator may be
-newer.
+A message is an object of its fields and its ``kind``. Answers are open objects (``core.codec``): the coordinator may be
+of another version. ``decode_...`` returns values whose types and ranges are checked, or raises ``WireError``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
+from floodplain.core.codec import WireError, from_json, to_json
+from floodplain.core.ranges import Pattern, Range
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
-from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
-from floodplain.lending.fields import IDENTITY, MARK, MAX_SECONDS, NAME, REASON, WireError, WireFields
+from floodplain.leases.states import MAX_SECONDS, Lease
 
-LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
-"""The range of TTLs that a coordinator may have."""
+TTL = Range(1e-3, 3600.0)
+"""The TTLs that a coordinator may have, in seconds."""
 MAX_UNIX_S = 1e11
 """The year 5138."""
-
-_MEMBER_FIELDS = tuple(field.name for field in fields(Member))
-_LEASE_FIELDS = tuple(field.name for field in fields(Lease))
-_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
-_STATES = {state.value: state for state in LeaseState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,52 +44,36 @@ class News:
         has_news: Whether a lease of the member may have changed since the mark that it sent.
     """
 
-    mark: str
+    mark: Annotated[str, Pattern(r"[0-9a-f]{1,32}\.[0-9]{1,19}")]
     has_news: bool
 
 
-def encode_news(news: News) -> dict[str, Any]:
-    """Return news as an object that ``json.dumps`` takes."""
-    return asdict(news)
+@dataclass(frozen=True, slots=True)
+class _ListedMember:
+    """What a listing has of a member beyond its row."""
+
+    is_living: bool
+    leased_bytes: int
 
 
-def decode_news(value: object) -> News:
-    """Return encoded news as a value.
+@dataclass(frozen=True, slots=True)
+class _ListedLease:
+    """What a listing has of a lease beyond its row."""
 
-    Raises:
-        WireError: It is malformed.
-    """
-    news = WireFields(value, "the news")
-    return News(news.text("mark", MARK), news.flag("has_news"))
+    granted_unix_s: Annotated[float, Range(0.0, MAX_UNIX_S)]
+    due_in_s: Annotated[float, Range(-MAX_UNIX_S, MAX_SECONDS)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """What an answer has beside its replies."""
+
+    ttl_s: Annotated[float, TTL]
 
 
 def encode_message(message: Message) -> dict[str, Any]:
     """Return a message as an object that ``json.dumps`` takes."""
-    values = {name: value.value if isinstance(value, LeaseEvent) else value for name, value in asdict(message).items()}
-    return {"kind": type(message).__name__.lower(), **values}
-
-
-def encode_member(member: Member) -> dict[str, Any]:
-    """Return a member's row as an object."""
-    return {name: getattr(member, name) for name in _MEMBER_FIELDS}
-
-
-def encode_lease(lease: Lease) -> dict[str, Any]:
-    """Return a lease's row as an object."""
-    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
-    row["state"] = lease.state.value
-    return row
-
-
-def encode_reply(reply: Reply) -> dict[str, Any]:
-    """Return a reply as an object."""
-    return {
-        "outcome": reply.outcome.value,
-        "member": None if reply.member is None else encode_member(reply.member),
-        "leases": [encode_lease(lease) for lease in reply.leases],
-        "due_in_s": dict(reply.due_in_s),
-        "detail": reply.detail,
-    }
+    return {"kind": type(message).__name__.lower(), **to_json(message)}
 
 
 def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
@@ -107,9 +86,9 @@ def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
     for place, reply in enumerate(replies):
         shared = first.setdefault(id(reply.leases), place)
         if not reply.leases or shared == place:
-            encoded.append(encode_reply(reply))
+            encoded.append(to_json(reply))
         else:
-            encoded.append({**encode_reply(replace(reply, leases=(), due_in_s={})), "leases_of": shared})
+            encoded.append({**to_json(replace(reply, leases=(), due_in_s={})), "leases_of": shared})
     return encoded
 
 
@@ -123,9 +102,8 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
     Raises:
         WireError: It is malformed.
     """
-    answer = WireFields(value, "the answer")
     replies: list[Reply] = []
-    for one in answer.items("replies"):
+    for one in _items(value, "replies"):
         reply = decode_reply(one)
         shared = one.get("leases_of")
         if shared is not None:
@@ -137,7 +115,7 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
         raise WireError(f"{len(replies)} answers came to {len(names)} messages")
     for name, reply in zip(names, replies, strict=True):
         _check_is_for(name, reply)
-    return Answer(answer.seconds("ttl_s", LEAST_TTL_S, MOST_TTL_S), tuple(replies))
+    return Answer(from_json(_Term, value, "the answer", is_open=True).ttl_s, tuple(replies))
 
 
 def decode_reply(value: object) -> Reply:
@@ -146,56 +124,16 @@ def decode_reply(value: object) -> Reply:
     Raises:
         WireError: It is malformed.
     """
-    reply = WireFields(value, "a reply")
-    return Reply(
-        outcome=reply.one_of("outcome", _OUTCOMES),
-        member=None if reply.get("member") is None else decode_member(reply.get("member")),
-        leases=tuple(decode_lease(row) for row in reply.items("leases")),
-        due_in_s=_decode_times(reply.mapping("due_in_s")),
-        detail=reply.line("detail"),
-    )
+    return from_json(Reply, value, "a reply", is_open=True)
 
 
-def decode_member(value: object) -> Member:
-    """Return an encoded member's row as a value.
+def decode_news(value: object) -> News:
+    """Return encoded news as a value.
 
     Raises:
         WireError: It is malformed.
     """
-    row = WireFields(value, "a member")
-    return Member(
-        name=row.text("name", NAME),
-        instance=row.text("instance", IDENTITY) if row.get("instance") != "" else "",
-        generation=row.count("generation", 1),
-        revision=row.count("revision", 1),
-        offered_bytes=row.count("offered_bytes"),
-        last_request=row.count("last_request"),
-        is_gone=row.flag("is_gone"),
-        is_lender=row.flag("is_lender", default=False),  # older coordinators lack these, and members need neither
-        hidden_bytes=row.count("hidden_bytes", default=0),
-    )
-
-
-def decode_lease(value: object) -> Lease:
-    """Return an encoded lease's row as a value.
-
-    Raises:
-        WireError: It is malformed.
-    """
-    row = WireFields(value, "a lease")
-    return Lease(
-        lease_id=LeaseId(row.text("lease_id", IDENTITY)),
-        request=row.count("request", 1),
-        producer=row.text("producer", NAME),
-        consumer=row.text("consumer", NAME),
-        num_bytes=row.count("num_bytes", 1),
-        generation=row.count("generation", 1),
-        state=row.one_of("state", _STATES),
-        revision=row.count("revision", 1),
-        held_bytes=row.count("held_bytes"),
-        deadline_s=None if row.get("deadline_s") is None else row.seconds("deadline_s"),
-        reason=row.text("reason", REASON),
-    )
+    return from_json(News, value, "the news", is_open=True)
 
 
 def check_listing(value: object) -> Mapping[str, Any]:
@@ -204,27 +142,20 @@ def check_listing(value: object) -> Mapping[str, Any]:
     Raises:
         WireError: It is not.
     """
-    listing = WireFields(value, "the listing")
-    for one in listing.items("members"):
-        decode_member(one)
-        row = WireFields(one, "a member")
-        row.flag("is_living")
-        row.count("leased_bytes")
-    for one in listing.items("leases"):
-        decode_lease(one)
-        row = WireFields(one, "a lease")
-        row.seconds("granted_unix_s", most=MAX_UNIX_S)
-        if row.get("due_in_s") is not None:
-            row.seconds("due_in_s", -MAX_UNIX_S, MAX_SECONDS)
+    for name, kinds in (("members", (Member, _ListedMember)), ("leases", (Lease, _ListedLease))):
+        for one in _items(value, name):
+            for kind in kinds:
+                from_json(kind, one, f"one of the {name}", is_open=True)
     assert isinstance(value, Mapping)
     return value
 
 
-def _decode_times(values: Mapping[str, Any]) -> Mapping[LeaseId, float]:
-    if not all(IDENTITY.fullmatch(lease_id) for lease_id in values):
-        raise WireError(f"a key of due_in_s is not a string like {IDENTITY.pattern}")
-    times = WireFields(values, "due_in_s")
-    return {LeaseId(lease_id): times.seconds(lease_id) for lease_id in values}
+def _items(value: object, name: str) -> Sequence[Any]:
+    """The objects of a list in the answer. Their number has no bound: the client bounds the bytes."""
+    items = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(items, list) or not all(isinstance(one, Mapping) for one in items):
+        raise WireError(f"{name} of the answer are not a list of objects")
+    return items
 
 
 def _check_is_for(name: str, reply: Reply) -> None:

@@ -18,10 +18,11 @@ from floodplain.coordinator.jobs import forget, handle
 from floodplain.coordinator.requests import MessageBatch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Store
+from floodplain.core.codec import to_json
 from floodplain.leases.messages import Message
 from floodplain.leases.states import Outcome
 from floodplain.leases.table import Changes
-from floodplain.lending.wire import decode_reply, encode_message, encode_reply
+from floodplain.lending.wire import decode_reply, encode_message
 from tests.support.lease_engines import TTL_S, Process
 from tests.support.lease_world import Faults, LeaseWorld
 
@@ -122,7 +123,7 @@ class ServedWorld(LeaseWorld):
         answered: Counter[tuple[str, Outcome]] = Counter()
         replies = self._ask(handle(batch, answered))
         if replies is not None:
-            reply = decode_reply(json.loads(json.dumps(encode_reply(replies[0]))))
+            reply = decode_reply(json.loads(json.dumps(to_json(replies[0]))))
             self.seen[f"{type(message).__name__} {reply.outcome.value}"] += 1
             self._carry(process, lambda: self._answer(process, message, reply, sent_s))
 

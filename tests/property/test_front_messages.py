@@ -17,11 +17,12 @@ from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.listing import list_instances
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.streams import Caller
-from floodplain.cluster.wire import codec, messages
+from floodplain.cluster.wire import messages
 from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.group_steps import Answer
 from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.core import codec
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.core.plan import TokenLogprobs
@@ -257,7 +258,7 @@ def test_bad_message_ends_its_own_connection_and_nothing_else(kind: str, seed: i
 
 
 def test_messages_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_check", lambda bound, value, where: value)
+    monkeypatch.setattr(codec, "_check", lambda value, kinds, bounds: value)
     monkeypatch.setattr(messages, "_is_count", lambda value, most: type(value) is int)
     with pytest.raises((ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)):
         for seed in range(200):

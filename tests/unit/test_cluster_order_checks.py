@@ -14,8 +14,8 @@ from floodplain.cluster.wire.group_orders import Adopt, Collect, Drop, Fetch, Fi
 from floodplain.cluster.wire.messages import Form
 from floodplain.cluster.wire.migration_messages import GoOn, PullKv
 from floodplain.cluster.wire.placements import Submit
+from floodplain.core.codec import WireError
 from floodplain.core.goals import NO_GOALS
-from floodplain.lending.fields import WireError
 
 NUM_LAYERS, EPOCH = 4, 7
 SECRET, ADDRESS = "5e" * 32, "127.0.0.1:9"

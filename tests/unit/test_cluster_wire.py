@@ -28,13 +28,13 @@ from floodplain.cluster.wire.messages import (
     refusal_of,
 )
 from floodplain.cluster.wire.placements import request_of, submit_of
+from floodplain.core.codec import WireError
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
-from floodplain.lending.fields import WireError
 
 FACTS = InstanceFacts("1.0", "abc", "float32", 256, 16, 64, "host", 7)
 

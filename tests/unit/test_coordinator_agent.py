@@ -8,17 +8,17 @@ from contextlib import closing
 
 import pytest
 
+from floodplain.core.codec import to_json
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending import agent as agents
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.wire import encode_reply
 from tests.support.peer import DRIP, answer, answering
 from tests.support.waiting import HANG_S, wait_until
 
-APPLIED = answer(json.dumps({"ttl_s": 10.0, "replies": [encode_reply(Reply(Outcome.APPLIED))]}).encode())
+APPLIED = answer(json.dumps({"ttl_s": 10.0, "replies": [to_json(Reply(Outcome.APPLIED))]}).encode())
 """The answer to a batch of one message."""
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.codec import to_json
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending import exchange
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
-from floodplain.lending.wire import encode_reply
 from floodplain.web.listen import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 
@@ -26,7 +26,7 @@ EMPTY = {"ttl_s": 5.0, "members": [], "leases": []}
 
 
 def replies(*some: Reply, **more: Any) -> bytes:
-    return answer(json.dumps({"ttl_s": 7.5, "replies": [encode_reply(reply) for reply in some], **more}).encode())
+    return answer(json.dumps({"ttl_s": 7.5, "replies": [to_json(reply) for reply in some], **more}).encode())
 
 
 def refusal(status: int, message: str = "no") -> bytes:
@@ -148,7 +148,7 @@ def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPa
     fits, too_long = (answer(b" " * (size - 2) + b"{}") for size in (1000, 1001))
     chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n"
     with answering(fits, too_long, chunks + DRIP) as peer, closing(CoordinatorClient(peer.url)) as client:
-        with pytest.raises(NotACoordinator, match="the answer has no replies"):
+        with pytest.raises(NotACoordinator, match="replies of the answer are not a list"):
             client.send([BEAT])
         for _ in range(2):
             with pytest.raises(NotACoordinator, match="sends too much"):
@@ -213,7 +213,7 @@ GARBAGE = [
     b'{"ttl_s": 1, "replies": [{"outcome": "applied", "member": null, "leases": [], "due_in_s": [], "detail": ""}]}',
     b'{"ttl_s": 1, "replies": [{"outcome": "applied", "member": null, "leases": [{}], "due_in_s": {}, "detail": ""}]}',
     json.dumps({"ttl_s": 1, "replies": []}).encode(),
-    json.dumps({"ttl_s": 1, "replies": [encode_reply(REPLY)] * 2}).encode(),
+    json.dumps({"ttl_s": 1, "replies": [to_json(REPLY)] * 2}).encode(),
 ]
 
 
@@ -259,7 +259,7 @@ def test_an_answer_of_a_newer_version_is_understood() -> None:
 
 def test_a_name_is_quoted_in_a_path() -> None:
     with (
-        answering(answer(json.dumps(encode_reply(REPLY)).encode())) as peer,
+        answering(answer(json.dumps(to_json(REPLY)).encode())) as peer,
         closing(CoordinatorClient(peer.url)) as client,
     ):
         assert client.forget("../a b/?#%\u00e4\r\n") == REPLY

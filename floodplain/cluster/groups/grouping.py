@@ -30,9 +30,9 @@ from floodplain.cluster.wire.group_answers import (
 from floodplain.cluster.wire.group_orders import Adopt, GroupOrder
 from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
 from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.codec import WireError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
-from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 

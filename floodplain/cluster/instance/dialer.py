@@ -10,8 +10,8 @@ from typing import Protocol
 
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Denied, Hello, Welcome, pack, read_front_message
+from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
-from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 

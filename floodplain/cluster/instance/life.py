@@ -29,13 +29,13 @@ from floodplain.cluster.wire.messages import (
 )
 from floodplain.cluster.wire.order_checks import check_submit
 from floodplain.cluster.wire.placements import Submit, request_of
+from floodplain.core.codec import WireError
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.caller import OnAdded
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import NO_PROGRESS, StepMeter
-from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 

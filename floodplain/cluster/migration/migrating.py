@@ -36,9 +36,9 @@ from floodplain.cluster.wire.migration_messages import (
     StopRequest,
 )
 from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 from floodplain.core.ranges import MAX_TOKEN_ID
-from floodplain.lending.fields import WireError
 from floodplain.policy.dispatch import InstanceView, freeness
 from floodplain.policy.migration import LOW_FREENESS, MovableRequest, apply_move, choose_move
 

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from floodplain.cluster.pipeline.device_link import DeviceLink, Link, PairGroup
-from floodplain.cluster.wire.codec import from_json
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.cluster.wire.stage_link import StageLink
+from floodplain.core.codec import WireError, from_json
 from floodplain.core.errors import PeerLost
-from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from floodplain.cluster.settings import MAX_STRANGERS
 from floodplain.cluster.wire.frames import MAX_HELLO_BYTES, FrameLink
 from floodplain.cluster.wire.messages import Hello, read_instance_message
-from floodplain.lending.fields import WireError
+from floodplain.core.codec import WireError
 from floodplain.web.accepting import LISTEN_BACKLOG, RETRY_S, Accepting
 
 HELLO_TIMEOUT_S = 5.0

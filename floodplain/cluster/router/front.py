@@ -42,10 +42,10 @@ from floodplain.cluster.wire.messages import (
     read_instance_message,
 )
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.core.codec import WireError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
-from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
+from floodplain.core.codec import WireError
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey, extend_keys, root_key
 from floodplain.core.request import Request
-from floodplain.lending.fields import WireError
 from floodplain.policy.dispatch import InstanceView, choose_instance
 
 MAX_FRUITLESS = 3

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from floodplain.cluster.state.book import Entry
 from floodplain.cluster.wire.group_answers import KvRow, Prepared
 from floodplain.cluster.wire.messages import TokenRow
-from floodplain.lending.fields import WireError
+from floodplain.core.codec import WireError
 
 
 def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int) -> None:

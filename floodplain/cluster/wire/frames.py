@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from floodplain.lending.fields import WireError
+from floodplain.core.codec import WireError
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Largest frame: sixteen million token ids."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from floodplain.cluster.wire.group_steps import Answer
+from floodplain.core.codec import WireError
 from floodplain.core.ranges import HostPort, Line, Port, Positive, Range
-from floodplain.lending.fields import WireError
 
 Pages = Annotated[int, Range(0, 2**40)]
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard
 
-from floodplain.cluster.wire.codec import from_json, to_json
 from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import pack_frame
 from floodplain.cluster.wire.group_answers import ANSWERS, GroupAnswer
@@ -22,12 +21,12 @@ from floodplain.cluster.wire.migration_messages import (
     MigrationOrder,
 )
 from floodplain.cluster.wire.placements import Submit
+from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.ranges import MAX_COUNT, MAX_TOKEN_ID, Line, OneOf, Port, Positive, Range, Secret, TokenId
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.step_meter import NO_PROGRESS, Progress
-from floodplain.lending.fields import WireError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from floodplain.cluster.wire.group_orders import (
 from floodplain.cluster.wire.messages import Form
 from floodplain.cluster.wire.migration_messages import GoOn, MigrationOrder, PullKv
 from floodplain.cluster.wire.placements import Submit
-from floodplain.lending.fields import WireError
+from floodplain.core.codec import WireError
 
 
 def check_submit(message: Submit, token_ids: Sequence[int], taken: object) -> None:

@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from floodplain.cluster.wire.codec import from_json, to_json
 from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import PeerLost
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
 from floodplain.core.ranges import SECONDS
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.lending.fields import WireError
 
 MAX_STAGES = 256
 
