@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from floodplain.core.errors import UserError
-
-EXPANSION_TIERS = (HOST_TIER, PEER_TIER) = ("host", "peer")
-
-
-class ExpansionFlags(Protocol):
-    """The flags of an ``EngineConfig`` that concern expansion; they are documented there."""
-
-    @property
-    def kv_expansion(self) -> str: ...  # noqa: D102
-    @property
-    def expansion_memory(self) -> int | None: ...  # noqa: D102
-    @property
-    def expansion_tier(self) -> str: ...  # noqa: D102
-    @property
-    def coordinator(self) -> str | None: ...  # noqa: D102
-    @property
-    def long_prompts(self) -> bool: ...  # noqa: D102
-    @property
-    def max_model_len(self) -> int | None: ...  # noqa: D102
-    @property
-    def lend(self) -> str: ...  # noqa: D102
+from floodplain.engine.flags import HOST_TIER, PEER_TIER, EngineFlags
 
 
 def read_expansion(word: str) -> float | None:
@@ -46,7 +25,7 @@ def read_expansion(word: str) -> float | None:
     return expansion
 
 
-def check_expansion(flags: ExpansionFlags) -> None:
+def check_expansion(flags: EngineFlags) -> None:
     """Check that flags of the expansion do not contradict each other or ``--lend``.
 
     Raises:

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import parse_size
-from floodplain.lending.membership import DEADLINE_S
+from floodplain.engine.flags import (
+    DEFAULT_LEASE_IDLE_S,
+    DEFAULT_LEND_AFTER_S,
+    DEFAULT_RECALL_DEADLINE_S,
+    EngineFlags,
+)
 from floodplain.memory.host.named_file import NAME
-from floodplain.policy.lending import LendingSettings
 
-DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
 MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
 MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
-DEFAULT_LEASE_IDLE_S = 30.0
-"""The window of load by which a lender offers (``LendingSettings.window_s``)."""
 MIN_LEASE_IDLE_S, MAX_LEASE_IDLE_S = 0.1, 86400.0
-DEFAULT_RECALL_DEADLINE_S = DEADLINE_S
 MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S = 0.5, 86400.0
 """At least 0.5 s, since consumers take their last resort a quarter of a second before the deadline."""
-
-
-class LeaseFlags(Protocol):
-    """The flags of an ``EngineConfig`` that concern leases; they are documented there."""
-
-    @property
-    def coordinator(self) -> str | None: ...  # noqa: D102
-    @property
-    def coordinator_token_file(self) -> str | None: ...  # noqa: D102
-    @property
-    def device_name(self) -> str | None: ...  # noqa: D102
-    @property
-    def swap(self) -> str: ...  # noqa: D102
-    @property
-    def lend(self) -> str: ...  # noqa: D102
-    @property
-    def lend_after(self) -> float: ...  # noqa: D102
-    @property
-    def recall_deadline(self) -> float: ...  # noqa: D102
-    @property
-    def lease_idle(self) -> float: ...  # noqa: D102
-    @property
-    def profile(self) -> str | None: ...  # noqa: D102
-    @property
-    def lease_look(self) -> float | None: ...  # noqa: D102
 
 
 def read_lend(word: str) -> int | None:
@@ -60,7 +33,7 @@ def read_lend(word: str) -> int | None:
         raise UserError(f"--lend must be off, auto, or a size: {error}") from None
 
 
-def check_leases(flags: LeaseFlags) -> None:
+def check_leases(flags: EngineFlags) -> None:
     """Check that flags of leases do not contradict each other and are in their ranges.
 
     Raises:
@@ -85,7 +58,7 @@ def check_leases(flags: LeaseFlags) -> None:
         raise UserError(f"--device-name {flags.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 
 
-def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
+def _check_alone(flags: EngineFlags, lent_bytes: int | None) -> None:
     """Refuse flags that need a coordinator."""
     if flags.swap == "peer":
         raise UserError("--swap peer needs --coordinator: it knows which devices lend memory")
@@ -97,7 +70,7 @@ def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
         raise UserError("--coordinator-token-file needs --coordinator: the token is sent to it")
 
 
-def _check_idle(flags: LeaseFlags) -> None:
+def _check_idle(flags: EngineFlags) -> None:
     if flags.lease_idle != 0 and not MIN_LEASE_IDLE_S <= flags.lease_idle <= MAX_LEASE_IDLE_S:
         raise UserError(
             f"--lease-idle must be between {MIN_LEASE_IDLE_S:g} and {MAX_LEASE_IDLE_S:g} s, or 0 to return nothing, "
@@ -110,7 +83,7 @@ def _check_idle(flags: LeaseFlags) -> None:
         )
 
 
-def _check_lends_nothing(flags: LeaseFlags) -> None:
+def _check_lends_nothing(flags: EngineFlags) -> None:
     """Refuse flags that need ``--lend``."""
     if flags.lend_after != DEFAULT_LEND_AFTER_S:
         raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
