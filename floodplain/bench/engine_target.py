@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from floodplain.core.errors import UserError
+from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.observe.timeline import Timeline, TimelineSample
@@ -28,7 +29,13 @@ class EngineTarget:
             RequestFailed: The engine refused it.
         """
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
-        deltas = self._engine.generate(request.prompt_token_ids, params, request_id=request.request_id)
+        asked = Request(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            params=params,
+            arrival_s=time.monotonic(),
+        )
+        deltas = self._engine.generate(asked)
         try:
             async with aclosing(deltas) as answer:
                 async for delta in answer:

@@ -8,13 +8,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
-from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.caller import Caller, OnAdded
 from floodplain.engine.compute_threads import release_compute_threads
@@ -130,40 +128,15 @@ class AsyncEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: str = "",
-        goals: Goals = NO_GOALS,
-        on_accepted: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[OutputDelta, None]:
-        """Stream one request that arrives now; arguments and errors as in ``stream``."""
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            client=client,
-            cache_salt=cache_salt,
-            goals=goals,
-        )
-        return self.stream(request, on_accepted=on_accepted)
-
-    async def stream(
-        self, request: Request, on_added: OnAdded | None = None, on_accepted: Callable[[], None] = lambda: None
+    async def generate(
+        self, request: Request, *, on_accepted: Callable[[], None] = lambda: None, on_added: OnAdded | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
         Args:
             request: The request.
+            on_accepted: Called on the event loop when the request is queued, after ``on_added``.
             on_added: Called on the engine's thread when the request is queued, before a step can schedule it.
-            on_accepted: Called on the event loop after that.
 
         Raises:
             RequestRefused: It can never be served.

@@ -16,7 +16,7 @@ OnAdded = Callable[[Engine, SeqId], None]
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """The caller of one ``AsyncEngine.stream``, with its request and results.
+    """The caller of one ``AsyncEngine.generate``, with its request and results.
 
     Attributes:
         request: The request.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.sampling import SamplingParams
+from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
 
 
@@ -95,23 +94,16 @@ class ServingEngine(Protocol):
         ...
 
     def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: str = "",
-        goals: Goals = NO_GOALS,
-        on_accepted: Callable[[], None] = lambda: None,
+        self, request: Request, *, on_accepted: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[OutputDelta, None]:
         """The output as it is generated; only the last delta has a ``finish_reason``.
 
         Closing the generator, or cancelling its consumer, aborts the request: its blocks are free within one step.
 
-        ``on_accepted`` is called on the event loop once nothing but a failure can refuse the request any more, before
-        the first delta.
+        Args:
+            request: The request.
+            on_accepted: Called on the event loop once nothing but a failure can refuse the request any more, before
+                the first delta.
 
         Raises:
             RequestRefused: Before the first delta: prompt and ``max_tokens`` can never fit, with the numbers.

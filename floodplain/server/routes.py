@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from floodplain.core.errors import UserError
+from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.answers import WRITERS, write_answer
 from floodplain.server.auth import Client
@@ -120,19 +121,20 @@ class OpenAIRoutes:
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority, goals = client.priority(body.priority), client.goals(body.goals)
         acceptance = Acceptance(len(prompts))
-        streams = [
-            self._engine.generate(
-                prompt,
-                params,
+        requests = [
+            EngineRequest(
                 request_id=f"{reply.request_id}-{index}" if index else reply.request_id,
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                arrival_s=time.monotonic(),
                 priority=priority,
                 client=client.name,
                 cache_salt=client.cache_salt(body.cache_salt),
                 goals=goals,
-                on_accepted=acceptance.note,
             )
             for index, prompt in enumerate(prompts)
         ]
+        streams = [self._engine.generate(one, on_accepted=acceptance.note) for one in requests]
         tally = Tally(*map(len, prompts))
         if body.stream:
             events = _events(merge(streams), reply, tally, body.usage_detail)

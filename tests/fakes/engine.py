@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import TokenLogprobs
+from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.server.auth import KeyRing
@@ -73,7 +73,7 @@ class FakeEngine:
         self.tokenizer = ByteTokenizer()
         self.failure: BaseException | None = None
         self.can_serve = True
-        self.submitted: queue.Queue[dict[str, object]] = queue.Queue()
+        self.submitted: queue.Queue[Request] = queue.Queue()
         self.stalled: queue.Queue[str] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()
         self.num_started = 0
@@ -101,21 +101,12 @@ class FakeEngine:
         self._is_stopped.set()
 
     async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: str = "",
-        goals: Goals = NO_GOALS,
-        on_accepted: Callable[[], None] = lambda: None,
+        self, request: Request, *, on_accepted: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[OutputDelta, None]:
-        num_tokens = self._admit(prompt_token_ids, params)
+        prompt, params, request_id = request.prompt_token_ids, request.params, request.request_id
+        num_tokens = self._admit(prompt, params)
         self._live.add(request_id)
-        order = {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
-        self.submitted.put(order | {"goals": goals})
+        self.submitted.put(request)
         on_accepted()
         is_finished = False
         try:
@@ -127,7 +118,7 @@ class FakeEngine:
                     yield OutputDelta("", (), "abort")
                     return
                 await asyncio.sleep(0)
-                yield self._delta(prompt_token_ids, params, i, num_tokens)
+                yield self._delta(prompt, params, i, num_tokens)
             is_finished = True
             self._finish()
         finally:

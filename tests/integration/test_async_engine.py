@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,12 @@ async def running(**flags: object) -> AsyncIterator[AsyncEngine]:
         await engine.close()
 
 
+def request_of(params: SamplingParams, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Request:
+    return Request(**{"request_id": "r", "prompt_token_ids": prompt, "params": params, "arrival_s": 0.0} | more)
+
+
 async def collect(engine: AsyncEngine, params: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> list[OutputDelta]:
-    return [delta async for delta in engine.generate(prompt, params, request_id="r")]
+    return [delta async for delta in engine.generate(request_of(params, prompt))]
 
 
 async def until_idle(engine: AsyncEngine) -> None:
@@ -64,23 +69,19 @@ def test_stream_equals_generate() -> None:
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
 
 
-def test_all_fields_of_a_callers_request_reach_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"priority": 3, "client": "somebody", "cache_salt": "salt", "goals": Goals(tpot_s=0.2)}
+def test_the_loop_gets_the_callers_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(greedy(2), priority=3, client="somebody", cache_salt="salt", goals=Goals(tpot_s=0.2))
 
-    async def ask() -> Request:
+    async def ask() -> list[Request]:
         added: list[Request] = []
         async with running() as engine:
             add = engine.engine.add
             monkeypatch.setattr(engine.engine, "add", lambda request: (added.append(request), add(request))[1])
-            async for _ in engine.generate(PROMPT, greedy(2), request_id="r", **said):  # type: ignore[arg-type]
+            async for _ in engine.generate(request):
                 pass
-        return added[0]
+        return added
 
-    request = asyncio.run(ask())
-    assert (request.request_id, request.prompt_token_ids, request.params) == ("r", PROMPT, greedy(2))
-    assert {name: getattr(request, name) for name in said} == said
-    moved = {"known_token_ids", "is_accepted"}  # for requests that another engine began: see ``stream``
-    assert set(Request.__dataclass_fields__) == {"request_id", "prompt_token_ids", "params", "arrival_s", *said, *moved}
+    assert asyncio.run(ask()) == [request]
 
 
 def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
@@ -92,14 +93,8 @@ def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
             whole = await collect(engine, params)
             tokens = [token for delta in whole for token in delta.token_ids]
         async with running(max_batched_tokens=7, max_num_seqs=4) as other:
-            request = Request(
-                request_id="r",
-                prompt_token_ids=PROMPT,
-                params=params,
-                arrival_s=0.0,
-                known_token_ids=tuple(tokens[:known]),
-            )
-            rest = [delta async for delta in other.stream(request)]
+            request = request_of(params, known_token_ids=tuple(tokens[:known]))
+            rest = [delta async for delta in other.generate(request)]
         joined = tokens[:known] + [token for delta in rest for token in delta.token_ids]
         assert [delta.finish_reason for delta in rest][-1] == whole[-1].finish_reason
         return tokens, joined
@@ -136,11 +131,9 @@ def test_known_tokens_in_the_prompt_would_not_count_as_output() -> None:
 def test_known_tokens_that_leave_nothing_or_are_no_tokens_are_refused() -> None:
     async def refused(known: tuple[int, ...], message: str) -> None:
         async with running() as engine:
-            request = Request(
-                request_id="r", prompt_token_ids=PROMPT, params=greedy(3), arrival_s=0.0, known_token_ids=known
-            )
+            request = request_of(greedy(3), known_token_ids=known)
             with pytest.raises(RequestRefused, match=message):
-                await anext(engine.stream(request))
+                await anext(engine.generate(request))
 
     asyncio.run(refused((1, 2, 3), "3 known tokens leave nothing to generate of 40"))
     asyncio.run(refused((1, 999), "token id 999 is not in the vocabulary"))
@@ -149,15 +142,13 @@ def test_known_tokens_that_leave_nothing_or_are_no_tokens_are_refused() -> None:
 def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None:
     async def full() -> None:
         async with running(max_num_seqs=1, max_waiting=1) as engine:
-            async with aclosing(engine.generate(PROMPT, greedy(200), request_id="a")) as first:
+            async with aclosing(engine.generate(request_of(greedy(200), request_id="a"))) as first:
                 await anext(first)
                 waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 assert isinstance(done.pop().exception(), QueueFull)
-                moved = Request(
-                    request_id="m", prompt_token_ids=PROMPT, params=greedy(2), arrival_s=0.0, is_accepted=True
-                )
-                more = asyncio.create_task(anext(engine.stream(moved)))
+                moved = request_of(greedy(2), request_id="m", is_accepted=True)
+                more = asyncio.create_task(anext(engine.generate(moved)))
                 await asyncio.sleep(0)
             assert (await more).token_ids
             await asyncio.gather(*waiting, return_exceptions=True)
@@ -170,7 +161,7 @@ def test_closed_stream_frees_its_blocks() -> None:
         async with running() as engine:
             finished: list[Lifecycle] = []
             engine.subscribe(finished.append)
-            async with aclosing(engine.generate(PROMPT, greedy(200), request_id="r")) as stream:
+            async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
                 await anext(stream)
                 assert engine.stats().num_used_blocks > 0
             await until_idle(engine)
@@ -204,7 +195,7 @@ def test_refusals_come_before_the_first_delta() -> None:
                 await collect(engine, greedy(400))
             with pytest.raises(RequestRefused, match="vocabulary"):
                 await collect(engine, greedy(1), (10**6,))
-            async with aclosing(engine.generate(PROMPT, greedy(150), request_id="a")) as first:
+            async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
                 await anext(first)
                 waiting = asyncio.create_task(collect(engine, greedy(1)))
                 while not engine.stats().num_waiting:
@@ -277,7 +268,7 @@ def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.M
     async def crowded() -> None:
         async with running() as engine:
             counters, is_first = engine.engine.loop.counters, True
-            async for _ in engine.generate(PROMPT, greedy(100), request_id="r"):
+            async for _ in engine.generate(request_of(greedy(100))):
                 for _ in range(40 * is_first):
                     engine._inbox.put(lambda: steps.append(counters.num_steps))
                 is_first = False

@@ -248,7 +248,9 @@ class HoldingEngine:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def stream(self, request: Request, _: Any, on_accepted: Callable[[], None]) -> AsyncGenerator[OutputDelta]:
+    async def generate(
+        self, request: Request, on_accepted: Callable[[], None], on_added: Any
+    ) -> AsyncGenerator[OutputDelta]:
         if request.prompt_token_ids[0] == ord("!"):
             raise RequestRefused("too long")
         on_accepted()

@@ -164,7 +164,7 @@ def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
         tokens: list[int] = []
 
         async def read() -> None:
-            async for delta in engine.stream(request):
+            async for delta in engine.generate(request):
                 tokens.extend(delta.token_ids)
 
         reading = asyncio.create_task(read())
@@ -193,7 +193,7 @@ def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
     async def story() -> tuple[int, int]:
         engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
         await engine.start()
-        stream = engine.stream(requests(3)[2])
+        stream = engine.generate(requests(3)[2])
         await anext(stream)
         await engine.pause()
         before = engine.engine.loop.counters.num_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 
 from floodplain.core.errors import QueueFull
 from floodplain.core.goals import Goals
+from floodplain.core.request import Request
 from floodplain.engine.outputs import OutputDelta
 from tests.fakes.engine import FakeEngine, RunningServer, serving
 from tests.support.waiting import HANG_S
@@ -122,7 +123,7 @@ def test_a_request_has_the_name_that_the_client_gives_it(server: RunningServer, 
         drain_queue(server)
         named = httpx.post(url, json={**body, **in_body}, headers=in_header)
         assert (named.json()["id"], named.headers["x-request-id"]) == (f"{kind}-head-1", "head-1")
-        assert server.engine.submitted.get(timeout=HANG_S)["id"] == f"{kind}-head-1"
+        assert server.engine.submitted.get(timeout=HANG_S).request_id == f"{kind}-head-1"
         refused = httpx.post(url, json={**body, "n": 2}, headers=in_header)
         assert (refused.status_code, refused.headers["x-request-id"]) == (400, "head-1")
         odd = httpx.post(url, json=body, headers={"X-Request-Id": "a b"})
@@ -168,9 +169,9 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     }
     client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
     seen = server.engine.submitted.get(timeout=HANG_S)
-    params: Any = seen["params"]
-    assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
-    assert seen["goals"] == Goals(ttft_s=0.5, tpot_s=0.125)
+    params = seen.params
+    assert (seen.priority, seen.cache_salt, seen.client) == (3, "tenant", "")
+    assert seen.goals == Goals(ttft_s=0.5, tpot_s=0.125)
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
 
@@ -252,11 +253,11 @@ class HeldEngine(FakeEngine):
         super().__init__(max_waiting=2)
         self.release = threading.Event()
 
-    async def generate(self, prompt_token_ids: Sequence[int], *said: Any, **more: Any) -> AsyncGenerator[OutputDelta]:
-        async for delta in super().generate(prompt_token_ids, *said, **more):
+    async def generate(self, request: Request, **more: Any) -> AsyncGenerator[OutputDelta]:
+        async for delta in super().generate(request, **more):
             while not self.release.is_set():
                 await asyncio.sleep(0.001)
-            if prompt_token_ids[0] == ord("!"):
+            if request.prompt_token_ids[0] == ord("!"):
                 raise QueueFull("the instance that has taken over is full")
             yield delta
 

@@ -263,7 +263,7 @@ def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None
             assert (response.headers["www-authenticate"], error_of(response)["code"]) == ("Bearer", "invalid_api_key")
         headers = {"Authorization": "Bearer secret-of-ann"}
         assert httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers).status_code == 200
-        assert running.engine.submitted.get(timeout=HANG_S)["client"] == "ann"
+        assert running.engine.submitted.get(timeout=HANG_S).client == "ann"
         assert httpx.get(f"{running.url}/v1/models").status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert httpx.get(running.url + path).status_code == 200

@@ -44,9 +44,9 @@ def ask(server: RunningServer, name: str | None, path: str, **fields: object) ->
 
 def reached(server: RunningServer, num_requests: int = 1) -> list[tuple[object, object]]:
     """(client, priority) of all requests at the engine, which are ``num_requests``."""
-    orders = [server.engine.submitted.get(timeout=HANG_S) for _ in range(num_requests)]
+    requests = [server.engine.submitted.get(timeout=HANG_S) for _ in range(num_requests)]
     assert server.engine.submitted.empty()
-    return [(order["client"], order["priority"]) for order in orders]
+    return [(request.client, request.priority) for request in requests]
 
 
 @pytest.mark.parametrize(("path", "stream"), WAYS)

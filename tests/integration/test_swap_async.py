@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from floodplain.bench.offline import OfflineRun, run_offline
+from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
@@ -69,7 +71,8 @@ def hold_copies(engine: AsyncEngine) -> HeldTransferEngine:
 
 async def generate(engine: AsyncEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return [token async for delta in engine.generate(prompt, params, request_id="r") for token in delta.token_ids]
+    request = Request(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
+    return [token async for delta in engine.generate(request) for token in delta.token_ids]
 
 
 def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,9 @@ class Life:
         if self._engine is None:
             raise WireError("a request comes before there is an engine")
         try:
-            stream = self._engine.stream(self._requests[ticket], on_added, partial(self._say_accepted, ticket))
+            stream = self._engine.generate(
+                self._requests[ticket], on_accepted=partial(self._say_accepted, ticket), on_added=on_added
+            )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     self._add(ticket, delta)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
@@ -18,10 +18,8 @@ from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
-from floodplain.core.sampling import SamplingParams
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
@@ -170,20 +168,13 @@ class ClusterEngine:
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        client: str = "",
-        cache_salt: str = "",
-        goals: Goals = NO_GOALS,
-        on_accepted: Callable[[], None] = lambda: None,
+        self, request: Request, *, on_accepted: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request from whichever instances compute it. Closing the iterator aborts it.
 
-        ``on_accepted`` is called when the first instance has accepted it.
+        Args:
+            request: The request.
+            on_accepted: Called when the first instance has accepted it.
 
         Raises:
             RequestRefused: It can never be served.
@@ -194,16 +185,6 @@ class ClusterEngine:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
         if self.front.book.num_homeless >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            client=client,
-            cache_salt=cache_salt,
-            goals=goals,
-        )
         caller = Caller(self._tokenizer, request, on_accepted)
         self._callers[caller] = None
         entry = self.front.requests.submit(request, caller)
