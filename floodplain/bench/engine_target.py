@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -12,6 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.observe.polling import polling
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
 
@@ -49,25 +49,18 @@ async def sampled_timeline(engine: AsyncEngine, interval_s: float = 0.25) -> Asy
     """Record running, waiting and KV use of ``engine`` every ``interval_s`` seconds while the context is open."""
     timeline = Timeline()
 
-    async def sample_for_ever() -> None:
-        while True:
-            stats = engine.stats()
-            timeline.record(
-                TimelineSample(
-                    time_s=time.monotonic(),
-                    num_running=stats.num_running,
-                    num_waiting=stats.num_waiting,
-                    num_swapped=stats.num_swapped,
-                    kv_used_blocks=stats.num_used_blocks,
-                    kv_total_blocks=stats.num_blocks,
-                )
+    async def sample() -> None:
+        stats = engine.stats()
+        timeline.record(
+            TimelineSample(
+                time_s=time.monotonic(),
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_swapped=stats.num_swapped,
+                kv_used_blocks=stats.num_used_blocks,
+                kv_total_blocks=stats.num_blocks,
             )
-            await asyncio.sleep(interval_s)
+        )
 
-    task = asyncio.create_task(sample_for_ever())
-    try:
+    async with polling(sample, interval_s):
         yield timeline
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

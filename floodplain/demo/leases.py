@@ -51,7 +51,11 @@ def serve_scene(
             lender = DemoServer(places.producer, base.model, build(short_texts(sample, 0), tokenizer))
             borrower = DemoServer(places.consumer, base.model, build(texts(sample, 1), tokenizer))
             samples = asyncio.run(_play(lender, borrower, scale))
-    return {"scene": asdict(scale), **summarise(samples, lender, borrower), "samples": to_columns(samples)}
+    return {
+        "scene": asdict(scale),
+        **summarise(samples, lender, borrower),
+        "samples": to_columns(samples, LendingSample),
+    }
 
 
 async def _play(lender: DemoServer, borrower: DemoServer, scale: LendingScale) -> list[LendingSample]:

@@ -24,9 +24,9 @@ from floodplain.demo.relief_watch import (
     find_spans,
     has_restored,
     read_totals,
-    relief_columns,
     watching_relief,
 )
+from floodplain.demo.watch import to_columns
 
 if TYPE_CHECKING:
     from floodplain.demo.run import Run
@@ -111,7 +111,7 @@ def summarise(
         "completed": sum(record.error is None for record in records),
         "failed": sum(record.error is not None for record in records),
         "spans": find_spans(samples),
-        "samples": relief_columns(samples),
+        "samples": to_columns(samples, ReliefSample),
         "requests": {
             "sent_s": [record.sent_s for record in sent],
             "ttft_s": [record.token_times_s[0] - record.sent_s if record.token_times_s else None for record in sent],

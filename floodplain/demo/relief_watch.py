@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.demo.watch import get_text
 from floodplain.files.parsing import parse_json
+from floodplain.observe.polling import polling
 from floodplain.observe.scraped import Scraped
 
 PERIOD_S = 0.1
@@ -53,12 +53,6 @@ class ReliefSample:
     blocks: int
     num_running: int
     num_waiting: int
-
-
-def relief_columns(samples: Sequence[ReliefSample]) -> dict[str, list[Any]]:
-    """One list for each attribute, for the result's JSON and the picture."""
-    rows = [asdict(sample) for sample in samples]
-    return {item.name: [row[item.name] for row in rows] for item in fields(ReliefSample)}
 
 
 def relief_sample_of(
@@ -132,21 +126,14 @@ async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) 
     """
     samples: list[ReliefSample] = []
 
-    async def look_often() -> None:
-        while True:
-            with suppress(UserError):
-                groups, instances = [await _get_json(url, path) for path in ("/groups", "/instances")]
-                solo_blocks = samples[0].blocks if samples else None
-                samples.append(relief_sample_of(time.monotonic() - begin_s, groups, instances, solo_blocks))
-            await asyncio.sleep(period_s)
+    async def look() -> None:
+        with suppress(UserError):
+            groups, instances = [await _get_json(url, path) for path in ("/groups", "/instances")]
+            solo_blocks = samples[0].blocks if samples else None
+            samples.append(relief_sample_of(time.monotonic() - begin_s, groups, instances, solo_blocks))
 
-    task = asyncio.create_task(look_often())
-    try:
+    async with polling(look, period_s):
         yield samples
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

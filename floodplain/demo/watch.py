@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.observe.polling import polling
 from floodplain.observe.scraped import Scraped
 from floodplain.web.client import AnswerLimits, HttpClient
 from floodplain.web.exchange import NoAnswer
@@ -61,10 +63,9 @@ class LendingSample:
 Columns = Mapping[str, list[float]]
 
 
-def to_columns(samples: list[LendingSample]) -> dict[str, list[float]]:
-    """One list for each attribute, for the result's JSON and the picture."""
-    rows = [asdict(sample) for sample in samples]
-    return {item.name: [row[item.name] for row in rows] for item in fields(LendingSample)}
+def to_columns(samples: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
+    """One list for each attribute of ``kind``, the samples' dataclass, for the result's JSON and the picture."""
+    return {item.name: [getattr(sample, item.name) for sample in samples] for item in fields(kind)}
 
 
 @asynccontextmanager
@@ -78,18 +79,10 @@ async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> 
         both = await asyncio.gather(get_text(producer, "/metrics"), get_text(consumer, "/metrics"))
         samples.append(sample_of(now_s, *both))
 
-    async def look_often() -> None:
-        while True:
-            await look()
-            await asyncio.sleep(period_s)
-
-    task = asyncio.create_task(look_often())
     try:
-        yield samples
+        async with polling(look, period_s):
+            yield samples
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
         await look()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
+from floodplain.observe.polling import polling
 
 IDLE_S = 30.0
 """The most seconds before each try in which a target must become idle."""
@@ -53,20 +54,13 @@ async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
         UserError: From ``read``; the context then ends with it.
     """
     peak = PeakUse()
-    peak.note(await read())
+    peak.note(await read())  # also if the context ends at once
 
     async def look() -> None:
-        while True:
-            await asyncio.sleep(period_s)
-            peak.note(await read())
+        peak.note(await read())
 
-    task = asyncio.create_task(look())
-    try:
+    async with polling(look, period_s):
         yield peak
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def wait_until_idle(read: ReadUse, name: str, timeout_s: float = IDLE_S) -> None:

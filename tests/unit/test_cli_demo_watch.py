@@ -21,7 +21,7 @@ def text_of(stats: EngineStats) -> str:
 
 
 def sample(time_s: float, num_tokens: float, lent_bytes: float, **other: float) -> LendingSample:
-    rest = dict.fromkeys(to_columns([]), 0.0) | other
+    rest = dict.fromkeys(to_columns([], LendingSample), 0.0) | other
     return LendingSample(**(rest | {"time_s": time_s, "num_tokens": num_tokens, "lent_bytes": lent_bytes}))
 
 

@@ -1,0 +1,29 @@
+"""Polls something while a block of code runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+
+@asynccontextmanager
+async def polling(look: Callable[[], Awaitable[None]], period_s: float) -> AsyncIterator[None]:
+    """Call ``look``, and again ``period_s`` seconds after it has ended, until the context ends.
+
+    Raises:
+        Exception: From ``look``, which is then not called again; the context ends with it.
+    """
+
+    async def look_often() -> None:
+        while True:
+            await look()
+            await asyncio.sleep(period_s)
+
+    task = asyncio.create_task(look_often())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
