@@ -58,15 +58,23 @@ def count_swapped(one: Ring) -> list[int]:
     return [len(member.engine.engine.loop.state.swapped) for member in one.members]
 
 
-def damage(one: Ring) -> None:
-    """Flip a bit in a slot that requests will need, in each member, once its engine is at rest."""
+SIGN = -(2**31)
+
+
+def damage(one: Ring, where: tuple[int | slice, ...] = (7, 5)) -> None:
+    """Flip the sign of a word in a slot that requests will need, in each member, once its engine is at rest.
+
+    Args:
+        one: The members.
+        where: (layer, word), or slices of them.
+    """
 
     def flip(swap: SwapStore, address: str) -> None:
         plan = one.grouping.plan_of(1)
         assert plan is not None and plan.sizes is not None
         place = [report.bulk_address for report, _ in map(plan.reports.__getitem__, plan.epochs)].index(address)
         slot = next(slot for at, slot in plan.sizes.slot_blocks if at == place)
-        swap._slots.words[slot, 7, 5] ^= 1 << 30
+        swap._slots.words[(slot, *where)] ^= SIGN
 
     for member in one.members:
         assert member.swap is not None
@@ -90,4 +98,4 @@ def test_requests_with_a_damaged_slot_are_computed_again(folder: Path) -> None:
 
 def test_damage_that_is_not_looked_for_is_in_the_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapStore, "_prove", lambda self, slots: True)
-    assert run(folder, damage)[0] != expected()
+    assert run(folder, partial(damage, where=(slice(None),)))[0] != expected()
