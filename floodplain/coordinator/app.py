@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from floodplain import __version__
 from floodplain.coordinator import jobs
 from floodplain.coordinator.answers import Listing, NewsBody, ReplyBatch, ReplyBody, ServiceHealth
-from floodplain.coordinator.desk import Desk, NotLeading
+from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
@@ -59,15 +59,15 @@ class LeaseRoutes:
     """The endpoints under ``/v1``.
 
     Args:
-        desk: Passes their jobs to the book.
+        worker: Passes their jobs to the book.
 
     Attributes:
         answered: How often each kind of message had each outcome.
     """
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, worker: LeaseWorker) -> None:
         self.answered: Counter[tuple[str, Outcome]] = Counter()
-        self._desk = desk
+        self._worker = worker
 
     def router(self) -> APIRouter:
         """Return a router with all endpoints."""
@@ -85,7 +85,7 @@ class LeaseRoutes:
 
     async def answer(self, messages: Sequence[Message], caller: Caller) -> Response:
         """Return the response to messages that the caller may send; also called by ``MessageRoute``."""
-        replies = await self._desk.ask(jobs.handle(messages, self.answered, caller))
+        replies = await self._worker.ask(jobs.handle(messages, self.answered, caller))
         if isinstance(replies, jobs.TooManyLeases):
             told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
             raise ApiError(413, told, code="answer_too_large")
@@ -94,13 +94,13 @@ class LeaseRoutes:
         return await WRITERS.run(self._encode, replies)
 
     def _encode(self, replies: Sequence[Reply]) -> Response:
-        return _json({"ttl_s": self._desk.service.ttl_s, "replies": encode_replies(replies)})
+        return _json({"ttl_s": self._worker.service.ttl_s, "replies": encode_replies(replies)})
 
     async def list_leases(self, request: Request) -> Response:
         """List all members and leases."""
         _require_admin(request)
-        view = await self._desk.ask(jobs.look(self._desk.service))
-        return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
+        view = await self._worker.ask(jobs.look(self._worker.service))
+        return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._worker.service.ttl_s)))
 
     async def wait_for_news(self, query: Annotated[NewsQuery, Query()], request: Request) -> Response:
         """Answer once a lease of that member is recalled, released or lost, or has expired; or when ``wait_s`` is over.
@@ -109,25 +109,25 @@ class LeaseRoutes:
         """
         if not _caller_of(request).may_say(Heartbeat(query.member, 0)):
             raise ApiError(403, f"this token may not watch {query.member}", code="forbidden")
-        return _json(to_json(await self._desk.wait_for_news(query.member, query.mark, query.wait_s)))
+        return _json(to_json(await self._worker.wait_for_news(query.member, query.mark, query.wait_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """Forget a device that will not come back: what was lent on it is lost."""
         _require_admin(request)
-        return _json(to_json(await self._desk.ask(jobs.forget(name))))
+        return _json(to_json(await self._worker.ask(jobs.forget(name))))
 
 
 def create_app(
-    desk: Desk,
+    worker: LeaseWorker,
     *,
     drain: DrainSwitch | None = None,
     tokens: TokenRing | None = None,
     names: OwnNames = LOOPBACK_ONLY,
 ) -> ASGIApp:
-    """Return the application; its lifespan opens and closes ``desk``.
+    """Return the application; its lifespan opens and closes ``worker``.
 
     Args:
-        desk: Not yet open.
+        worker: Not yet open.
         drain: Turned on to stop the server; None if it is never turned on.
         tokens: Who may use ``/v1``; None allows every caller everything.
         names: Host names under which clients may reach it, beside those of this machine's loopback.
@@ -135,29 +135,29 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        desk.open()
+        worker.open()
         try:
             yield
         finally:
-            await desk.close()
+            await worker.close()
 
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, **without)
     install_error_handlers(app)
-    routes = LeaseRoutes(desk)
+    routes = LeaseRoutes(worker)
     app.include_router(routes.router())
-    _add_service_routes(app, desk, routes.answered)
+    _add_service_routes(app, worker, routes.answered)
     gate = Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
     return OriginGate(gate, names)
 
 
-def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, Outcome]]) -> None:
+def _add_service_routes(app: FastAPI, worker: LeaseWorker, answered: Counter[tuple[str, Outcome]]) -> None:
     @app.get("/health", responses=ERRORS)
     async def health() -> ServiceHealth:
         """Whether the process is well, and whether it leads."""
-        if desk.failure is not None:
-            raise ApiError(503, f"the coordinator failed: {desk.failure}", code="failed")
-        service = desk.service
+        if worker.failure is not None:
+            raise ApiError(503, f"the coordinator failed: {worker.failure}", code="failed")
+        service = worker.service
         return ServiceHealth(role="leading" if service.is_leading else "standing by", leader_url=service.leader_url)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
@@ -165,8 +165,8 @@ def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, O
         """Prometheus metrics, in the format that the scraper prefers."""
         view = None
         with suppress(NotLeading):
-            view = await desk.ask(jobs.look(desk.service))
-        metrics = CoordinatorMetrics(view, desk.service.totals, dict(answered))
+            view = await worker.ask(jobs.look(worker.service))
+        metrics = CoordinatorMetrics(view, worker.service.totals, dict(answered))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)
         return await scrape(registry, request)

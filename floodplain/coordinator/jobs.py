@@ -1,4 +1,4 @@
-"""Jobs for the clerk: handle messages, forget a device, and read all rows for listings and metrics."""
+"""Jobs for the worker: handle messages, forget a device, and read all rows for listings and metrics."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
-from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.reload import PlacementFile
 from floodplain.coordinator.service import LeaseService
@@ -33,10 +33,10 @@ CLOSING_S = 5
 
 
 class CoordinatorServer(StoppableServer):
-    """A uvicorn server for a desk.
+    """A uvicorn server for a worker.
 
     Args:
-        desk: Not yet open.
+        worker: Not yet open.
         tokens: Who may use ``/v1``; None allows every caller.
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
@@ -46,23 +46,23 @@ class CoordinatorServer(StoppableServer):
 
     def __init__(
         self,
-        desk: Desk,
+        worker: LeaseWorker,
         tokens: TokenRing | None,
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         names: OwnNames = LOOPBACK_ONLY,
         placement: PlacementFile | None = None,
     ) -> None:
-        self._desk, self._placement = desk, placement
-        desk.news.most_waiting = limits.max_connections // 2  # the others carry messages
+        self._worker, self._placement = worker, placement
+        worker.news.most_waiting = limits.max_connections // 2  # the others carry messages
         self._drain = DrainSwitch()
-        app = create_app(desk, drain=self._drain, tokens=tokens, names=names)
+        app = create_app(worker, drain=self._drain, tokens=tokens, names=names)
         super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
 
     @property
     def failure(self) -> BaseException | None:
-        """The bug that ended the clerk, if one did."""
-        return self._desk.failure
+        """The bug that ended the worker, if one did."""
+        return self._worker.failure
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -82,7 +82,7 @@ class CoordinatorServer(StoppableServer):
     def stop(self) -> None:
         """Refuse new requests, answer present ones, and let another coordinator lead."""
         self._drain.is_draining = True
-        self._desk.news.close()
+        self._worker.news.close()
         super().stop()
 
 
@@ -110,6 +110,6 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         names = OwnNames.of(config.host, config.url)
         placement = PlacementFile(config.placement, service) if config.placement else None
         server = CoordinatorServer(
-            Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names, placement
+            LeaseWorker(service), tokens, lambda: on_ready(url, store.shown_url), limits, names, placement
         )
         server.serve_on(sock)

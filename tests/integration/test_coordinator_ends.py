@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from floodplain.coordinator import clerk
-from floodplain.coordinator.desk import LEADER_HEADER
+from floodplain.coordinator import worker
+from floodplain.coordinator.worker import LEADER_HEADER
 from floodplain.coordinator.store import StoreError
 from floodplain.core.errors import InvariantError
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
@@ -107,7 +107,7 @@ def test_a_stopped_leader_answers_waiting_messages_and_another_leads(tmp_path: P
     store = open_store(tmp_path)
     with coordinating(store) as running, coordinating(open_store(tmp_path), leads=False) as standby:
         with stalled(store) as may_go_on, asking(running, join("ann")) as first, asking(running, join("bob")) as second:
-            wait_until(lambda: running._server._desk._clerk.num_waiting == 2)
+            wait_until(lambda: running._server._worker.num_waiting == 2)
             running.stop()
             may_go_on.set()
             assert [each.getresponse().status for each in (first, second)] == [200, 200]
@@ -122,7 +122,7 @@ def test_a_stopped_leader_answers_waiting_messages_and_another_leads(tmp_path: P
 def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
     store: HookedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clerk, "CLOSING_S", 0.1)
+    monkeypatch.setattr(worker, "CLOSING_S", 0.1)
     with coordinating(store) as running, stalled(store):
         running.stop()
         running.join()
@@ -131,7 +131,7 @@ def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
 def test_a_client_that_disconnects_does_not_block_other_answers(store: HookedStore) -> None:
     with coordinating(store) as running:
         with stalled(store) as may_go_on, asking(running, join("ann")) as gone, asking(running, join("bob")) as other:
-            wait_until(lambda: running._server._desk._clerk.num_waiting == 2)
+            wait_until(lambda: running._server._worker.num_waiting == 2)
             gone.close()
             may_go_on.set()
             assert other.getresponse().status == 200
@@ -145,7 +145,7 @@ def test_a_failed_coordinator_answers_all_waiting_clients_and_exits(store: Hooke
 
     with coordinating(store) as running:
         with stalled(store) as may_go_on, asking(running, join("ann")) as first, asking(running, join("bob")) as second:
-            wait_until(lambda: running._server._desk._clerk.num_waiting == 2)
+            wait_until(lambda: running._server._worker.num_waiting == 2)
             store.hook = fail
             may_go_on.set()
             for each in (first, second):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from floodplain.coordinator import app, clerk, jobs, message_route
+from floodplain.coordinator import app, jobs, message_route, worker
 from floodplain.coordinator.app import MAX_BODY_BYTES
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
@@ -323,7 +323,7 @@ def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> No
 def test_when_too_many_wait_the_next_gets_a_429_with_retry_after(
     running: RunningCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clerk, "MAX_WAITING", 0)
+    monkeypatch.setattr(worker, "MAX_WAITING", 0)
     response = say(running, join("ann"))
     assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
     assert response.headers["retry-after"] == "1"

@@ -42,6 +42,8 @@ FLAGS: dict[str, Any] = {
     "lend": "auto",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+GPU = f"gpu{os.getpid()}"
+"""A device is a file in /dev/shm: another suite on this machine has other names."""
 
 
 @pytest.fixture(scope="module")
@@ -115,21 +117,21 @@ def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
 
 def test_a_wrong_token_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     secrets, mine = tmp_path / "tokens", tmp_path / "mine"
-    for path, text in ((secrets, "producer gpu7 right\n"), (mine, "wrong\n")):
+    for path, text in ((secrets, f"producer {GPU} right\n"), (mine, "wrong\n")):
         path.write_text(text)
         path.chmod(0o600)
     with coordinating(tokens=TokenRing.from_file(secrets)) as url:
         with pytest.raises(UserError, match=r"answers 401") as caught:
-            make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")
+            make_engine(url, coordinator_token_file=str(mine), device_name=GPU)
         assert "\n" not in str(caught.value)
-        assert not Path("/dev/shm/floodplain-gpu7").exists()
+        assert not Path(f"/dev/shm/floodplain-{GPU}").exists()
         with pytest.raises(UserError, match="cannot read the coordinator token file"):
             make_engine(url, coordinator_token_file=str(tmp_path / "none"))
         mine.write_text("right\n")
-        with closing(make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")) as engine:
+        with closing(make_engine(url, coordinator_token_file=str(mine), device_name=GPU)) as engine:
             assert engine.neighbours is not None and engine.neighbours.agent.membership.has_joined
-            with pytest.raises(UserError, match="floodplain-gpu7 is another engine's, which runs"):
-                make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")
+            with pytest.raises(UserError, match=f"floodplain-{GPU} is another engine's, which runs"):
+                make_engine(url, coordinator_token_file=str(mine), device_name=GPU)
         assert not file_of(engine).exists()
 
 
@@ -139,7 +141,7 @@ def test_without_lending_or_a_device_name_no_device_is_shared(coordinator: str) 
         assert engine.config.device_name is not None, "the coordinator calls it something"
         assert not file_of(engine).exists()
         assert engine.stats().lease_bytes == {}
-    with closing(make_engine(coordinator, lend="off", device_name="named.device")) as engine:
+    with closing(make_engine(coordinator, lend="off", device_name=f"named.{GPU}")) as engine:
         assert file_of(engine).exists()
     assert not file_of(engine).exists()
 
@@ -147,16 +149,18 @@ def test_without_lending_or_a_device_name_no_device_is_shared(coordinator: str) 
 def test_neighbours_keep_memory_of_a_closed_engine_and_the_next_recalls_it(
     coordinator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = make_engine(coordinator, device_name="restarted")
+    first = make_engine(coordinator, device_name=f"restarted-{GPU}")
     producer, device = Producer(first), visit(first)
     with borrowing(Consumer(coordinator, device, 4 * PAGE_BYTES)) as consumer:
         step_until(producer, lambda: len(consumer.held) >= 3, consumer)
         first.close()
         first.close()
         assert file_of(first).exists() and device.num_owned_pages >= 12
-        with pytest.raises(UserError, match=r"^device .*/floodplain-restarted of an engine before has .* bytes, not"):
-            make_engine(coordinator, device_name="restarted", kv_memory=2 * FLAGS["kv_memory"])
-        with closing(make_engine(coordinator, device_name="restarted")) as second:
+        with pytest.raises(
+            UserError, match=rf"^device .*/floodplain-restarted-{GPU} of an engine before has .* bytes, not"
+        ):
+            make_engine(coordinator, device_name=f"restarted-{GPU}", kv_memory=2 * FLAGS["kv_memory"])
+        with closing(make_engine(coordinator, device_name=f"restarted-{GPU}")) as second:
             producer = Producer(second)
             assert second.loop.state.ledger.num_blocks == NUM_BLOCKS - 12 * 8
             assert any("begins with" in message for message in caplog.messages)

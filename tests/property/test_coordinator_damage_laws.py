@@ -17,12 +17,12 @@ from sqlalchemy.exc import NoResultFound
 
 from floodplain.coordinator import jobs
 from floodplain.coordinator import store as store_module
-from floodplain.coordinator.clerk import Clerk
 from floodplain.coordinator.run import coordinate
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.coordinator.soundness import DamagedStore
 from floodplain.coordinator.store import Store
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, VERSION
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
@@ -177,14 +177,14 @@ def test_a_coordinator_with_a_damaged_store_does_not_start(
         (f"UPDATE {LEASES.name} SET state = 'lent'", "'lent' is not a valid LeaseState"),
     ],
 )
-def test_rows_that_contradict_each_other_end_the_clerk_with_one_line(
+def test_rows_that_contradict_each_other_end_the_worker_with_one_line(
     statement: str, told: str, whole: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with stored(tmp_path, whole) as url, closing(Store.open(url)) as store:
         execute(tmp_path, statement)
-        clerk: Clerk[int] = Clerk(LeaseService(store, "http://me", 10.0, lambda: 100.0), lambda _: None)
-        clerk._run()
-    assert isinstance(clerk.failure, DamagedStore) and told in str(clerk.failure)
+        worker = LeaseWorker(LeaseService(store, "http://me", 10.0, lambda: 100.0))
+        worker._run()
+    assert isinstance(worker.failure, DamagedStore) and told in str(worker.failure)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

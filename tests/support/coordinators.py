@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
@@ -33,7 +33,7 @@ class RunningCoordinator:
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
         self._is_ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = CoordinatorServer(Desk(self.service), tokens, self._note_ready, limit_connections(None))
+        self._server = CoordinatorServer(LeaseWorker(self.service), tokens, self._note_ready, limit_connections(None))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
     @property

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
@@ -74,7 +74,7 @@ def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int)
         ready.set()
 
     server = CoordinatorServer(
-        Desk(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready, limit_connections(None)
+        LeaseWorker(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready, limit_connections(None)
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

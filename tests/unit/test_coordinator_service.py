@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from floodplain.coordinator import jobs
-from floodplain.coordinator.clerk import Clerk
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import StoreError
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Offer, Recall, Request
 from floodplain.leases.rows import Reply, Shard
@@ -93,7 +94,7 @@ def test_jobs_that_take_long_are_committed_before_the_leader_is_too_late(store: 
 
 
 @pytest.mark.parametrize("most", [1, 3, 99])
-def test_every_ticket_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
+def test_every_job_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
     class Slow:
         """Runs the first ``most`` jobs of each call."""
 
@@ -105,14 +106,17 @@ def test_every_ticket_gets_its_own_answer_however_few_are_served_at_once(most: i
 
         resign = tick
 
-    announced: list[tuple[int, int]] = []
-    clerk = Clerk(Slow(), announced.extend)  # type: ignore[arg-type]
-    for ticket in range(10):
-        clerk.submit(ticket, lambda _, now, ticket=ticket: ticket * 7)  # type: ignore[misc]
-    clerk.start()
-    wait_until(lambda: len(announced) == 10)
-    clerk.close()
-    assert announced == [(ticket, ticket * 7) for ticket in range(10)]
+    async def ask_all() -> list[int]:
+        worker = LeaseWorker(Slow())  # type: ignore[arg-type]
+        asked = [asyncio.create_task(worker.ask(lambda _, now, number=number: number * 7)) for number in range(10)]  # type: ignore[misc]
+        while worker.num_waiting < 10:
+            await asyncio.sleep(0)
+        worker.open()
+        answers = await asyncio.gather(*asked)
+        await worker.close()
+        return answers
+
+    assert asyncio.run(ask_all()) == [number * 7 for number in range(10)]
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------
