@@ -15,11 +15,11 @@ from starlette.types import ASGIApp
 from floodplain import __version__
 from floodplain.coordinator import jobs
 from floodplain.coordinator.answers import Listing, NewsBody, ReplyBatch, ReplyBody, ServiceHealth
-from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing
+from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.core.codec import to_json
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply

@@ -12,13 +12,13 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
-from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.reload import PlacementFile
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig, default_store, limits_of
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing, check_exposure
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.lending.clock import lease_clock
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections

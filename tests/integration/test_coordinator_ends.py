@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from floodplain.coordinator import worker
-from floodplain.coordinator.worker import LEADER_HEADER
 from floodplain.coordinator.store import StoreError
+from floodplain.coordinator.worker import LEADER_HEADER
 from floodplain.core.errors import InvariantError
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.hooked_store import HookedStore, let_pass

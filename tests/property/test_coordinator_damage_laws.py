@@ -22,8 +22,8 @@ from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.coordinator.soundness import DamagedStore
 from floodplain.coordinator.store import Store
-from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, VERSION
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.messages import Join, Message, Offer, Recall, Report, Request

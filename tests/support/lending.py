@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.coordinator.worker import LeaseWorker
 from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
+from floodplain.coordinator.worker import LeaseWorker
 from floodplain.engine.shell import Engine
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseId

@@ -26,7 +26,6 @@ from floodplain.leases.states import LeaseState, Outcome, Stamp
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass
-from tests.support.waiting import wait_until
 
 TICK_S = 0.2
 
