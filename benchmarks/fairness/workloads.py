@@ -47,6 +47,7 @@ LOADS = {
     "burst": Load(((10, 1.0), (40, 2.0), (10, 1.0))),
     "sustained": Load(((8, 1.0), (50, 3.0))),
     "lasting": Load(((240, 2.0),)),
+    "lasting-3x": Load(((240, 3.0),)),
     "steady": Load(((300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
