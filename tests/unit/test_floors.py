@@ -48,7 +48,7 @@ KERNELS = {"floodplain.memory.cuda.triton_copy", "floodplain.model.attention.pag
 
 MEMBER = {
     f"floodplain.lending.{name}"
-    for name in ("agent", "client", "clock", "exchange", "fields", "membership", "recall_times", "wire")
+    for name in ("agent", "client", "clock", "exchange", "membership", "recall_times", "wire")
 }
 """Modules with which an engine calls the coordinator."""
 
