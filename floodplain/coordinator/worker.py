@@ -56,7 +56,7 @@ class LeaseWorker:
     Everything is called on the loop that called ``open``.
 
     Args:
-        service: Used by the thread alone, from ``open`` on.
+        service: Its book and store are used by the thread alone, from ``open`` on; others read its state.
 
     Attributes:
         service: As above.
