@@ -147,7 +147,7 @@ def _reader(hint: Any, bounds: tuple[Any, ...], is_open: bool) -> _Read:
     """The function that reads values of a type; without bounds, within those of the type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _reader(arguments[0], arguments[1:], is_open)
+        return _reader(arguments[0], tuple(one for one in arguments[1:] if one is not ranges.ADDED), is_open)
     if origin in (Union, types.UnionType):
         inner = _reader(_without_none(arguments), bounds, is_open)
         return lambda value: None if value is None else inner(value)

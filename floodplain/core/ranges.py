@@ -96,10 +96,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Mark of a field that older versions lack: an object without it has the default (``core.codec``)."""
-
-    def problem(self, value: object) -> None:
-        """None: any value fits."""
+    """Mark of a field that older versions lack: an object without it has the default (``core.codec``). No bound."""
 
 
 ADDED = Added()

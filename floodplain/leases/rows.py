@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from floodplain.core.ranges import ADDED, COUNT, ITEMS, Line, Pattern
+from floodplain.core.ranges import ADDED, ITEMS, Line, Pattern
 from floodplain.leases.states import IDENTITY, Deadline, Lease, LeaseId, Name, Number, Outcome, Stamp
 
 
@@ -38,7 +38,7 @@ class Member:
     last_request: int = 0
     is_gone: bool = False
     is_lender: Annotated[bool, ADDED] = False
-    hidden_bytes: Annotated[int, COUNT, ADDED] = 0
+    hidden_bytes: Annotated[int, ADDED] = 0
 
     @property
     def stamp(self) -> Stamp:

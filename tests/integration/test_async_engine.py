@@ -70,7 +70,7 @@ def test_stream_equals_generate() -> None:
 
 
 def test_the_loop_gets_the_callers_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = request_of(greedy(2), priority=3, client="somebody", cache_salt="salt", goals=Goals(tpot_s=0.2))
+    request = request_of(greedy(2), priority=3, client="tenant", cache_salt="salt", goals=Goals(tpot_s=0.2))
 
     async def ask() -> list[Request]:
         added: list[Request] = []

@@ -17,7 +17,7 @@ from tests.support.group_in_process import Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 36
 FLAGS = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 128, "max_batched_tokens": 256, "policy": "fair"}
-"""One quantum of KV: parameters, and so a group's gain, are large beside it. No clock decides the turns of ``fair``."""
+"""One quantum of KV: parameters, and so a group's gain, are large beside it. ``fair`` ranks by work, not by time."""
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + number)] for number in range(28)]
 NUM_SWAPPED = 16
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import UserError
-from floodplain.core.ranges import ADDED, COUNT, Length, Pattern, Range
+from floodplain.core.ranges import ADDED, Length, Pattern, Range
 
 Ticket = NewType("Ticket", str)
 
@@ -46,7 +46,7 @@ class Whole:
     pair: tuple[int, float]
     by_name: Mapping[str, Inner]
     by_pair: dict[tuple[str, str], int] = field(default_factory=dict)
-    later: Annotated[int, COUNT, ADDED] = 5
+    later: Annotated[int, ADDED] = 5
 
 
 inners = st.builds(
@@ -100,6 +100,7 @@ def test_json_has_plain_values_alone() -> None:
         ({"pair": [1]}, "Whole.pair has 1 items, not 2"),
         ({"by_name": []}, "Whole.by_name is not of type object"),
         ({"by_pair": [["b", 4]]}, "Whole.by_pair has 2 items, not 3"),
+        ({"later": -1}, "Whole.later is not from 0 to 9.22337e+18"),
         ({"more": 1}, "Whole has not the fields of Whole"),
     ],
 )
