@@ -1,4 +1,4 @@
-"""Lists files over 300 and functions over 60 lines; fails unless each is excused here, by name and with a reason."""
+"""Lists files over 500 and functions over 60 lines; fails unless each is excused here, by name and with a reason."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import ast
 import sys
 from pathlib import Path
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 ROOT = Path(__file__).resolve().parent.parent
 EXCUSED = {
-    "floodplain/core/blocks.py": "one owner of all block states: every transition and its check stand side by side",
     "floodplain/model/attention/paged_decode.py:paged_decode": "a Triton launch: sizes, grid, arguments",
     "floodplain/model/attention/paged_decode.py:_attend": "a Triton kernel: it cannot call plain functions",
 }
