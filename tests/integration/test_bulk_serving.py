@@ -25,7 +25,7 @@ from floodplain.cluster.bulk.wire import (
     pack_request,
 )
 from floodplain.cluster.settings import split_address
-from floodplain.cluster.wire.stage_frames import Frame, FrameSocket
+from floodplain.cluster.wire.frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
 from tests.support.bulk import (
     KV,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
-from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.cluster.wire.frames import Frame
 from floodplain.core.errors import PeerLost
 from floodplain.web.listen import bind
 from tests.support.bulk import (

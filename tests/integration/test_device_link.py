@@ -18,8 +18,8 @@ from floodplain.cluster.pipeline.link_choice import (
     choose_link,
     introduce,
 )
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits
-from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.core.errors import InvariantError, PeerLost
 from tests.support.dying_sender import HOST, dying_sender, expect_death_in_mid_transfer, make_x
 from tests.support.gloo_links import CPU, choose_gloo, link_by_gloo

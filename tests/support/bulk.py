@@ -15,7 +15,7 @@ from floodplain.cluster.bulk.client import BulkItem
 from floodplain.cluster.bulk.server import STALL_S, BulkServer
 from floodplain.cluster.bulk.wire import HELLO_BYTES, MAX_CHUNK_BYTES, compute_digest
 from floodplain.cluster.settings import split_address
-from floodplain.cluster.wire.stage_frames import Frame, FrameSocket
+from floodplain.cluster.wire.frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
 from floodplain.web.listen import bind
 from tests.support.waiting import HANG_S

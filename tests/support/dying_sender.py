@@ -15,8 +15,8 @@ import torch
 
 from floodplain.cluster.pipeline.device_link import Link
 from floodplain.cluster.pipeline.link_choice import SENDER, Choose, choose_link, introduce
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits
-from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.cluster.wire.stage_link import StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen

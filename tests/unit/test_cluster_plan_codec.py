@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits, Travelling, pack_plan, pack_result, read_plan, read_result
-from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.core.errors import PeerLost
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cluster.wire.facts import InstanceFacts, find_difference
-from floodplain.cluster.wire.frames import MAX_HELLO_BYTES, FrameLink, pack_frame
+from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket, pack_frame
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
@@ -29,12 +32,13 @@ from floodplain.cluster.wire.messages import (
 )
 from floodplain.cluster.wire.placements import request_of, submit_of
 from floodplain.core.codec import WireError
-from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.core.errors import PeerLost, QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
+from tests.support.waiting import HANG_S
 
 FACTS = InstanceFacts("1.0", "abc", "float32", 256, 16, 64, "host", 7)
 
@@ -177,6 +181,21 @@ def read_bytes(data: bytes, max_bytes: int) -> Any:
     return asyncio.run(read())
 
 
+def read_blocking(data: bytes) -> Frame:
+    ours, theirs = socket.socketpair()
+    with ours, ThreadPoolExecutor(1) as threads:
+        frames = FrameSocket(theirs, max_data_bytes=100)
+        reading = threads.submit(frames.read)
+        ours.settimeout(HANG_S)
+        with suppress(OSError):  # refused by its header: the rest is not read
+            ours.sendall(data)
+        ours.shutdown(socket.SHUT_WR)
+        try:
+            return reading.result(HANG_S)
+        finally:
+            frames.close()
+
+
 def test_frames_have_their_stated_length_and_are_bounded() -> None:
     frame = pack_frame({"a": 1}, (5, -6))
     assert read_bytes(frame, 100) == ({"a": 1}, (5, -6))
@@ -186,11 +205,46 @@ def test_frames_have_their_stated_length_and_are_bounded() -> None:
         read_bytes(pack_frame({"a": 12}, (5, 6)), 15)
     with pytest.raises(WireError, match="of which 16384"):
         read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # refused by its header alone
-    for text in (b"[1]", b"{", b"\xff", b"[" * 50000, b'{"a": ' + b"9" * 5000 + b"}"):
-        with pytest.raises(WireError, match="no JSON"):
-            read_bytes(struct.pack("!II", len(text), 0) + text, 2**17)
-    with pytest.raises(WireError):
-        read_bytes(struct.pack("!II", 2, 3) + b"{}abc", 100)
+
+
+MALFORMED = {
+    "list": (b"[1]", b"", "no JSON object"),
+    "number": (b"1", b"", "no JSON object"),
+    "nothing": (b"", b"", "no JSON"),
+    "cut": (b"{", b"", "no JSON"),
+    "two": (b"{}{}", b"", "no JSON"),
+    "not UTF-8": (b"\xff", b"", "no JSON"),
+    "deep": (b"[" * 50000, b"", "no JSON"),
+    "long number": (b'{"a": ' + b"9" * 5000 + b"}", b"", "no JSON"),
+    "integers not whole": (b"{}", b"abc", "of which .* are allowed"),
+    "nested junk after": (b'{"a": 1} x', b"12345678", "no JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "integers", "why"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_both_readers_refuse_malformed_frames(text: bytes, integers: bytes, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        read_bytes(struct.pack("!II", len(text), len(integers)) + text + integers, 2**17)
+    with pytest.raises(PeerLost, match=why):
+        read_blocking(struct.pack("!IIQ", len(text), len(integers), 0) + text + integers)
+
+
+@given(st.binary(max_size=40))
+def test_both_readers_give_a_frame_or_their_error_for_any_bytes(data: bytes) -> None:
+    with suppress(WireError):
+        read_bytes(data, 2**17)
+    with suppress(PeerLost):
+        read_blocking(data)
+
+
+@given(
+    body=st.dictionaries(st.text(), st.none() | st.integers(-(2**63), 2**63) | st.text(), max_size=3),
+    integers=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5),
+)
+def test_both_readers_read_what_their_format_packs(body: dict[str, Any], integers: list[int]) -> None:
+    assert read_bytes(CONTROL.pack(body, integers), 2**17) == (body, tuple(integers))
+    frame = read_blocking(STAGE.pack(body, integers, 3) + b"xyz")
+    assert (frame.body, frame.integers.tolist(), frame.data.tobytes()) == (body, integers, b"xyz")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from floodplain.cluster.bulk.wire import (
     read_answer,
 )
 from floodplain.cluster.settings import split_address
-from floodplain.cluster.wire.stage_frames import FrameSocket
+from floodplain.cluster.wire.frames import FrameSocket
 from floodplain.core.errors import PeerLost, UserError
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from floodplain.cluster.bulk.wire import (
     pack_hello,
     read_request,
 )
-from floodplain.cluster.wire.stage_frames import FrameSocket
+from floodplain.cluster.wire.frames import FrameSocket
 from floodplain.cluster.wire.stage_link import HELLO_TIMEOUT_S
 from floodplain.core.errors import InvariantError, PeerLost
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError, PeerLost
 from floodplain.memory.digest import compute_digests, compute_weights

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits
-from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.cluster.wire.stage_link import StageLink
 from floodplain.core.errors import PeerLost
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from floodplain.cluster.pipeline.device_link import DeviceLink, Link, PairGroup
+from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits
-from floodplain.cluster.wire.stage_frames import Frame
 from floodplain.cluster.wire.stage_link import StageLink
 from floodplain.core.codec import WireError, from_json
 from floodplain.core.errors import PeerLost

@@ -1,42 +1,119 @@
-"""Frames between the front and its instances: a JSON object and an array of token ids.
+"""Frames of all connections of the cluster: a JSON object, integers and bytes; an asyncio and a blocking reader.
 
-A frame is two lengths (32 bits, big endian), the object's bytes, and the ids (32 bits, little endian). Nothing of it is
-ever executed, and a length is checked before a byte of what it announces is read.
+A frame is the lengths of its parts in bytes (big endian), then the parts: the object's text, the integers (little
+endian) and, between stages, the bytes as they lie in memory. Nothing of it is ever executed, and a length is checked
+before a byte of what it announces is read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import struct
 import sys
-from array import array
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from floodplain.core.codec import WireError
+from floodplain.core.errors import InvariantError, PeerLost
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Largest frame: sixteen million token ids."""
+"""Largest frame between the front and an instance: sixteen million token ids."""
 MAX_HELLO_BYTES = 16 * 2**10
 """Largest first frame, before the sender has shown its token."""
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
 """A peer that leaves more unread is disconnected."""
+MAX_BODY_BYTES = 16 * 2**20
+"""Most bytes of a frame's object and integers between stages; activations have a separate limit."""
 
-_HEAD = struct.Struct("!II")
+_NO_INTEGERS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+_NO_BYTES: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One frame.
+
+    Attributes:
+        body: A JSON object.
+        integers: Beside the object; int64 between stages.
+        data: Raw bytes of a tensor, uint8.
+        tensor: Activations on a device, in place of ``data``. Only a ``DeviceLink`` can send them.
+    """
+
+    body: dict[str, Any]
+    integers: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_INTEGERS)
+    data: npt.NDArray[np.uint8] = field(default_factory=lambda: _NO_BYTES)
+    tensor: torch.Tensor | None = None
+
+
+class FrameFormat:
+    """The layout of the frames of a connection.
+
+    Args:
+        head: The lengths: of the text, of the integers and, if the frames carry raw bytes, of those.
+        integer: numpy's name of the integers' type.
+    """
+
+    def __init__(self, head: str, integer: str) -> None:
+        self._head, self._integer = struct.Struct(head), np.dtype(integer)
+        self.head_bytes = self._head.size
+
+    def pack(self, body: dict[str, Any], integers: npt.ArrayLike, *num_data: int) -> bytes:
+        """The bytes of a frame before its raw bytes, ``num_data`` in number."""
+        text = json.dumps(body, separators=(",", ":")).encode()
+        packed = np.asarray(integers, self._integer).tobytes()
+        return self._head.pack(len(text), len(packed), *num_data) + text + packed
+
+    def read_head(self, head: bytes, max_body_bytes: int, max_data_bytes: int = 0) -> list[int]:
+        """The lengths of the parts.
+
+        Raises:
+            WireError: The object and the integers, or the raw bytes, are longer than they may be.
+        """
+        num_text, num_integers, *num_data = self._head.unpack(head)
+        if num_text + num_integers > max_body_bytes or num_integers % self._integer.itemsize:
+            raise WireError(f"a frame of {num_text + num_integers} bytes, of which {max_body_bytes} are allowed")
+        if sum(num_data) > max_data_bytes:
+            raise WireError(f"a frame with {sum(num_data)} raw bytes, of which {max_data_bytes} are allowed")
+        return [num_text, num_integers, *num_data]
+
+    def read(self, text: bytes, integers: Any, *data: Any) -> Frame:
+        """The frame of these parts.
+
+        Raises:
+            WireError: The text is no JSON object.
+        """
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError):
+            raise WireError("a frame is no JSON") from None
+        if not isinstance(body, dict):
+            raise WireError("a frame is no JSON object")
+        return Frame(body, np.frombuffer(integers, self._integer), *data)
+
+
+CONTROL = FrameFormat("!II", "<i4")
+"""Between the front and an instance; the integers are token ids and block ids."""
+STAGE = FrameFormat("!IIQ", "<i8")
+"""Between stages of a pipeline, and of bulk transfers."""
 
 
 def pack_frame(body: dict[str, Any], token_ids: Sequence[int] = ()) -> bytes:
-    """The bytes of a frame."""
-    text = json.dumps(body, separators=(",", ":")).encode()
-    ids = array("i", token_ids)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return _HEAD.pack(len(text), 4 * len(ids)) + text + ids.tobytes()
+    """The bytes of a frame between the front and an instance."""
+    return CONTROL.pack(body, token_ids)
 
 
 class FrameLink:
-    """Sends and receives frames on one connection. ``close`` it.
+    """Sends and receives ``CONTROL`` frames on an asyncio connection. ``close`` it.
 
     Args:
         reader: The reader of the connection.
@@ -47,20 +124,18 @@ class FrameLink:
         self._reader, self._writer = reader, writer
 
     async def read(self, max_bytes: int = MAX_FRAME_BYTES) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """The next frame: its object and its ids; None if the connection has ended.
+        """The next frame: its object and its integers; None if the connection has ended.
 
         Raises:
             WireError: It is no frame, or larger than it may be.
         """
         try:
-            num_text, num_ids = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-            if num_text + num_ids > max_bytes or num_ids % 4:
-                raise WireError(f"a frame of {num_text + num_ids} bytes, of which {max_bytes} are allowed")
-            text = await self._reader.readexactly(num_text)
-            tail = await self._reader.readexactly(num_ids)
+            sizes = CONTROL.read_head(await self._reader.readexactly(CONTROL.head_bytes), max_bytes)
+            text, integers = [await self._reader.readexactly(size) for size in sizes]
         except (OSError, asyncio.IncompleteReadError):
             return None
-        return _parse(text), _read_ids(tail)
+        frame = CONTROL.read(text, integers)
+        return frame.body, tuple(frame.integers.tolist())
 
     def send(self, frame: bytes) -> None:
         """Queue a frame for sending. A peer that leaves too much unread is disconnected."""
@@ -84,18 +159,72 @@ class FrameLink:
             self.abort()
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        raise WireError("a frame is no JSON") from None
-    if not isinstance(body, dict):
-        raise WireError("a frame is no JSON object")
-    return body
+class FrameSocket:
+    """Sends and receives ``STAGE`` frames on a blocking socket.
 
+    ``send`` and ``read`` may run on two threads; ``close`` ends both.
 
-def _read_ids(tail: bytes) -> tuple[int, ...]:
-    ids = array("i", tail)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return tuple(ids)
+    Args:
+        sock: A connected, blocking socket; owned from now on.
+        max_data_bytes: Most raw bytes of a frame that the peer may send.
+
+    Raises:
+        InvariantError: This machine's byte order is not that of the frames.
+    """
+
+    def __init__(self, sock: socket.socket, max_data_bytes: int) -> None:
+        if sys.byteorder != "little":
+            raise InvariantError("frames between stages are little endian, and this machine is not")
+        self._sock = sock
+        self._max_data_bytes = max_data_bytes
+        self._sending = threading.Lock()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; blocks while the peer does not read.
+
+        Raises:
+            PeerLost: The connection has ended, or ``close`` was called.
+            InvariantError: The frame has a tensor.
+        """
+        if frame.tensor is not None:
+            raise InvariantError("a tensor is sent over a connection that carries none")
+        try:
+            with self._sending:
+                self._sock.sendall(STAGE.pack(frame.body, frame.integers, frame.data.nbytes))
+                if frame.data.nbytes:
+                    self._sock.sendall(np.ascontiguousarray(frame.data).data)
+        except OSError as error:
+            raise PeerLost(f"a stage's connection ended while a frame was sent ({error})") from None
+
+    def read(self) -> Frame:
+        """The next frame; blocks until it arrives.
+
+        Raises:
+            PeerLost: The connection has ended, also within a frame, or the data is no frame.
+        """
+        try:
+            head = self._read_exactly(STAGE.head_bytes)
+            sizes = STAGE.read_head(head.tobytes(), MAX_BODY_BYTES, self._max_data_bytes)
+            text, integers, data = [self._read_exactly(size) for size in sizes]
+            return STAGE.read(text.tobytes(), integers, data)
+        except WireError as error:
+            raise PeerLost(f"a stage breaks the protocol: {error}") from None
+
+    def close(self) -> None:
+        """Close the connection: a blocked ``send`` or ``read`` fails. Safe to call twice."""
+        with contextlib.suppress(OSError):  # the peer has disconnected, or this end
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _read_exactly(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        buffer = np.empty(num_bytes, dtype=np.uint8)
+        view = memoryview(buffer.data)
+        while len(view):
+            try:
+                num_read = self._sock.recv_into(view)
+            except OSError as error:
+                raise PeerLost(f"a stage's connection ended ({error})") from None
+            if not num_read:
+                raise PeerLost("a stage hung up")
+            view = view[num_read:]
+        return buffer

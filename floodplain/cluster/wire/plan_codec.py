@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from floodplain.cluster.wire.stage_frames import Frame
+from floodplain.cluster.wire.frames import Frame
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import PeerLost
 from floodplain.core.free_blocks import BlockId

@@ -15,7 +15,7 @@ import struct
 import threading
 from dataclasses import dataclass
 
-from floodplain.cluster.wire.stage_frames import Frame, FrameSocket
+from floodplain.cluster.wire.frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
 from floodplain.web.accepting import RETRY_S, SCARCE
 
