@@ -97,13 +97,13 @@ class Gate:
 def _patch_instance(folder: Path) -> None:
     from floodplain.cluster.bulk import client as bulk_client
     from floodplain.cluster.bulk import kv_copies
+    from floodplain.cluster.groups.membership import Membership
     from floodplain.cluster.groups.pipeline import GroupPipeline
-    from floodplain.cluster.groups.session import Session
 
     gate = Gate(folder)
     for name in ("pause", "drop", "settle", "move", "fill", "close"):
-        gate.hold(Session, name, name)
-    gate.hold(Session, "leave_pipeline", "return")
+        gate.hold(Membership, name, name)
+    gate.hold(Membership, "leave_pipeline", "return")
     gate.hold(GroupPipeline, "plan", "plan")
     copy = kv_copies.Puller.copy
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from floodplain.cluster.instance.life import Life
+from floodplain.cluster.instance.session import Session
 from floodplain.cluster.router.door import LEAST_STAY_S, MAX_STRANGERS
 from floodplain.cluster.wire.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.wire.placements import Submit
@@ -261,8 +261,8 @@ class HoldingEngine:
 def test_an_instance_acknowledges_a_request_before_its_first_token() -> None:
     async def play(some: Stage) -> None:
         peer, accepted = await some.join(), asyncio.Event()
-        life = Life(peer.link, Welcome(peer.epoch, 1.0, 60.0), cast(AsyncEngine, HoldingEngine()))
-        running = asyncio.create_task(life.run(asyncio.Event(), 0.0))
+        session = Session(peer.link, Welcome(peer.epoch, 1.0, 60.0), cast(AsyncEngine, HoldingEngine()))
+        running = asyncio.create_task(session.run(asyncio.Event(), 0.0))
         _, refused = some.ask(b"!", on_accepted=accepted.set)
         with pytest.raises(RequestRefused):
             await read_all(refused)

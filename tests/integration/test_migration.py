@@ -14,6 +14,7 @@ import pytest
 from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
 from floodplain.cluster.bulk.wire import compute_digest
 from floodplain.cluster.migration.book import MigrationState
+from floodplain.cluster.migration.movable import Movable
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from tests.support import front_process
@@ -58,7 +59,9 @@ class Barrier:
     def __init__(self, some: Moving, epoch: int, state: MigrationState) -> None:
         self.opened, self.num_held = threading.Event(), 0
         self._some, self._state = some, state
-        some.members[epoch].bulk_gate = self._hold
+        movable = some.members[epoch].shared
+        assert isinstance(movable, Movable)
+        movable.bulk_gate = self._hold
 
     def _hold(self) -> None:
         if self._state in states_of(self._some):

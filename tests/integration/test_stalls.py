@@ -16,7 +16,7 @@ import pytest
 
 from floodplain.cluster.groups.grouping import STEP_TIMEOUT_S
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.groups.session import Session
+from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.instance.dialer import Dialer, Member
 from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.instance.stage_member import open_stage
@@ -181,8 +181,8 @@ CHANGES = {
     GroupState.SETTLING: (GroupMemory, "settle"),
     GroupState.SHRINKING: (GroupMemory, "shrink"),
     GroupState.FILLING: (GroupMember, "fill"),
-    GroupState.RETURNING: (Session, "_unmap_unused"),
-    GroupState.ADOPTING: (Session, "_collect_one"),
+    GroupState.RETURNING: (Membership, "_unmap_unused"),
+    GroupState.ADOPTING: (Membership, "_collect_one"),
     GroupState.CLOSING: (GroupMemory, "close_group"),
 }
 """The method that a member runs on a thread in each state of a group."""

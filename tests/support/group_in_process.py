@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from floodplain.cluster.groups import pipeline as group_pipeline
-from floodplain.cluster.groups.droppable import Droppable, open_droppable
+from floodplain.cluster.groups.droppable import open_droppable
 from floodplain.cluster.groups.grouping import Grouping
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.instance.dialer import Dialer
+from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.cluster.router.streams import Caller
@@ -44,7 +45,7 @@ def ledger_off_the_event_loop(*args: Any, **options: Any) -> BlockLedger:
 class Ring:
     """A front of instances that serve; its requests, and their tokens."""
 
-    def __init__(self, front: Front, instances: Sequence[Droppable]) -> None:
+    def __init__(self, front: Front, instances: Sequence[Replica]) -> None:
         self.front, self._instances = front, instances
         group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
@@ -59,7 +60,7 @@ class Ring:
     @property
     def members(self) -> list[GroupMember]:
         """Members, in no particular order."""
-        return [one._member for one in self._instances]
+        return [one.shared for one in self._instances if isinstance(one.shared, GroupMember)]
 
     def ask(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         for prompt in prompts:

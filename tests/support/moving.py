@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.migration.migrating import Migrating
-from floodplain.cluster.migration.movable import Movable, open_movable
+from floodplain.cluster.migration.movable import open_movable
 from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.state.book import Entry
@@ -40,7 +41,7 @@ class Moving:
 
     front: Front
     sock: Any
-    members: dict[int, Movable] = field(default_factory=dict)
+    members: dict[int, Replica] = field(default_factory=dict)
     lives: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
@@ -48,7 +49,7 @@ class Moving:
         assert self.front.migrating is not None
         return self.front.migrating
 
-    async def join(self, member: Movable) -> None:
+    async def join(self, member: Replica) -> None:
         await member.start()
         reader, writer = await asyncio.open_connection(*self.sock.getsockname()[:2])
         link = FrameLink(reader, writer)
@@ -60,7 +61,7 @@ class Moving:
         self.members[welcome.epoch] = member
         self.lives[welcome.epoch] = asyncio.create_task(self._live(member, link, welcome))
 
-    async def _live(self, member: Movable, link: FrameLink, welcome: Welcome) -> None:
+    async def _live(self, member: Replica, link: FrameLink, welcome: Welcome) -> None:
         try:
             await member.live(link, welcome, asyncio.Event(), 1.0)
         finally:
@@ -101,7 +102,7 @@ class Moving:
             while not await self._is_idle(member):
                 await asyncio.sleep(0.001)
 
-    async def _is_idle(self, member: Movable) -> bool:
+    async def _is_idle(self, member: Replica) -> bool:
         pause = await member.engine.pause()
         try:
             return await pause.run(_is_at_rest)

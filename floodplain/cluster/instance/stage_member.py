@@ -7,15 +7,15 @@ front ends, the pipeline ends: its requests resume from their tokens on another 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import platform
 import socket
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from floodplain import __version__
-from floodplain.cluster.instance.life import Life
+from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.pipeline.engine import make_engine, plan_limits, read_price
 from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
 from floodplain.cluster.pipeline.stage_ring import StageRing
@@ -23,7 +23,6 @@ from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Form, Formed, FrontMessage, Hello, Welcome
 from floodplain.cluster.wire.order_checks import check_form
-from floodplain.core.errors import PeerLost
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.compute_threads import release_compute_threads
@@ -32,8 +31,6 @@ from floodplain.engine.stage_build import Stage, build_stage
 from floodplain.engine.step_meter import StepMeter
 from floodplain.policy.microbatch import MicrobatchRule, Split
 from floodplain.web.listen import bind
-
-logger = logging.getLogger(__name__)
 
 LINK_HOST = "127.0.0.1"
 """Address at which stages listen for each other: the front starts all of them on its own machine."""
@@ -65,7 +62,7 @@ class StageMember:
         self.stage.close()
 
     async def rest(self) -> None:
-        """Return at once: when a life of a stage ends, its thread has ended."""
+        """Return at once: when a session of a stage ends, its thread has ended."""
 
     def hello(self, token: str) -> Hello:
         """The ``Hello`` of this stage: its facts, its place, and the address at which it listens."""
@@ -83,17 +80,8 @@ class StageMember:
         return Hello(token, facts, StageFacts(self.place, self.num_stages, host, port))
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve one life. The loss of a neighbouring stage ends the life, not the process."""
-        life = _StageLife(link, welcome, self)
-        try:
-            await life.run(is_stopping, drain_timeout_s)
-        except Exception as error:
-            failure = life.find_failure() or error
-            if not isinstance(failure, PeerLost):
-                raise
-            logger.warning("the pipeline is over: %s", failure)
-        finally:
-            await life.disband()
+        """Serve one session. The loss of a neighbouring stage ends the session, not the process."""
+        await Session(link, welcome, None, partial(_StageRole, member=self)).run(is_stopping, drain_timeout_s)
 
 
 def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
@@ -115,44 +103,43 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
     return StageMember(stage, place, num_stages, rule)
 
 
-class _StageLife(Life):
-    """One epoch of a stage, in which it is a member of at most one pipeline."""
+class _StageRole(Role):
+    """A stage in one session, in which it is a member of at most one pipeline."""
 
-    def __init__(self, link: FrameLink, welcome: Welcome, member: StageMember) -> None:
-        super().__init__(link, welcome, None)
+    peers = "pipeline"
+
+    def __init__(self, session: Session, member: StageMember) -> None:
+        super().__init__(session)
         self._member = member
         self._ring: StageRing | None = None
         self._worker: StageWorker | None = None
-        self._forming: asyncio.Task[None] | None = None
+        self._is_forming = False
 
-    def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
-        if isinstance(message, Form) and message.epoch == self._epoch and self._forming is None:
-            check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
-            self._forming = asyncio.create_task(self._form(message))
-            return
-        super()._take(message, token_ids)
+    def take(self, message: FrontMessage, integers: tuple[int, ...]) -> bool:
+        """Take the first ``Form``; see ``Role.take``."""
+        if not isinstance(message, Form) or self._is_forming:
+            return False
+        check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
+        self._is_forming = True
+        self._session.start(self._form(message))
+        return True
 
-    def _meter(self) -> StepMeter | None:
-        return super()._meter() if self._worker is None else self._worker.meter
+    def meter(self) -> StepMeter | None:
+        """The step meter of the stage's thread, or of the leader's engine."""
+        return super().meter() if self._worker is None else self._worker.meter
 
     def find_failure(self) -> BaseException | None:
-        """The exception that ended the pipeline; None if there is none."""
-        forming = self._forming
-        if forming is not None and forming.done() and not forming.cancelled() and forming.exception() is not None:
-            return forming.exception()
+        """The exception that ended the stage's thread or the leader's engine; None if there is none."""
         return super().find_failure() if self._worker is None else self._worker.failure
 
-    async def disband(self) -> None:
+    async def end(self) -> None:
         """Close the links, the stage's thread and the engine."""
-        if self._forming is not None:
-            self._forming.cancel()
-            await asyncio.gather(self._forming, return_exceptions=True)
         if self._ring is not None:
             await asyncio.to_thread(self._ring.close)
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
-        if self._engine is not None:
-            await self._engine.close()
+        if self._session.engine is not None:
+            await self._session.engine.close()
 
     async def _form(self, form: Form) -> None:
         """Link with both neighbours, and start to compute.
@@ -174,8 +161,8 @@ class _StageLife(Life):
                 make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
             )
             await engine.start()
-            self._engine = engine
+            self._session.engine = engine
         else:
             self._worker = StageWorker(runner, inbound, outbound, limits)
             self._worker.start()
-        self._send(Formed(self._epoch, form.number))
+        self._session.send(Formed(self._session.epoch, form.number))

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from floodplain.cluster.groups.session import Session
+from floodplain.cluster.groups.membership import Membership
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.request import SeqId
 
 REQUEST, NUM_LOADED = 7, 3
 
 
-def session_with_engine() -> tuple[Session, Any]:
-    """A session over an engine that is only a ledger; functions posted to it run at once."""
+def membership_with_engine() -> tuple[Membership, Any]:
+    """A membership over an engine that is only a ledger; functions posted to it run at once."""
     state = SimpleNamespace(ledger=BlockLedger(16, 16), sequences={})
     engine: Any = SimpleNamespace(loop=SimpleNamespace(state=state), clock=lambda: 0.0)
 
@@ -22,26 +22,26 @@ def session_with_engine() -> tuple[Session, Any]:
         function(engine)
 
     member: Any = SimpleNamespace(engine=SimpleNamespace(post=post))
-    return Session(member, number=1), engine
+    return Membership(member, number=1), engine
 
 
 def test_blocks_of_a_stream_that_never_ran_are_freed() -> None:
-    session, engine = session_with_engine()
+    membership, engine = membership_with_engine()
     ledger = engine.loop.state.ledger
-    assert session._begin_load(REQUEST, NUM_LOADED, engine) is not None and ledger.num_available == 16 - NUM_LOADED
-    session.adopter(REQUEST, 40)  # the order arrived; its stream was cancelled before it submitted anything
-    session.release(REQUEST)
+    assert membership._begin_load(REQUEST, NUM_LOADED, engine) is not None and ledger.num_available == 16 - NUM_LOADED
+    membership.adopter(REQUEST, 40)  # the order arrived; its stream was cancelled before it submitted anything
+    membership.release(REQUEST)
     assert ledger.num_available == 16
-    session.release(REQUEST)  # a second release changes nothing
+    membership.release(REQUEST)  # a second release changes nothing
     assert ledger.num_available == 16
 
 
 def test_release_after_adoption_changes_nothing() -> None:
-    session, engine = session_with_engine()
+    membership, engine = membership_with_engine()
     ledger = engine.loop.state.ledger
-    session._begin_load(REQUEST, NUM_LOADED, engine)
-    session.adopter(REQUEST, 40)(engine, SeqId(1))  # the sequence has ended: its blocks are freed
+    membership._begin_load(REQUEST, NUM_LOADED, engine)
+    membership.adopter(REQUEST, 40)(engine, SeqId(1))  # the sequence has ended: its blocks are freed
     assert ledger.num_available == 16
     other = ledger.begin_load(16)
-    session.release(REQUEST)
+    membership.release(REQUEST)
     assert other is not None and ledger.num_available == 0

@@ -2,7 +2,7 @@
 
 Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` resumes it. From then on the
 member has only some layers, until ``close``, or ``abandon`` if the group fails. In place of its own engine a
-member may bring a session of an old group, which resumes if the new group is cancelled, and ends when it drops.
+member may bring the membership of an old group, which resumes if the new group is cancelled, and ends when it drops.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from floodplain.runtime.handover import Record, adopt, take_records
 T = TypeVar("T")
 
 
-class Session:
+class Membership:
     """A member's side of one group. Everything is called on one event loop, one order after the other.
 
     Args:
         member: The group member.
         number: Of the group.
-        old: The session of a group that is taken in; None if the member serves alone.
+        old: The membership of a group that is taken in; None if the member serves alone.
 
     Attributes:
         old: As above, until ``drop``; then None.
     """
 
-    def __init__(self, member: GroupMember, number: int, old: Session | None = None) -> None:
+    def __init__(self, member: GroupMember, number: int, old: Membership | None = None) -> None:
         self.number, self.old = number, old
         self.pipeline: GroupPipeline | None = None
         self._member = member
@@ -110,7 +110,9 @@ class Session:
             pool.grow(ledger, len(quanta) * pool.quantum_blocks, pages)
             raise
 
-    async def _take_over(self, old: Session, order: Drop, used: tuple[int, ...], on_left: Callable[[], None]) -> None:
+    async def _take_over(
+        self, old: Membership, order: Drop, used: tuple[int, ...], on_left: Callable[[], None]
+    ) -> None:
         """End the old group; its KV stays in its pages."""
         await old._end()
         on_left()
