@@ -21,7 +21,7 @@ from floodplain.cluster.engine_flags import (
     gpus_of_instance,
 )
 from floodplain.cluster.launch.ray_setup import RaySetup
-from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, count_front_files, split_address
+from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, count_router_files, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     limits = limit_connections(
         server_config.max_connections,
         server_config.keep_alive_timeout,
-        num_reserved=count_front_files(cluster_config.instances),
+        num_reserved=count_router_files(cluster_config.instances),
     )
     with closing(bind(server_config.host, server_config.port)) as sock:
         if cluster_config.cluster is None:  # else another machine has the model and the memory

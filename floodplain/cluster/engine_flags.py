@@ -1,4 +1,4 @@
-"""The engine flags of instances, derived from the flags of the front."""
+"""The engine flags of instances, derived from the flags of the router."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
 MAX_STRANGERS = 32
-"""Most connections to the front without a token; one more closes the oldest of them."""
+"""Most connections to the router without a token; one more closes the oldest of them."""
 FILES_PER_INSTANCE = 6
-"""Open files of the front per instance: a connection and two pipes, doubled while it is being restarted."""
+"""Open files of the router per instance: a connection and two pipes, doubled while it is being restarted."""
 
 
 SPLITS = get_args(Split)
@@ -30,14 +30,14 @@ DROPPING_RELIEFS = ("manual", "drop", "auto")
 MOST_STAGES = 4
 
 
-def count_front_files(num_instances: int | None) -> int:
-    """Open files that instances cost their front; None: there are no instances, and it is no front."""
+def count_router_files(num_instances: int | None) -> int:
+    """Open files that instances cost their router; None: there are no instances, and it is no router."""
     return 0 if num_instances is None else MAX_STRANGERS + FILES_PER_INSTANCE * num_instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The front's own flags.
+    """The router's own flags.
 
     Raises:
         UserError: A value is out of its range, or needs ``--instances``; the message names the flag.

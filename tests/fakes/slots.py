@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeSlots:
-    """``cluster.router.front.Slots``.
+    """``cluster.router.router.Slots``.
 
     Attributes:
         shut: Slots that are not admitted.

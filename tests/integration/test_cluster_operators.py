@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from floodplain.cli.front import key_to_send
 from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.cluster.router.extension import extend_with
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.web.origin import OwnNames
@@ -43,8 +43,8 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def app_with(keys: KeyRing | None) -> FastAPI:
     """A server that listens on ``gpu-host``."""
-    front = Front(60.0, {}, lambda _: None, lambda _: None, lambda _: None)
-    engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", front=front))
+    front = Router(60.0, {}, lambda _: None, lambda _: None, lambda _: None)
+    engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=front))
     return create_app(FakeEngine(), keys=keys, extend=extend_with(engine, OwnNames.of("gpu-host", None)))
 
 

@@ -20,8 +20,8 @@ from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.instance.dialer import Dialer, Member
 from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.instance.stage_member import open_stage
-from floodplain.cluster.router import front as fronts
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router import router as fronts
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import StallRule
 from floodplain.core.groups import GroupState
 from floodplain.engine import stage_build
@@ -98,7 +98,7 @@ async def served(
     """(a front over members in this process, in slots from 0; lost slots with their reasons)."""
     slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
-    front = Front(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
+    front = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
         await front.start(sock)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.listing import list_instances
 from floodplain.cluster.router.metrics import ClusterMetrics
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.wire import messages
 from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
@@ -92,7 +92,7 @@ class Story:
         self.dice, self.kind = Random(seed), kind
         tokens: dict[str, int | None] = {f"t{slot}": slot for slot in range(NUM_SLOTS)}
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
-        front = Front(
+        front = Router(
             60.0, tokens, FakeSlots(), ignore, NUM_SLOTS if kind == "pipeline" else None,
             SHAPES["tiny-deep"] if kind == "drop" else None, migrates=kind == "migrate", vocab_size=256,
         )  # fmt: skip

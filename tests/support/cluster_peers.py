@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.frames import FrameLink
@@ -20,7 +20,7 @@ from floodplain.cluster.wire.messages import (
     Tokens,
     Welcome,
     pack,
-    read_front_message,
+    read_router_message,
 )
 from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.lifecycle import Lifecycle
@@ -63,7 +63,7 @@ class Peer:
     async def read(self) -> Any:
         """Return the next message that is not a beat; None if the front has closed the connection."""
         while (frame := await self.link.read()) is not None:
-            message = read_front_message(frame[0])
+            message = read_router_message(frame[0])
             match message:
                 case Submit():
                     request = request_of(message, frame[1], 0.0)
@@ -103,7 +103,7 @@ class Stage:
         self.finished: list[Lifecycle] = []
         self.slots = FakeSlots()
         tokens = {OWN: 0, OUTSIDE: None}
-        self.front = Front(HANG_S, tokens, self.slots, self.finished.append)
+        self.front = Router(HANG_S, tokens, self.slots, self.finished.append)
         self.front._beat_s = 0.05
         self.sock = bind("127.0.0.1", 0)
         self._peers: list[Peer] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from floodplain.cluster.router.door import Door
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import FrameLink, pack_frame
 from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
@@ -39,7 +39,7 @@ from floodplain.cluster.wire.messages import (
     Tokens,
     Welcome,
     pack,
-    read_front_message,
+    read_router_message,
 )
 from floodplain.cluster.wire.migration_messages import (
     GoOn,
@@ -83,7 +83,7 @@ class Wire:
     def write(self, data: bytes) -> None:
         num_text, num_ids = struct.unpack("!II", data[:8])
         body = json.loads(data[8 : 8 + num_text])
-        self.sent.append((read_front_message(body), struct.unpack(f"<{num_ids // 4}i", data[8 + num_text :])))
+        self.sent.append((read_router_message(body), struct.unpack(f"<{num_ids // 4}i", data[8 + num_text :])))
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -230,7 +230,7 @@ async def settle(num_rounds: int = 12) -> None:
 class World:
     """A front, its instances by slot, and the tasks of their connections."""
 
-    def __init__(self, front: Front, num_slots: int, is_pipeline: bool) -> None:
+    def __init__(self, front: Router, num_slots: int, is_pipeline: bool) -> None:
         self.front, self.num_slots, self._is_pipeline = front, num_slots, is_pipeline
         self.bots: dict[int, Bot] = {}
         tokens: dict[str, int | None] = {f"t{slot}": slot for slot in range(num_slots)}

@@ -17,7 +17,7 @@ from floodplain.cluster.groups.grouping import Grouping
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.instance.dialer import Dialer
 from floodplain.cluster.instance.instance import Replica
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.cluster.router.streams import Caller
 from floodplain.core.blocks import BlockLedger
@@ -45,7 +45,7 @@ def ledger_off_the_event_loop(*args: Any, **options: Any) -> BlockLedger:
 class Ring:
     """A front of instances that serve; its requests, and their tokens."""
 
-    def __init__(self, front: Front, instances: Sequence[Replica]) -> None:
+    def __init__(self, front: Router, instances: Sequence[Replica]) -> None:
         self.front, self._instances = front, instances
         group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
@@ -126,7 +126,7 @@ async def ring(
 ) -> AsyncIterator[Ring]:
     """Yield instances that have joined, under epochs from 1; a time limit keeps a bug from hanging the suite."""
     shape = open_model(config.model).config.shape
-    front = Front(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
+    front = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
         await front.start(sock)

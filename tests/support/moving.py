@@ -11,11 +11,11 @@ from typing import Any
 from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.migration.migrating import Migrating
 from floodplain.cluster.migration.movable import open_movable
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.state.book import Entry
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Welcome, pack, read_front_message
+from floodplain.cluster.wire.messages import Welcome, pack, read_router_message
 from floodplain.core.block_state import BlockState
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
@@ -39,7 +39,7 @@ class Moving:
         lives: The tasks that run them.
     """
 
-    front: Front
+    front: Router
     sock: Any
     members: dict[int, Replica] = field(default_factory=dict)
     lives: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Moving:
         link.send(pack(member.hello(OUTSIDE)))
         frame = await link.read()
         assert frame is not None
-        welcome = read_front_message(frame[0])
+        welcome = read_router_message(frame[0])
         assert isinstance(welcome, Welcome)
         self.members[welcome.epoch] = member
         self.lives[welcome.epoch] = asyncio.create_task(self._live(member, link, welcome))
@@ -120,7 +120,7 @@ def _is_at_rest(engine: Engine) -> bool:
 async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
     """Yield two instances behind a front; a time limit keeps a bug from hanging the suite."""
     sock = bind("127.0.0.1", 0)
-    front = Front(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
+    front = Router(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
     some = Moving(front, sock)
     async with asyncio.timeout(HANG_S):
         await front.start(sock)

@@ -17,7 +17,7 @@ LIMITS_S = {
     "floodplain.cluster.instance.dialer.WELCOME_TIMEOUT_S": HANG_S,
     "floodplain.cluster.router.door.HELLO_TIMEOUT_S": HANG_S,
     "floodplain.cluster.groups.grouping.PREPARE_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.instance.session.FRONT_SILENCE_S": HANG_S,
+    "floodplain.cluster.instance.session.ROUTER_SILENCE_S": HANG_S,
     "floodplain.cluster.migration.migrating.STEP_TIMEOUT_S": HANG_S,
     "floodplain.cluster.launch.launcher.SETTLED_S": HANG_S,
     "floodplain.cluster.launch.restarts.SETTLED_S": HANG_S,

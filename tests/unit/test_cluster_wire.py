@@ -26,8 +26,8 @@ from floodplain.cluster.wire.messages import (
     Welcome,
     error_of,
     pack,
-    read_front_message,
     read_instance_message,
+    read_router_message,
     refusal_of,
 )
 from floodplain.cluster.wire.placements import request_of, submit_of
@@ -98,7 +98,7 @@ def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
     """Except stop strings, which the front matches, and the arrival, which is sent as an age."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
     body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
-    read: Any = read_front_message(body)
+    read: Any = read_router_message(body)
     again = request_of(read, token_ids, now=7.0)
     assert (read.epoch, read.ticket, again.arrival_s, again.params.stop) == (4, 5, -3.0, ())
     for name in set(Request.__dataclass_fields__) - {"arrival_s", "params"}:
@@ -168,7 +168,7 @@ def test_messages_of_the_front_are_refused_from_an_instance() -> None:
         body = body_of(pack(message))[0]
         with pytest.raises(WireError, match="no message of this version"):
             read_instance_message(dict(body))
-        assert read_front_message(body) == message
+        assert read_router_message(body) == message
 
 
 def read_bytes(data: bytes, max_bytes: int) -> Any:

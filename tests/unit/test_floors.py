@@ -145,7 +145,7 @@ def test_rooms_of_the_cluster_import_lower_ones_only() -> None:
     for room in CLUSTER_ROOMS:
         for file in sorted((ROOT / "cluster" / room).rglob("*.py")):
             assert upward_rooms(room, file.read_text()) == [], file
-    assert upward_rooms("wire", "from floodplain.cluster.router.front import Front") == ["router"]  # control
+    assert upward_rooms("wire", "from floodplain.cluster.router.router import Router") == ["router"]  # control
 
 
 def test_the_plug_in_needs_no_engine_of_ours() -> None:

@@ -23,7 +23,7 @@ SHAPE = SHAPES["tiny-deep"]
 NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
 
 
-class Front:
+class Router:
     """A front whose first instances are a serving group; requests are placed on its leader.
 
     Args:
@@ -119,7 +119,7 @@ class Front:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
-    front = Front()
+    front = Router()
     front.hand_over()
     front.end(epoch)
     assert front.state is None and front.book.num_homeless == NUM_REQUESTS
@@ -128,7 +128,7 @@ def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: int) -> None:
-    front, random = Front(), Random(seed)
+    front, random = Router(), Random(seed)
     front.hand_over()
     gone = random.sample(front.entries, random.randint(1, NUM_REQUESTS))
     for entry in gone:
@@ -143,7 +143,7 @@ def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: in
 
 def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
     """The front lifts all of the leader's requests at its answer: steps for later ones would be wasted."""
-    front = Front()
+    front = Router()
     front.ask_hand_over()
     late = front.submit()
     assert {entry.epoch for entry in late} == {None}
@@ -154,7 +154,7 @@ def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
 @pytest.mark.parametrize("epoch", [1, 2, 4])
 def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> None:
     """Requests are not placed on members about to end: a request fails after three ends in a row."""
-    front = Front(num_members=4)
+    front = Router(num_members=4)
     front.end(epoch)
     assert front.state is None and len(front.book.roster) == 0
     assert {entry.num_fruitless for entry in front.entries} == {1}
@@ -162,7 +162,7 @@ def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> No
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch: int) -> None:
-    front = Front(num_members=2, num_others=1)
+    front = Router(num_members=2, num_others=1)
     front.grouping.drop([1, 2, 3])
     waiting = front.submit()
     assert {entry.epoch for entry in waiting} == {None}

@@ -85,7 +85,7 @@ class RequestCopy:
     """One request's KV that is to be copied.
 
     Attributes:
-        request: The front's number of it.
+        request: The router's number of it.
         sources: Its blocks or swap slots at the member that has them (``core.kv_sources``).
         targets: The local blocks to copy into, in the same order.
         layers: By address of a bulk server: the layers to copy from it.

@@ -24,7 +24,7 @@ def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -
     """Most tokens of a request in a group of these instances: the least of what each can hold alone.
 
     Args:
-        roster: Of the front.
+        roster: Of the router.
         epochs: Of the instances.
         num_layers: Of the model.
 

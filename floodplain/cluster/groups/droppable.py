@@ -19,13 +19,13 @@ from floodplain.engine.build import OpenedEngine, open_engine
 from floodplain.engine.config import EngineConfig
 
 
-def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -> Replica:
+def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) -> Replica:
     """Load a model whose layers can be dropped, and open its backstop.
 
     Args:
         config: The engine flags.
         folder: Folder of the backstop; None: the default one.
-        front_host: The front's host: its network is the one over which other instances reach this one.
+        front_host: The router's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.
@@ -36,7 +36,7 @@ def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -
         folder = default_backstop_folder() if folder is None else folder
         backstop = open_backstop(folder, opened.parts.fingerprint, opened.memory.layer_buffers)
         opened.engine.idle_memory = None  # in a group the pool holds blocks that its own ledger does not know
-        member = GroupMember(opened, AsyncEngine(opened.engine), backstop, find_own_host(front_host))
+        member = GroupMember(opened, AsyncEngine(opened.engine), backstop, find_own_host(router_host))
         return Replica(member.engine, member, partial(GroupRole, member=member), can_drop=True)
     except BaseException:
         opened.engine.close()

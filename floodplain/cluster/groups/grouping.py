@@ -1,6 +1,6 @@
-"""The front's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
+"""The router's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
 
-``GroupBook`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the front's
+``GroupBook`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the router's
 book: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
 """
 
@@ -43,7 +43,7 @@ STEP_TIMEOUT_S = 60.0
 
 
 class Grouping:
-    """The groups of a front. Everything is called on the front's event loop.
+    """The groups of a router. Everything is called on the router's event loop.
 
     Args:
         book: Requests and instances.
@@ -148,7 +148,7 @@ class Grouping:
             self._apply(change)
 
     def forget(self, entry: Entry) -> None:
-        """A request has ended at the front: its KV need not be copied any more."""
+        """A request has ended at the router: its KV need not be copied any more."""
         for plan in self._plans.values():
             if entry.number in plan.travellers:
                 self.groups.abort(plan.number, entry.number)

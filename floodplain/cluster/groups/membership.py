@@ -1,4 +1,4 @@
-"""A member's side of one group, from the pause to the return of the last page. It executes the front's orders.
+"""A member's side of one group, from the pause to the return of the last page. It executes the router's orders.
 
 Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` resumes it. From then on the
 member has only some layers, until ``close``, or ``abandon`` if the group fails. In place of its own engine a
@@ -71,7 +71,7 @@ class Membership:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
 
         Args:
-            order: The front's plan, and
+            order: The router's plan, and
             integers: the integers beside it.
             on_left: Called when the pipeline of the old group has ended, if there is one.
 
@@ -97,7 +97,7 @@ class Membership:
         await self.pipeline.open()
 
     def _unmap(self, order: Drop, used: tuple[int, ...], engine: Engine) -> None:
-        """Abort the paused engine's requests, which the front has lifted, and unmap; their KV stays in its pages."""
+        """Abort the paused engine's requests, which the router has lifted, and unmap; their KV stays in its pages."""
         pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
         for seq_id in list(engine.loop.state.sequences):
             engine.finish(seq_id, FinishReason.ABORT)

@@ -31,7 +31,7 @@ class GroupPipeline:
 
     Args:
         member: The group member; its group memory has the KV.
-        order: The front's plan.
+        order: The router's plan.
         blocks: For the leader: blocks of the requests whose KV is being copied, one request after the other.
 
     Attributes:

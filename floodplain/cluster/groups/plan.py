@@ -1,4 +1,4 @@
-"""The front's plan of one group: its members, the division of layers and blocks, and the contents of orders."""
+"""The router's plan of one group: its members, the division of layers and blocks, and the contents of orders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Traveller:
     """A request whose KV moves between members.
 
     Attributes:
-        entry: The request in the front's book.
+        entry: The request in the router's book.
         num_computed: Leading tokens whose KV moves.
         place: Of the member that has it.
         blocks: By the group's ids.
@@ -66,7 +66,7 @@ class Traveller:
 
 @dataclass(eq=False, slots=True)
 class GroupPlan:
-    """The front's plan of one group.
+    """The router's plan of one group.
 
     Attributes:
         number: Of the group.

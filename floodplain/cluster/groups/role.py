@@ -1,4 +1,4 @@
-"""The role of an instance that may join groups: a ``Membership`` executes the front's orders."""
+"""The role of an instance that may join groups: a ``Membership`` executes the router's orders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from floodplain.cluster.wire.group_orders import (
     Settle,
 )
 from floodplain.cluster.wire.group_steps import Answer
-from floodplain.cluster.wire.messages import FrontMessage
+from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.order_checks import check_group_order
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
@@ -97,7 +97,7 @@ class GroupRole(Role):
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
-    def take(self, message: FrontMessage, integers: tuple[int, ...]) -> bool:
+    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Start to execute a group order; see ``Role.take``."""
         if not isinstance(message, ORDERS):
             return False
@@ -129,7 +129,7 @@ class GroupRole(Role):
                 self._session.start(self._carry_out(membership, order, integers))
 
     async def _carry_out(self, membership: Membership, order: GroupOrder, integers: tuple[int, ...]) -> None:
-        """Execute one order that takes time. The front sends the next one when all members have answered."""
+        """Execute one order that takes time. The router sends the next one when all members have answered."""
         match order:
             case Prepare():
                 await self._prepare(membership)
@@ -223,7 +223,7 @@ class GroupRole(Role):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     async def _rows_of(self, records: Sequence[Record]) -> tuple[list[KvRow], list[int]]:
-        """The rows of these records and the sources of their blocks. The front then has all their tokens."""
+        """The rows of these records and the sources of their blocks. The router then has all their tokens."""
         tickets = {id(request): ticket for ticket, request in self._session.requests.items()}
         rows, sources = [], list[int]()
         for record in records:
@@ -239,7 +239,7 @@ class GroupRole(Role):
         return [ticket for ticket, request in self._session.requests.items() if id(request) in wanted]
 
     def _forget_streams(self) -> None:
-        """Cancel all streams; the front takes their requests back."""
+        """Cancel all streams; the router takes their requests back."""
         for task in self._session.streams.values():
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""The instance's end of its connection to the front: connects again and again, and serves one life per connection."""
+"""The instance's end of its connection to the router: connects again and again, and serves one life per connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from typing import Protocol
 
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Denied, Hello, Welcome, pack, read_front_message
+from floodplain.cluster.wire.messages import Denied, Hello, Welcome, pack, read_router_message
 from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 
@@ -44,20 +44,20 @@ class Member(Protocol):
         """Serve one life; nothing of it is left on return.
 
         Raises:
-            WireError: The front breaks the protocol.
+            WireError: The router breaks the protocol.
             BaseException: The process must end.
         """
         ...
 
 
 class Dialer:
-    """Connects a member to its front.
+    """Connects a member to its router.
 
     Args:
         member: The member, not yet started; ``run`` closes it.
-        host: The front's host, and
+        host: The router's host, and
         port: its port.
-        token: The token that the front admits.
+        token: The token that the router admits.
         drain_timeout_s: How long requests may run once the process is to stop.
     """
 
@@ -69,10 +69,10 @@ class Dialer:
         self._is_stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve the front, connection after connection, until SIGTERM or SIGINT.
+        """Serve the router, connection after connection, until SIGTERM or SIGINT.
 
         Raises:
-            UserError: The front refuses the member.
+            UserError: The router refuses the member.
             BaseException: The failure that ended the member.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -136,7 +136,7 @@ async def _read_welcome(link: FrameLink) -> Welcome | None:
         return None
     if frame is None:
         return None
-    message = read_front_message(frame[0])
+    message = read_router_message(frame[0])
     if isinstance(message, Denied):
         raise UserError(message.reason)
     if not isinstance(message, Welcome):

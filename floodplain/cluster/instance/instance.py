@@ -1,4 +1,4 @@
-"""An instance with a whole model: its engine computes requests of the front, and has no clients of its own.
+"""An instance with a whole model: its engine computes requests of the router, and has no clients of its own.
 
 Its role in a session, and what it shares with other instances, make it one that can drop layers or move requests.
 """
@@ -96,9 +96,9 @@ class Replica:
         await Session(link, welcome, self.engine, self._open_role).run(is_stopping, drain_timeout_s)
 
 
-def find_own_host(front_host: str) -> str:
-    """This machine's address in the front's network: the source address of a connection to the front."""
-    family, kind, proto, _, address = socket.getaddrinfo(front_host, 9, type=socket.SOCK_DGRAM)[0]
+def find_own_host(router_host: str) -> str:
+    """This machine's address in the router's network: the source address of a connection to the router."""
+    family, kind, proto, _, address = socket.getaddrinfo(router_host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as sock:
         sock.connect(address)  # of a datagram socket: nothing is sent
         return str(sock.getsockname()[0])

@@ -1,4 +1,4 @@
-"""One session of an instance: from the front's welcome to the end of the connection or of this process.
+"""One session of an instance: from the router's welcome to the end of the connection or of this process.
 
 The session serves requests. Its ``Role`` executes the orders for groups, migrations or a pipeline.
 """
@@ -21,14 +21,14 @@ from floodplain.cluster.wire.messages import (
     Beat,
     Denied,
     FrontBeat,
-    FrontMessage,
     InstanceMessage,
     Leaving,
+    RouterMessage,
     TokenRow,
     Tokens,
     Welcome,
     pack,
-    read_front_message,
+    read_router_message,
     refusal_of,
 )
 from floodplain.cluster.wire.order_checks import check_submit
@@ -43,8 +43,8 @@ from floodplain.engine.step_meter import NO_PROGRESS, StepMeter
 
 logger = logging.getLogger(__name__)
 
-FRONT_SILENCE_S = 10.0
-"""The connection to a front that sends nothing for so long is closed; the instance then connects again."""
+ROUTER_SILENCE_S = 10.0
+"""The connection to a router that sends nothing for so long is closed; the instance then connects again."""
 
 
 class Role:
@@ -64,7 +64,7 @@ class Role:
         self._session = session
         self._before = EngineStats() if session.engine is None else session.engine.stats()  # of earlier sessions
 
-    def take(self, message: FrontMessage, integers: tuple[int, ...]) -> bool:
+    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Take a message of the session's epoch. False: it is none of this role's orders.
 
         Raises:
@@ -93,8 +93,8 @@ class Session:
     """One session under one epoch. Nothing of it is left when ``run`` returns.
 
     Args:
-        link: To the front.
-        welcome: The front's answer to the hello.
+        link: To the router.
+        welcome: The router's answer to the hello.
         engine: The started engine; None: there is none yet.
         open_role: Makes the role.
 
@@ -116,7 +116,7 @@ class Session:
         self._link, self._beat_s = link, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
-        self._num_known: dict[int, int] = {}  # by ticket: number of tokens that the front knows, or is about to
+        self._num_known: dict[int, int] = {}  # by ticket: number of tokens that the router knows, or is about to
         self._rows: list[TokenRow] = []
         self._heard_s = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,9 +165,9 @@ class Session:
     async def _listen(self) -> None:
         while (frame := await self._link.read()) is not None:
             self._heard_s = time.monotonic()
-            self._take(read_front_message(frame[0]), frame[1])
+            self._take(read_router_message(frame[0]), frame[1])
 
-    def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
+    def _take(self, message: RouterMessage, token_ids: tuple[int, ...]) -> None:
         match message:
             case Welcome() | Denied():
                 raise WireError("it answers a hello that it was not told")
@@ -185,7 +185,7 @@ class Session:
                 raise WireError(f"{type(message).__name__} is nothing for this instance")
 
     async def _beat(self) -> None:
-        while time.monotonic() - self._heard_s < FRONT_SILENCE_S:
+        while time.monotonic() - self._heard_s < ROUTER_SILENCE_S:
             failure = self.find_failure()
             if failure is not None:
                 raise failure
@@ -193,7 +193,7 @@ class Session:
             progress = NO_PROGRESS if meter is None else meter.progress()
             self.send(Beat(self.epoch, self._role.stats(), progress))
             await asyncio.sleep(self._beat_s)
-        logger.warning("the front has been silent for %g s", FRONT_SILENCE_S)
+        logger.warning("the front has been silent for %g s", ROUTER_SILENCE_S)
 
     def find_failure(self) -> BaseException | None:
         """The failure of an engine, a stage or an order; None if there is none."""
@@ -231,7 +231,7 @@ class Session:
         task.add_done_callback(self._note_end)
 
     async def wait_tokens(self, ticket: int, num_tokens: int) -> bool:
-        """Wait until the front knows, or is about to know, this many tokens of a request. False: it has ended."""
+        """Wait until the router knows, or is about to know, this many tokens of a request. False: it has ended."""
         while self._num_known.get(ticket, num_tokens) < num_tokens:
             await asyncio.sleep(0)  # its stream is about to run
         return ticket in self._num_known
@@ -243,7 +243,7 @@ class Session:
             self.send(Tokens(self.epoch, tuple(rows)))
 
     def send(self, message: InstanceMessage, integers: Sequence[int] = ()) -> None:
-        """Send a message to the front."""
+        """Send a message to the router."""
         self._link.send(pack(message, tuple(integers)))
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

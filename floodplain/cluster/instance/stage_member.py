@@ -1,7 +1,7 @@
 """One pipeline stage as a ``Member``: it keeps its layers, and opens new links whenever a pipeline is formed.
 
-The first stage leads: it has the step loop and gets the requests from the front. When a link or the connection to the
-front ends, the pipeline ends: its requests resume from their tokens on another instance, or in the next pipeline.
+The first stage leads: it has the step loop and gets the requests from the router. When a link or the connection to the
+router ends, the pipeline ends: its requests resume from their tokens on another instance, or in the next pipeline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
 from floodplain.cluster.pipeline.stage_ring import StageRing
 from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Form, Formed, FrontMessage, Hello, Welcome
+from floodplain.cluster.wire.messages import Form, Formed, Hello, RouterMessage, Welcome
 from floodplain.cluster.wire.order_checks import check_form
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine
@@ -33,7 +33,7 @@ from floodplain.policy.microbatch import MicrobatchRule, Split
 from floodplain.web.listen import bind
 
 LINK_HOST = "127.0.0.1"
-"""Address at which stages listen for each other: the front starts all of them on its own machine."""
+"""Address at which stages listen for each other: the router starts all of them on its own machine."""
 
 
 class StageMember:
@@ -115,7 +115,7 @@ class _StageRole(Role):
         self._worker: StageWorker | None = None
         self._is_forming = False
 
-    def take(self, message: FrontMessage, integers: tuple[int, ...]) -> bool:
+    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Take the first ``Form``; see ``Role.take``."""
         if not isinstance(message, Form) or self._is_forming:
             return False

@@ -1,1 +1,1 @@
-"""Processes of instances: started, restarted, ended with the front; on this machine or a Ray cluster."""
+"""Processes of instances: started, restarted, ended with the router; on this machine or a Ray cluster."""

@@ -49,7 +49,7 @@ class Child:
             stderr=PIPE,
             env=dict(environment),
             cwd=folder,
-            start_new_session=True,  # Ctrl-C is for the front: it drains, and then ends its instances
+            start_new_session=True,  # Ctrl-C is for the router: it drains, and then ends its instances
         )
         assert process.stdin is not None
         with contextlib.suppress(OSError):

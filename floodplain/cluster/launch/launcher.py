@@ -1,4 +1,4 @@
-"""Instance processes of the front: it starts them, restarts them when they end, and leaves none behind.
+"""Instance processes of the router: it starts them, restarts them when they end, and leaves none behind.
 
 A slot is the place of one process. The launcher decides when the process starts, restarts, or is killed;
 ``Processes`` does it: on this machine (``local_processes.py``), or on those of a Ray cluster (``ray_processes.py``).
@@ -41,7 +41,7 @@ class Processes(Protocol):
 
         Args:
             slot: The slot; it has no process.
-            address: Of the front.
+            address: Of the router.
             token: The token with which it joins.
 
         Raises:
@@ -109,7 +109,7 @@ class Launcher:
         self._keepers: list[asyncio.Task[None]] = []
 
     def start(self, address: str) -> None:
-        """Start all slots. Each instance joins the front at this address once its model is loaded."""
+        """Start all slots. Each instance joins the router at this address once its model is loaded."""
         slots = {slot: token for token, slot in self.tokens.items()}
         self._keepers = [asyncio.create_task(self._keep(slot, slots[slot], address)) for slot in sorted(slots)]
         for keeper in self._keepers:
@@ -121,7 +121,7 @@ class Launcher:
         ended = [keeper.exception() for keeper in self._keepers if keeper.done() and not keeper.cancelled()]
         return next((error for error in ended if error is not None), None)
 
-    # -- notifications of the front --------------------------------------------------------------------------------
+    # -- notifications of the router --------------------------------------------------------------------------------
 
     def admits(self, slot: int) -> bool:
         """Whether the instance of a slot may join now; if not, it must try again later."""

@@ -1,4 +1,4 @@
-"""Instance processes on this machine, as children of the front."""
+"""Instance processes on this machine, as children of the router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child's side of ``launcher``: reads the token from the front's pipe, and exits with the front."""
+"""The child's side of ``launcher``: reads the token from the router's pipe, and exits with the router."""
 
 from __future__ import annotations
 

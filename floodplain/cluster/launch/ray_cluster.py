@@ -1,4 +1,4 @@
-"""Joins or starts a Ray cluster for the front's driver, and places an actor for each slot.
+"""Joins or starts a Ray cluster for the router's driver, and places an actor for each slot.
 
 Ray decides placement, and restarts an actor, elsewhere if its machine is gone. Only this file imports Ray.
 """
@@ -145,7 +145,7 @@ def _make_token_file() -> str:
 
 
 def _check_reach(setup: RaySetup) -> None:
-    """Raise if the cluster has machines that cannot connect to the front."""
+    """Raise if the cluster has machines that cannot connect to the router."""
     import ray
 
     from floodplain.web.listen import is_loopback

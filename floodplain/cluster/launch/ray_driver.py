@@ -1,6 +1,6 @@
-"""The driver: the process that calls Ray for the front. It places an actor for each slot, and exits with the front.
+"""The driver: the process that calls Ray for the router. It places an actor for each slot, and exits with the router.
 
-It is a separate process because Ray ends a process that loses its cluster, and streams must survive that. The front
+It is a separate process because Ray ends a process that loses its cluster, and streams must survive that. The router
 writes a line of JSON for each order to its standard input and reads one for each event from its standard output:
 
     in:   a ``RaySetup``, then {"run": slot, and the fields of an ``Order``}, {"kill": slot}
@@ -31,11 +31,11 @@ MOST_LINE_BYTES = 2**20
 
 
 class Driver:
-    """Orders and events between the front and the actors.
+    """Orders and events between the router and the actors.
 
     Args:
         actors: The actor of each slot.
-        events: The stream of events, which the front reads.
+        events: The stream of events, which the router reads.
     """
 
     def __init__(self, actors: list[Any], events: IO[str]) -> None:
@@ -45,12 +45,12 @@ class Driver:
 
     def say(self, **event: Any) -> None:
         """Write an event."""
-        with contextlib.suppress(OSError):  # the front is gone: the input ends too
+        with contextlib.suppress(OSError):  # the router is gone: the input ends too
             self._events.write(json.dumps(event) + "\n")
             self._events.flush()
 
     async def take_orders(self, reader: asyncio.StreamReader) -> None:
-        """Execute the front's orders until its input ends; then end all instances."""
+        """Execute the router's orders until its input ends; then end all instances."""
         while line := await reader.readline():
             order = json.loads(line)
             if "kill" in order:
@@ -101,7 +101,7 @@ async def _serve(events: IO[str]) -> int:
 
 
 def main() -> int:
-    """Serve the front that is this process's parent, until the input ends, as it also does when the front is killed."""
+    """Serve the router that is this process's parent, until the input ends, which it also does when that is killed."""
     signal_at_parents_end(signal.SIGKILL)
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Ray's output goes to the log

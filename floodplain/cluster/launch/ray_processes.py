@@ -135,7 +135,7 @@ class DriverLink:
             ending, words = self._endings.pop(slot, None), self._words.pop(slot, LastWords(slot))
             if ending is not None and not ending.done():
                 ending.set_result(Ending(int(event["status"]), event["words"] or words.complaint, words.line))
-        elif not self._ready.done():  # else the front is closing and no longer waits for it
+        elif not self._ready.done():  # else the router is closing and no longer waits for it
             if "failed" in event:
                 self._ready.set_exception(ConnectionError(str(event["failed"])))
             else:
@@ -164,7 +164,7 @@ def check_ray() -> None:
 class RayProcesses:
     """``Processes`` on a Ray cluster. Everything is called on one event loop.
 
-    If a cluster that was reached before is lost, ``run`` waits until it is reached again; the front continues.
+    If a cluster that was reached before is lost, ``run`` waits until it is reached again; the router continues.
 
     Args:
         commands: For each slot, without the address; another machine uses its own Python interpreter.

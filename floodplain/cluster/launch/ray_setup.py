@@ -1,11 +1,11 @@
-"""The front's requirements of Ray. Light to import, because the command line is built from it."""
+"""The router's requirements of Ray. Light to import, because the command line is built from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LOCAL = "auto"
-"""Value of ``--cluster``: a Ray on this machine only, which starts and ends with the front."""
+"""Value of ``--cluster``: a Ray on this machine only, which starts and ends with the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class RaySetup:
 
     Attributes:
         cluster: HOST:PORT of a Ray cluster's head, or ``LOCAL``.
-        host: Where the front listens.
+        host: Where the router listens.
         num_slots: Number of actors, each of which gets
         num_cpus: CPUs, and
         num_gpus: GPUs.

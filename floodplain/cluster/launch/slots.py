@@ -1,4 +1,4 @@
-"""The interface through which the front notifies the launcher about its own instances."""
+"""The interface through which the router notifies the launcher about its own instances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Slots(Protocol):
-    """Notified of the lives of the front's own instances. Slots are numbered from 0."""
+    """Notified of the lives of the router's own instances. Slots are numbered from 0."""
 
     def admits(self, slot: int, /) -> bool:
         """Whether the instance of a slot may join now; if not, it must try again later."""

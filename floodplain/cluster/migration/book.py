@@ -32,7 +32,7 @@ class MigrationState(StrEnum):
 
 
 class Act(StrEnum):
-    """Actions at an instance, or (``LIFT``, ``RECOMPUTE``) in the front's book."""
+    """Actions at an instance, or (``LIFT``, ``RECOMPUTE``) in the router's book."""
 
     HOLD = "hold"
     PULL = "pull"
@@ -65,7 +65,7 @@ class Migration:
 
     Attributes:
         number: Unique number of the migration.
-        request: The front's number of the request.
+        request: The router's number of the request.
         source: Epoch of the source; None once its life has ended.
         target: Epoch of the target; None once its life has ended.
         state: See the module.

@@ -1,6 +1,6 @@
 """The two ends of a migration in an instance: the source serves its blocks, the target copies them.
 
-Blocks are held, reserved and freed on the engine's thread, in the order of the front's messages.
+Blocks are held, reserved and freed on the engine's thread, in the order of the router's messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The front's side of migrations: moves running requests from one instance to another with their KV.
+"""The router's side of migrations: moves running requests from one instance to another with their KV.
 
 ``policy.migration`` chooses requests, ``MigrationBook`` the next action; this sends it, and moves requests in the
-front's book. A request that neither end can resume is recomputed from the front's tokens, as after an instance's death.
+router's book. A request that neither end can resume is recomputed from the router's tokens, as after the end of an
+instance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from floodplain.cluster.migration.book import (
 from floodplain.cluster.state.book import Book, Entry
 from floodplain.cluster.state.roster import Instance
 from floodplain.cluster.state.row_checks import check_blocks
-from floodplain.cluster.wire.messages import Abort, FrontMessage
+from floodplain.cluster.wire.messages import Abort, RouterMessage
 from floodplain.cluster.wire.migration_messages import (
     GoOn,
     HoldKv,
@@ -65,7 +66,7 @@ class MigrationCounts:
 
 @dataclass(eq=False, slots=True)
 class _Trip:
-    """The front's data of one migration; ``blocks`` are those that the target is to copy."""
+    """The router's data of one migration; ``blocks`` are those that the target is to copy."""
 
     entry: Entry
     ticket: int
@@ -78,7 +79,7 @@ class _Trip:
 
 
 class Migrating:
-    """The migrations of a front. Everything is called on the front's event loop.
+    """The migrations of a router. Everything is called on the router's event loop.
 
     Args:
         book: Requests and instances.
@@ -91,7 +92,7 @@ class Migrating:
     """
 
     def __init__(
-        self, book: Book, send: Callable[[int, FrontMessage, Sequence[int]], None], place: Callable[[], None]
+        self, book: Book, send: Callable[[int, RouterMessage, Sequence[int]], None], place: Callable[[], None]
     ) -> None:
         self.migrations = MigrationBook()
         self.counts = MigrationCounts()

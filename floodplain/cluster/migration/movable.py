@@ -12,7 +12,7 @@ from floodplain.cluster.bulk.server import BulkServer
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.migration.ends import HeldKvStore, SourceEnd, TargetEnd
-from floodplain.cluster.wire.messages import FrontMessage
+from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.migration_messages import (
     MIGRATION_ORDERS,
     GoOn,
@@ -64,19 +64,19 @@ class Movable:
         self.bulk.close()
 
 
-def open_movable(config: EngineConfig, front_host: str) -> Replica:
+def open_movable(config: EngineConfig, router_host: str) -> Replica:
     """Load a model into an instance whose requests can migrate.
 
     Args:
         config: The engine flags.
-        front_host: The front's host: its network is the one over which other instances reach this one.
+        front_host: The router's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``open_engine``.
     """
     opened = open_engine(config)
     try:
-        engine, movable = AsyncEngine(opened.engine), Movable(opened.pool, find_own_host(front_host))
+        engine, movable = AsyncEngine(opened.engine), Movable(opened.pool, find_own_host(router_host))
         return Replica(engine, movable, partial(MigrationRole, engine=engine, movable=movable), can_move=True)
     except BaseException:
         opened.engine.close()
@@ -109,7 +109,7 @@ class MigrationRole(Role):
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
-    def take(self, message: FrontMessage, integers: tuple[int, ...]) -> bool:
+    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Execute a migration order; see ``Role.take``."""
         if not isinstance(message, MIGRATION_ORDERS):
             return False

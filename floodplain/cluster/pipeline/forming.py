@@ -1,4 +1,4 @@
-"""The front's side of pipelines: tells stages that joined which neighbours to link with."""
+"""The router's side of pipelines: tells stages that joined which neighbours to link with."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, fo
         hello: Its first message.
         slot: Its slot; None if it was started elsewhere.
         first: The facts that all instances must match; None for the first instance.
-        forming: The front's pipelines; None if it has none.
+        forming: The router's pipelines; None if it has none.
     """
     stage, first = hello.stage, first or hello.facts
     if stage is None:

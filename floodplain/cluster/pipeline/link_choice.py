@@ -28,7 +28,7 @@ FIND_TIMEOUT = timedelta(seconds=10)
 """Longest time for the two processes of a group to find each other."""
 GLOO_TIMEOUT = timedelta(seconds=10)
 NCCL_TIMEOUT = timedelta(days=1)
-"""The front detects a silent stage and ends the link; with a shorter value torch's watchdog would end this process."""
+"""The router detects a silent stage and ends the link; with a shorter value torch's watchdog would end this process."""
 SENDER, RECEIVER = 0, 1
 
 

@@ -1,1 +1,1 @@
-"""The front: admits instances, routes requests, detects stalls, and serves the routes of operators."""
+"""The router: admits instances, routes requests, detects stalls, and serves the routes of operators."""

@@ -118,7 +118,7 @@ class Door(Accepting[asyncio.Task[None]]):
         self._strangers.pop(task, None)
         self._known.discard(task)
         if not task.cancelled():
-            task.exception()  # mark it as retrieved: the front keeps exceptions that are bugs
+            task.exception()  # mark it as retrieved: the router keeps exceptions that are bugs
 
 
 def _close(socks: list[socket.socket]) -> None:

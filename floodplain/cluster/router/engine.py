@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
-from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.monitor import Monitor, Notice
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.router.webhook import Webhook
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterEngine:
-    """The front as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
+    """The router as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
 
     Args:
         config: The engine flags of its instances.
@@ -76,7 +76,7 @@ class ClusterEngine:
         num_stages = processes.num_slots if is_pipeline else None
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
-        self.front = Front(
+        self.router = Router(
             silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule,
             vocab_size=source.config.shape.vocab_size,
         )  # fmt: skip
@@ -99,9 +99,9 @@ class ClusterEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output; known once an instance has joined."""
-        if self.front.first_facts is None:
+        if self.router.first_facts is None:
             raise InvariantError("no instance has said yet how long requests may be")
-        return self.front.first_facts.max_model_len
+        return self.router.first_facts.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -111,31 +111,31 @@ class ClusterEngine:
     @property
     def failure(self) -> BaseException | None:
         """Why it cannot serve: an instance did not start, none is left, or a bug; None while it can."""
-        return self.front.failure or self._launcher.failure or self._find_end()
+        return self.router.failure or self._launcher.failure or self._find_end()
 
     @property
     def can_serve(self) -> bool:
         """Whether an instance can serve; if not, requests wait for the next one."""
-        return self.front.book.roster.can_serve
+        return self.router.book.roster.can_serve
 
     def stats(self) -> EngineStats:
         """The sum over all instances; may be called on any thread. Each token counts once, even if computed again."""
-        front = self.front
+        router = self.router
         return replace(
-            front.sums.total(),
-            num_prompt_tokens=front.requests.num_prompt_tokens,
-            num_generated_tokens=front.requests.num_generated_tokens,
+            router.sums.total(),
+            num_prompt_tokens=router.requests.num_prompt_tokens,
+            num_generated_tokens=router.requests.num_generated_tokens,
         )
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
-        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the front's."""
+        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""
         self._subscribers.append(on_finished)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the instances. Returns when all serve, when one cannot (``failure``), or when ``drain`` is called."""
-        await self.front.start(self._sock)
+        await self.router.start(self._sock)
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -155,12 +155,12 @@ class ClusterEngine:
             caller.abort()
 
     async def close(self) -> None:
-        """End the front's own instances, and disconnect all others."""
+        """End the router's own instances, and disconnect all others."""
         self._is_draining = True
         for caller in self._callers:
             caller.fail(RuntimeError("the server is closed"))
         await self._launcher.close()
-        await self.front.close()
+        await self.router.close()
         if self._webhook is not None:
             await self._webhook.close()
         self._sock.close()
@@ -178,16 +178,16 @@ class ClusterEngine:
 
         Raises:
             RequestRefused: It can never be served.
-            QueueFull: Too many requests wait, at the front or on every instance.
+            QueueFull: Too many requests wait, at the router or on every instance.
             ShuttingDown: The server is draining.
         """
         if self._is_draining or self.failure is not None:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        if self.front.book.num_homeless >= self._config.max_waiting:
+        if self.router.book.num_homeless >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
         caller = Caller(self._tokenizer, request, on_accepted)
         self._callers[caller] = None
-        entry = self.front.requests.submit(request, caller)
+        entry = self.router.requests.submit(request, caller)
         try:
             while True:
                 delta = await caller.deltas.get()
@@ -197,19 +197,19 @@ class ClusterEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
-            self.front.requests.drop(entry)
+            self.router.requests.drop(entry)
             del self._callers[caller]
             if not self._callers:
                 self._is_empty.set()
 
     def _watch_load(self, shape: ModelShape, *, is_priced: bool, most_stages: int) -> None:
-        front = self.front
-        assert front.grouping is not None
-        monitor = front.monitor = Monitor(
-            front.book, front.sums, front.grouping, shape, is_priced=is_priced, most_stages=most_stages,
+        router = self.router
+        assert router.grouping is not None
+        monitor = router.monitor = Monitor(
+            router.book, router.sums, router.grouping, shape, is_priced=is_priced, most_stages=most_stages,
             on_overload=self._note_overload,
         )  # fmt: skip
-        front.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
+        router.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ class ClusterEngine:
             self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
 
     def _note_finished(self, lifecycle: Lifecycle) -> None:
-        if self.front.monitor is not None:
-            self.front.monitor.arrivals.note_end(len(lifecycle.token_times_s))
+        if self.router.monitor is not None:
+            self.router.monitor.arrivals.note_end(len(lifecycle.token_times_s))
         for callback in self._subscribers:
             callback(lifecycle)
 
@@ -237,7 +237,7 @@ class ClusterEngine:
         slot = min(hopeless)
         if not self._is_started:
             return UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
-        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.front.book.roster.can_serve:
+        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.router.book.roster.can_serve:
             return None
         why = f"instance {slot} ended last: {launcher.last_words[slot]}"
         return ServiceLost(f"no instance is left, and none starts any more; {why}")

@@ -25,9 +25,9 @@ def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Exten
 
     def extend(app: FastAPI, registry: CollectorRegistry) -> None:
         setattr(app.state, OWN_NAMES, names)
-        registry.register(ClusterMetrics(engine.model_name, engine.front))
-        app.include_router(listing_router(engine.front))
-        app.include_router(group_router(engine.front))
-        app.include_router(migration_router(engine.front))
+        registry.register(ClusterMetrics(engine.model_name, engine.router))
+        app.include_router(listing_router(engine.router))
+        app.include_router(group_router(engine.router))
+        app.include_router(migration_router(engine.router))
 
     return extend

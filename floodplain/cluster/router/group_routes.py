@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from floodplain.cluster.groups.grouping import Grouping
-from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.operators import OperatorRoute
+from floodplain.cluster.router.router import Router
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.web.bodies import BoundedModel
@@ -98,38 +98,38 @@ def list_groups(grouping: Grouping, now: float) -> Groups:
     )
 
 
-def group_router(front: Front) -> APIRouter:
+def group_router(router: Router) -> APIRouter:
     """The routes, for an app."""
-    router = APIRouter(route_class=OperatorRoute)
+    routes = APIRouter(route_class=OperatorRoute)
 
-    @router.get("/groups")
+    @routes.get("/groups")
     async def groups() -> Groups:
         """Groups of instances that share the layers of the model."""
-        return list_groups(_expect_grouping(front), time.monotonic())
+        return list_groups(_expect_grouping(router), time.monotonic())
 
-    @router.post("/v1/cluster/drop")
+    @routes.post("/v1/cluster/drop")
     async def drop(members: Members) -> GroupRow:
         """Let instances drop layers and serve as a pipeline. Answers once all have confirmed, or says why not."""
-        grouping = _expect_grouping(front)
-        number = grouping.drop([find_epoch(front, name) for name in members.instances])
+        grouping = _expect_grouping(router)
+        number = grouping.drop([find_epoch(router, name) for name in members.instances])
         while (group := grouping.groups.get(number)) is not None and group.state is GroupState.PREPARING:
             await asyncio.sleep(POLL_S)
         return _find_row(grouping, number)
 
-    @router.post("/v1/cluster/restore")
+    @routes.post("/v1/cluster/restore")
     async def restore(member: Member) -> GroupRow:
         """Let the instances of a group have all layers again. Answers at once."""
-        grouping = _expect_grouping(front)
-        group = grouping.groups.find(find_epoch(front, member.instance))
+        grouping = _expect_grouping(router)
+        group = grouping.groups.find(find_epoch(router, member.instance))
         if group is None:
             raise UserError(f"instance {member.instance} is in no group: it has all layers")
         grouping.restore(group.number)
         return _find_row(grouping, group.number)
 
-    return router
+    return routes
 
 
-def find_epoch(front: Front, name: str) -> int:
+def find_epoch(router: Router, name: str) -> int:
     """The epoch of the instance of this name.
 
     Raises:
@@ -137,10 +137,10 @@ def find_epoch(front: Front, name: str) -> int:
     """
     digits = name.removeprefix("e")
     number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
-    for one in front.book.roster:
+    for one in router.book.roster:
         if (one.epoch if name.startswith("e") else one.slot) == number:
             return one.epoch
-    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in front.book.roster)
+    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in router.book.roster)
     raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
 
 
@@ -153,7 +153,7 @@ def _find_row(grouping: Grouping, number: int) -> GroupRow:
     return rows[0]
 
 
-def _expect_grouping(front: Front) -> Grouping:
-    if front.grouping is None:
+def _expect_grouping(router: Router) -> Grouping:
+    if router.grouping is None:
         raise UserError("instances cannot drop layers: start the front with --relief manual")
-    return front.grouping
+    return router.grouping

@@ -7,8 +7,8 @@ import time
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.operators import OperatorRoute
+from floodplain.cluster.router.router import Router
 
 
 class InstanceRow(BaseModel):
@@ -39,11 +39,11 @@ class Listing(BaseModel):
     ends: dict[str, int]
 
 
-def list_instances(front: Front, now: float) -> Listing:
+def list_instances(router: Router, now: float) -> Listing:
     """The state of all instances now."""
     rows = []
-    for one in front.book.roster:
-        stats = front.sums.latest(one.epoch)
+    for one in router.book.roster:
+        stats = router.sums.latest(one.epoch)
         rows.append(
             InstanceRow(
                 epoch=one.epoch,
@@ -64,19 +64,19 @@ def list_instances(front: Front, now: float) -> Listing:
         )
     return Listing(
         instances=rows,
-        without_instance=front.book.num_homeless,
-        moved_requests=front.requests.num_moved,
-        ends=dict(front.num_ends),
+        without_instance=router.book.num_homeless,
+        moved_requests=router.requests.num_moved,
+        ends=dict(router.num_ends),
     )
 
 
-def listing_router(front: Front) -> APIRouter:
+def listing_router(router: Router) -> APIRouter:
     """The route, for an app."""
-    router = APIRouter(route_class=OperatorRoute)
+    routes = APIRouter(route_class=OperatorRoute)
 
-    @router.get("/instances")
+    @routes.get("/instances")
     async def instances() -> Listing:
         """Instances behind this endpoint."""
-        return list_instances(front, time.monotonic())
+        return list_instances(router, time.monotonic())
 
-    return router
+    return routes

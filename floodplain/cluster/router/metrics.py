@@ -1,4 +1,4 @@
-"""Metrics of the front and of each instance; names and meanings are those of ``docs/metrics.md``."""
+"""Metrics of the router and of each instance; names and meanings are those of ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from floodplain.cluster.groups.counts import CHANGES
 from floodplain.cluster.groups.grouping import Grouping
 from floodplain.cluster.migration.book import MigrationResult
 from floodplain.cluster.migration.migrating import Migrating
-from floodplain.cluster.router.front import Front
+from floodplain.cluster.router.router import Router
 from floodplain.cluster.state.roster import STATES
 from floodplain.core.groups import GroupState
 
@@ -34,28 +34,28 @@ class ClusterMetrics(Collector):
 
     Args:
         model_name: The label of every sample.
-        front: The front. It is read on a scraper's thread, without a lock: values may be of different moments.
+        router: The router. It is read on a scraper's thread, without a lock: values may be of different moments.
     """
 
-    def __init__(self, model_name: str, front: Front) -> None:
+    def __init__(self, model_name: str, router: Router) -> None:
         self._model_name = model_name.encode(errors="replace").decode()
-        self._front = front
+        self._router = router
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
-        front = self._front
-        instances = list(front.book.roster)
+        router = self._router
+        instances = list(router.book.roster)
         states = {(state,): sum(one.state == state for one in instances) for state in STATES}
         yield self._family(GaugeMetricFamily, "instances", "Instances by state.", states, "state")
-        ends = {(why,): front.num_ends[why] for why in END_REASONS}
+        ends = {(why,): router.num_ends[why] for why in END_REASONS}
         yield self._family(CounterMetricFamily, "instance_ends", "Lives of instances that ended.", ends, "reason")
         text = "Requests that went on in another instance."
-        yield self._family(CounterMetricFamily, "moved_requests", text, {(): front.requests.num_moved})
+        yield self._family(CounterMetricFamily, "moved_requests", text, {(): router.requests.num_moved})
         text = "Tokens, prompts included, that were computed again for these."
-        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): front.requests.num_moved_tokens})
+        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): router.requests.num_moved_tokens})
         text = "Requests that wait for an instance."
-        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): front.book.num_homeless})
-        stats = {one.epoch: front.sums.latest(one.epoch) for one in instances}
+        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): router.book.num_homeless})
+        stats = {one.epoch: router.sums.latest(one.epoch) for one in instances}
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, field) in table.items():
                 values = {(str(epoch),): getattr(one, field) for epoch, one in stats.items()}
@@ -63,17 +63,17 @@ class ClusterMetrics(Collector):
         blocks = {(str(epoch), state): n for epoch, one in stats.items() for state, n in one.kv_blocks.items()}
         yield self._family(GaugeMetricFamily, "instance_kv_blocks", "KV blocks.", blocks, "instance", "state")
 
-        if front.grouping is not None:
-            yield from self._collect_groups(front.grouping)
-        if front.monitor is not None and front.monitor.load is not None:
-            missing = max(0, front.monitor.load.num_missing_blocks)
+        if router.grouping is not None:
+            yield from self._collect_groups(router.grouping)
+        if router.monitor is not None and router.monitor.load is not None:
+            missing = max(0, router.monitor.load.num_missing_blocks)
             text = "KV blocks that requests need and do not have: what an autoscaler may go by."
             yield self._family(GaugeMetricFamily, "missing_blocks", text, {(): missing})
             text = "Times that memory was short and no more layers could be dropped."
-            notices = {(): front.monitor.num_notices}
+            notices = {(): router.monitor.num_notices}
             yield self._family(CounterMetricFamily, "overload_notices", text, notices)
-        if front.migrating is not None:
-            yield from self._collect_migrations(front.migrating)
+        if router.migrating is not None:
+            yield from self._collect_migrations(router.migrating)
 
     def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
         counts, groups = grouping.counts, list(grouping.groups)

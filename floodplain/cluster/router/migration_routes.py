@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from floodplain.cluster.migration.migrating import Migrating
-from floodplain.cluster.router.front import Front
 from floodplain.cluster.router.group_routes import find_epoch
 from floodplain.cluster.router.operators import OperatorRoute
+from floodplain.cluster.router.router import Router
 from floodplain.core.errors import UserError
 from floodplain.web.bodies import BoundedModel
 
@@ -62,26 +62,26 @@ def list_migrations(migrating: Migrating) -> Migrations:
     )
 
 
-def migration_router(front: Front) -> APIRouter:
+def migration_router(router: Router) -> APIRouter:
     """The routes, for an app."""
-    router = APIRouter(route_class=OperatorRoute)
+    routes = APIRouter(route_class=OperatorRoute)
 
-    @router.get("/migrations")
+    @routes.get("/migrations")
     async def migrations() -> Migrations:
         """Running requests that move between instances."""
-        return list_migrations(_expect_migrating(front))
+        return list_migrations(_expect_migrating(router))
 
-    @router.post("/v1/cluster/migrate")
+    @routes.post("/v1/cluster/migrate")
     async def migrate(between: Between) -> Begun:
         """Begin to move the shortest request that runs on an instance to another one. Answers at once."""
-        migrating = _expect_migrating(front)
-        source, target = find_epoch(front, between.source), find_epoch(front, between.target)
+        migrating = _expect_migrating(router)
+        source, target = find_epoch(router, between.source), find_epoch(router, between.target)
         return Begun(number=migrating.move_one(source, target))
 
-    return router
+    return routes
 
 
-def _expect_migrating(front: Front) -> Migrating:
-    if front.migrating is None:
+def _expect_migrating(router: Router) -> Migrating:
+    if router.migrating is None:
         raise UserError("requests cannot move while they run: start the front with --relief migrate")
-    return front.migrating
+    return router.migrating

@@ -1,4 +1,4 @@
-"""Watches the load of a front's instances, and decides when groups drop layers and when they restore them. No I/O.
+"""Watches the load of a router's instances, and decides when groups drop layers and when they restore them. No I/O.
 
 ``policy.drop_timing`` decides when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. If nothing more
 can be dropped and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
@@ -58,7 +58,7 @@ class Notice:
 
 
 class Monitor:
-    """The load watcher of a front. Everything is called on the front's event loop.
+    """The load watcher of a router. Everything is called on the router's event loop.
 
     Args:
         book: Requests and instances.

@@ -1,4 +1,4 @@
-"""The front's live requests: places each on an instance, and passes its results to its caller."""
+"""The router's live requests: places each on an instance, and passes its results to its caller."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.state.book import MAX_FRUITLESS, Book, Entry
 from floodplain.cluster.state.row_checks import check_token
-from floodplain.cluster.wire.messages import Abort, Accepted, FrontMessage, Refused, Tokens, error_of
+from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import Request
 
-Send = Callable[[int, FrontMessage, tuple[int, ...]], None]
+Send = Callable[[int, RouterMessage, tuple[int, ...]], None]
 """Sends a message and token ids to the instance of an epoch; does nothing if its life has ended."""
 
 
 class Requests:
-    """The live requests of a front.
+    """The live requests of a router.
 
     Args:
         book: The placement of each request.

@@ -1,4 +1,4 @@
-"""Finds a front's stuck instances: feeds ``StallWatch`` with beats and with the units that compute together."""
+"""Finds a router's stuck instances: feeds ``StallWatch`` with beats and with the units that compute together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from floodplain.engine.step_meter import Progress
 
 
 class StallGuard:
-    """Finds a front's stuck instances.
+    """Finds a router's stuck instances.
 
     Args:
         watch: Decides which instances are stuck.
-        roster: Of the front.
-        forming: The front's pipelines; None if it has none.
-        grouping: The front's groups; None if it has none.
+        roster: Of the router.
+        forming: The router's pipelines; None if it has none.
+        grouping: The router's groups; None if it has none.
     """
 
     def __init__(self, watch: StallWatch, roster: Roster, forming: Forming | None, grouping: Grouping | None) -> None:

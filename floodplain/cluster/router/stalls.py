@@ -1,4 +1,4 @@
-"""Detects instances that send beats but make no progress. No I/O; only gaps of the front's clock count.
+"""Detects instances that send beats but make no progress. No I/O; only gaps of the router's clock count.
 
 An instance *stands still* while its beats show work and the same counts of steps and copies. It is *stuck* when
 
@@ -6,7 +6,7 @@ An instance *stands still* while its beats show work and the same counts of step
 - requests are placed on it, and it has stood still for longer than the limit without work of its own.
   In a pipeline each member then waits for another, and it is unknown which one: all of them are stuck.
 
-The time between two beats is capped (``GAP_BEATS``), so that a stopped front or instance does not look stuck.
+The time between two beats is capped (``GAP_BEATS``), so that a stopped router or instance does not look stuck.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class StallWatch:
         Args:
             epoch: Of the instance.
             progress: The progress in the beat.
-            now: The front's clock.
-            owes: Whether requests are placed on it, and no order of the front keeps it from computing them.
+            now: The router's clock.
+            owes: Whether requests are placed on it, and no order of the router keeps it from computing them.
         """
         before = self._heard.get(epoch)
         if before is None:

@@ -1,4 +1,4 @@
-"""One caller of the front. Tokens become text here, so the text survives the end of an instance."""
+"""One caller of the router. Tokens become text here, so the text survives the end of an instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Caller:
 
     Attributes:
         deltas: Deltas that the client has not read, or the exception that ends the stream.
-        lifecycle: Times measured at the front.
+        lifecycle: Times measured at the router.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:

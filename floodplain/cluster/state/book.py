@@ -1,4 +1,4 @@
-"""The front's book: each live request, its tokens so far, and its placement. No I/O, no clock.
+"""The router's book: each live request, its tokens so far, and its placement. No I/O, no clock.
 
 A request is placed under a ticket, which is used once. A message of an instance counts only if its epoch lives and the
 ticket is the request's current one: late messages of a dead, stopped or slow instance change nothing.
@@ -21,7 +21,7 @@ MAX_FRUITLESS = 3
 """A request fails if so many instances in a row ended under it without a new token: it may be the cause."""
 
 MAX_PREFIX_BLOCKS = 256
-"""Most blocks of a prompt that are hashed to compare instances: hashing a whole long prompt would block the front."""
+"""Most blocks of a prompt that are hashed to compare instances: hashing a whole long prompt would block the router."""
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class Entry:
     """A live request.
 
     Attributes:
-        request: As it arrived at the front.
+        request: As it arrived at the router.
         number: The order of arrival.
         tokens: Tokens generated so far.
         epoch: Of the instance that it is placed on, and
@@ -60,7 +60,7 @@ class Entry:
 
 
 class Book:
-    """The requests and instances of a front.
+    """The requests and instances of a router.
 
     Args:
         roster: The instances.

@@ -1,1 +1,1 @@
-"""Messages, frames and connections between the front, its instances and stages; checks of orders."""
+"""Messages, frames and connections between the router, its instances and stages; checks of orders."""

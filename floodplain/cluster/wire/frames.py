@@ -26,7 +26,7 @@ from floodplain.core.codec import WireError
 from floodplain.core.errors import InvariantError, PeerLost
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Largest frame between the front and an instance: sixteen million token ids."""
+"""Largest frame between the router and an instance: sixteen million token ids."""
 MAX_HELLO_BYTES = 16 * 2**10
 """Largest first frame, before the sender has shown its token."""
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
@@ -102,13 +102,13 @@ class FrameFormat:
 
 
 CONTROL = FrameFormat("!II", "<i4")
-"""Between the front and an instance; the integers are token ids and block ids."""
+"""Between the router and an instance; the integers are token ids and block ids."""
 STAGE = FrameFormat("!IIQ", "<i8")
 """Between stages of a pipeline, and of bulk transfers."""
 
 
 def pack_frame(body: dict[str, Any], token_ids: Sequence[int] = ()) -> bytes:
-    """The bytes of a frame between the front and an instance."""
+    """The bytes of a frame between the router and an instance."""
     return CONTROL.pack(body, token_ids)
 
 

@@ -115,7 +115,7 @@ class Copied:
         epoch: Of the member.
         number: Of the group.
         answer: ``FETCHED`` or ``COLLECTED``.
-        request: The front's number of it.
+        request: The router's number of it.
         is_whole: Whether all of it arrived and was verified.
     """
 

@@ -1,4 +1,4 @@
-"""Orders of the front to the members of a group, from the first pause to the return of the last page.
+"""Orders of the router to the members of a group, from the first pause to the return of the last page.
 
 Every message names the group by its number, which is used once: a message of an ended group changes nothing. Integers
 beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is given here. For the answer to each
@@ -39,7 +39,7 @@ class HeldRequest:
     """A request whose KV moves with a group.
 
     Attributes:
-        request: The front's number of it.
+        request: The router's number of it.
         place: Of the member that has its KV.
         num_blocks: Its blocks, whose ids are beside the message.
     """
@@ -117,7 +117,7 @@ class Adopt:
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        request: The front's number of it, as in ``HeldRequest``.
+        request: The router's number of it, as in ``HeldRequest``.
         num_computed: Leading tokens whose KV is there.
         submit: The request, as in any placement.
     """

@@ -1,6 +1,6 @@
-"""Messages between the front and its instances.
+"""Messages between the router and its instances.
 
-The first message of a connection is an instance's ``Hello``; the front answers ``Welcome`` or ``Denied``. From then on
+The first message of a connection is an instance's ``Hello``; the router answers ``Welcome`` or ``Denied``. From then on
 every message carries the epoch that the welcome gave; a message of another epoch is ignored.
 """
 
@@ -50,7 +50,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """A life begins, named by ``epoch``. Both sides send every ``beat_s``; the front waits at most ``silence_s``."""
+    """A life begins, named by ``epoch``. Both sides send every ``beat_s``; the router waits at most ``silence_s``."""
 
     epoch: int
     beat_s: Annotated[float, Range(0.001, 3600.0)]
@@ -63,7 +63,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The front refuses the instance; ``reason`` says what to change."""
+    """The router refuses the instance; ``reason`` says what to change."""
 
     reason: Line
 
@@ -101,7 +101,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class FrontBeat:
-    """The front is alive."""
+    """The router is alive."""
 
     epoch: int
 
@@ -168,10 +168,10 @@ class Formed:
     number: int
 
 
-FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
+RouterMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
 EpochMessage = Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
 InstanceMessage = Hello | EpochMessage
-_FROM_FRONT = {
+_FROM_ROUTER = {
     kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
 }
 _FROM_INSTANCE = {
@@ -186,7 +186,7 @@ REFUSALS: Mapping[str, type[UserError]] = {
 }
 
 
-def pack(message: FrontMessage | InstanceMessage, token_ids: tuple[int, ...] = ()) -> bytes:
+def pack(message: RouterMessage | InstanceMessage, token_ids: tuple[int, ...] = ()) -> bytes:
     """The frame of a message."""
     kind = type(message).__name__
     if isinstance(message, Tokens):  # sent in every step, so packed without ``to_json``
@@ -194,13 +194,13 @@ def pack(message: FrontMessage | InstanceMessage, token_ids: tuple[int, ...] = (
     return pack_frame({"kind": kind} | to_json(message), token_ids)
 
 
-def read_front_message(body: dict[str, object]) -> FrontMessage:
-    """The message of the front in a frame.
+def read_router_message(body: dict[str, object]) -> RouterMessage:
+    """The message of the router in a frame.
 
     Raises:
         WireError: It is no message of this version.
     """
-    message: FrontMessage = _read(body, _FROM_FRONT)
+    message: RouterMessage = _read(body, _FROM_ROUTER)
     return message
 
 

@@ -1,4 +1,4 @@
-"""Messages of the front and two instances during a migration; ``cluster.migration.book`` has the protocol.
+"""Messages of the router and two instances during a migration; ``cluster.migration.book`` has the protocol.
 
 Every message names the migration by its number, which is used once. Block ids are sent beside a message, 32 bits each.
 """
@@ -127,7 +127,7 @@ class RequestStopped:
         epoch: Of the source.
         number: Of the migration.
         is_stopped: False if the request ended before or does not run: then its placement does not change.
-        num_tokens: Its known tokens, prompt included; all of them were sent to the front before.
+        num_tokens: Its known tokens, prompt included; all of them were sent to the router before.
         num_computed: Leading tokens whose KV is held.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of a front's orders to an instance: each raises ``WireError``, which ends the connection, not the process."""
+"""Checks of a router's orders to an instance: each raises ``WireError``, which ends the connection, not the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The message by which the front places a request on an instance."""
+"""The message by which the router places a request on an instance."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Submit:
         ticket: Names the placement.
         request_id: The client's name for it.
         num_prompt: Number of prompt tokens, which come first.
-        params: Without stop strings: the front checks them in the text.
-        age_s: Seconds since it arrived at the front.
+        params: Without stop strings: the router checks them in the text.
+        age_s: Seconds since it arrived at the router.
         priority: As in ``core.request``, like the remaining fields.
     """
 

@@ -1,4 +1,4 @@
-"""The front's side of all connections: admits instances, sends them requests, and detects dead and stuck ones."""
+"""The router's side of all connections: admits instances, sends them requests, and detects dead and stuck ones."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from floodplain.cluster.wire.messages import (
     EpochMessage,
     Formed,
     FrontBeat,
-    FrontMessage,
     Hello,
     Leaving,
     Refused,
+    RouterMessage,
     Tokens,
     Welcome,
     pack,
@@ -50,8 +50,8 @@ from floodplain.cost.model_shape import ModelShape
 logger = logging.getLogger(__name__)
 
 
-class Front:
-    """The front's state and its connections. Everything is called on one event loop.
+class Router:
+    """The router's state and its connections. Everything is called on one event loop.
 
     Args:
         silence_s: An instance that sends nothing for so long is declared dead.
@@ -117,7 +117,7 @@ class Front:
 
     @property
     def failure(self) -> BaseException | None:
-        """A bug that stops the front from working; None while there is none."""
+        """A bug that stops the router from working; None while there is none."""
         ended = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         return next((error for error in ended if error is not None), self._failure)
 
@@ -159,7 +159,7 @@ class Front:
                 self.migrating.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
-    def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
+    def send(self, epoch: int, message: RouterMessage, token_ids: Sequence[int] = ()) -> None:
         """Send a message and integers to the instance of an epoch; does nothing if its life has ended."""
         link = self._links.get(epoch)
         if link is not None:
@@ -177,7 +177,7 @@ class Front:
                 await self._listen(epoch, link)
         except WireError as error:
             logger.warning("an instance is hung up on: %s", error)
-        except asyncio.CancelledError:  # evicted for a new connection, or the front closes
+        except asyncio.CancelledError:  # evicted for a new connection, or the router closes
             link.abort()
         except Exception as error:
             self._failure = error
@@ -193,7 +193,7 @@ class Front:
             link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
             return None
         if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
-            return None  # it connects again: the front's own instances decide the model
+            return None  # it connects again: the router's own instances decide the model
         problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
             link.send(pack(Denied(f"the front does not take this instance: {problem}")))
