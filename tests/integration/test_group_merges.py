@@ -39,7 +39,7 @@ async def group(one: Ring, *groups: list[int]) -> int:
     for epochs in groups:
         before = list(one.counts)
         await one.until(lambda before=before: all(now > then for now, then in zip(one.counts, before, strict=True)))  # type: ignore[misc]
-        number = one.grouping.drop(epochs)
+        number = one.group_controller.drop(epochs)
         await one.change(number, GroupState.PIPELINED)
     return number
 
@@ -52,7 +52,7 @@ def on_ring(folder: Path, play: Callable[[Ring], Any]) -> tuple[list[list[int]],
             one.ask(PROMPTS, NUM_LASTING)
             await play(one)
             outputs = await one.first_results(NUM_TOKENS)
-            counts = one.grouping.counts
+            counts = one.group_controller.counts
             await one.until(lambda: len(one.front.book.roster) == 4)
             for member in one.members:
                 member.memory.check_integrity()
@@ -69,11 +69,11 @@ def test_groups_merge_and_restore_with_the_kv_of_all_requests(
 ) -> None:
     async def play(one: Ring) -> None:
         number = await group(one, *groups)
-        plan = one.grouping.plan_of(number)
+        plan = one.group_controller.plan_of(number)
         assert plan is not None and max(map(len, plan.kept)) == most_layers
-        assert [each.number for each in one.grouping.groups] == [number]
-        carried.append(one.grouping.counts.num_carried)
-        one.grouping.restore(number)
+        assert [each.number for each in one.group_controller.groups] == [number]
+        carried.append(one.group_controller.counts.num_carried)
+        one.group_controller.restore(number)
         await one.change(number, GroupState.SOLO)
         sizes = {member.pool.num_blocks for member in one.members}
         assert sizes == {80}
@@ -90,17 +90,17 @@ def test_a_member_may_end_in_a_merge(folder: Path, state: GroupState) -> None:
 
     async def play(one: Ring) -> None:
         await group(one, [1, 2], [3, 4])
-        enter = one.grouping._enter
+        enter = one.group_controller._enter
 
         def end_then(plan: GroupPlan, entered: GroupState) -> None:
             enter(plan, entered)
             if plan.number == 3 and entered is state:
                 asyncio.get_running_loop().call_soon(one.front._end, 2, "hung_up")
 
-        one.grouping._enter = end_then  # type: ignore[method-assign]
-        one.grouping.drop([1, 2, 3, 4])
-        await one.until(lambda: one.grouping.counts.num_changes["ended"])
-        assert [each.number for each in one.grouping.groups] == ([2] if state is GroupState.PREPARING else [])
+        one.group_controller._enter = end_then  # type: ignore[method-assign]
+        one.group_controller.drop([1, 2, 3, 4])
+        await one.until(lambda: one.group_controller.counts.num_changes["ended"])
+        assert [each.number for each in one.group_controller.groups] == ([2] if state is GroupState.PREPARING else [])
 
     assert on_ring(folder, play)[0] == expected()
 

@@ -40,8 +40,8 @@ def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple
             one.ask(PROMPTS, NUM_TOKENS)
             await one.until(lambda: sum(count_swapped(one)) >= NUM_SWAPPED)
             prepare(one)
-            number = one.grouping.drop([1, 2, 3, 4])
-            plan = one.grouping.plan_of(number)
+            number = one.group_controller.drop([1, 2, 3, 4])
+            plan = one.group_controller.plan_of(number)
             await one.change(number, GroupState.PIPELINED)
             assert plan is not None
             rows = [row for report, _ in plan.reports.values() for row in report.rows if row.num_blocks]
@@ -49,7 +49,7 @@ def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple
             outputs = await one.results()
             for member in one.members:
                 member.memory.check_integrity()
-            return outputs, len(rows), one.grouping.counts.num_carried, num_swapped
+            return outputs, len(rows), one.group_controller.counts.num_carried, num_swapped
 
     return asyncio.run(story())
 
@@ -70,7 +70,7 @@ def damage(one: Ring, where: tuple[int | slice, ...] = (7, 5)) -> None:
     """
 
     def flip(swap: SwapStore, address: str) -> None:
-        plan = one.grouping.plan_of(1)
+        plan = one.group_controller.plan_of(1)
         assert plan is not None and plan.sizes is not None
         place = [report.bulk_address for report, _ in map(plan.reports.__getitem__, plan.epochs)].index(address)
         slot = next(slot for at, slot in plan.sizes.slot_blocks if at == place)

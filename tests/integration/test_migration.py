@@ -50,7 +50,7 @@ def story(tell: Callable[[Moving], Awaitable[None]], config: EngineConfig = CONF
 
 
 def states_of(some: Moving) -> list[MigrationState]:
-    return [one.state for one in some.migrating.migrations]
+    return [one.state for one in some.migration_controller.migrations]
 
 
 class Barrier:
@@ -75,12 +75,12 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
             entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS, **(SEEDED if is_seeded else {}))
             for number in (5, 25, 45):  # there, back, and there again
                 source, target = await some.started(entry, number)
-                some.migrating.move_one(source, target)
+                some.migration_controller.move_one(source, target)
                 await some.ended()
                 assert entry.epoch == target
             assert await some.tokens(caller) == expected(is_seeded)
         assert some.results() == {"moved": 6}
-        counts = some.migrating.counts
+        counts = some.migration_controller.counts
         assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < HANG_S
         assert not some.front.requests.num_moved  # no request was recomputed
         await some.check_at_rest()
@@ -104,7 +104,7 @@ def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.Mon
             monkeypatch.setattr("floodplain.cluster.bulk.server.compute_digest", damage)
             while wanted not in damaged:
                 source, target = await some.started(entry, number)
-                some.migrating.move_one(source, target)
+                some.migration_controller.move_one(source, target)
                 await some.ended()
             assert entry.epoch == source
         assert await some.tokens(caller) == expected()
@@ -127,7 +127,7 @@ def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: py
 
         monkeypatch.setattr(Puller, "copy", skip_last)
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
-        some.migrating.move_one(*await some.started(entry, 8))
+        some.migration_controller.move_one(*await some.started(entry, 8))
         assert await some.tokens(caller) != expected()
         assert some.results() == {"moved": 1}
 
@@ -140,11 +140,11 @@ def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> 
         entry, _ = some.ask(PROMPT, max_tokens=400)
         source, target = await some.started(entry)
         barrier = Barrier(some, source, state)
-        some.migrating.move_one(source, target)
+        some.migration_controller.move_one(source, target)
         await until(lambda: barrier.num_held)
         some.front.requests.drop(entry)
         barrier.opened.set()
-        assert not len(some.migrating.migrations)
+        assert not len(some.migration_controller.migrations)
         assert len(some.front.book) == 0
         await some.check_at_rest()
 
@@ -158,7 +158,7 @@ def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState)
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
         source, target = await some.started(entry)
         barrier = Barrier(some, source, state)
-        some.migrating.move_one(source, target)
+        some.migration_controller.move_one(source, target)
         await until(lambda: barrier.num_held)
         dead = source if dies == "source" else target
         some.lives[dead].cancel()
@@ -175,14 +175,14 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
     async def tell(some: Moving) -> None:
         first, second = some.members
         with pytest.raises(UserError, match="runs no request"):
-            some.migrating.move_one(first, second)
+            some.migration_controller.move_one(first, second)
         entry, caller = some.ask(PROMPT, max_tokens=30)
         source, target = await some.started(entry)
         with pytest.raises(UserError, match="has the request already"):
-            some.migrating.move_one(source, source)
+            some.migration_controller.move_one(source, source)
         some.front.book.roster.expect(target).can_move = False
         with pytest.raises(UserError, match="--relief migrate"):
-            some.migrating.move_one(source, target)
+            some.migration_controller.move_one(source, target)
         await some.tokens(caller)
 
     story(tell)
@@ -197,11 +197,11 @@ def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> N
         for entry, _ in asked:
             await until(lambda entry=entry: len(entry.tokens) > 5)
         assert {entry.epoch for entry, _ in asked} == {full.epoch}
-        some.migrating.look(100.0)
-        num_begun = len(some.migrating.migrations)
+        some.migration_controller.look(100.0)
+        num_begun = len(some.migration_controller.migrations)
         assert 0 < num_begun < 5
-        some.migrating.look(100.0)  # running migrations count at their target
-        assert len(some.migrating.migrations) == num_begun
+        some.migration_controller.look(100.0)  # running migrations count at their target
+        assert len(some.migration_controller.migrations) == num_begun
         await some.ended()
         assert sum(entry.epoch == empty.epoch for entry, _ in asked) == num_begun
         assert [await some.tokens(caller) for _, caller in asked] == [expected()] * 5

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.groups.grouping import STEP_TIMEOUT_S
+from floodplain.cluster.groups.controller import STEP_TIMEOUT_S
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.instance.dialer import Dialer, Member
@@ -162,7 +162,7 @@ def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) ->
     async def play() -> None:
         with block(StageRunner, "run", lambda runner: runner._model.held.start > 0) as blocked:
             async with ring(CONFIG, 3, folder, HANG_S, RULE) as one:
-                await one.change(one.grouping.drop([1, 2]), GroupState.PIPELINED)
+                await one.change(one.group_controller.drop([1, 2]), GroupState.PIPELINED)
                 one.ask(PROMPTS, NUM_TOKENS)
                 ended, end = list[tuple[int, str]](), one.front._end
                 one.front._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
@@ -215,15 +215,15 @@ async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens:
     epochs = [instance.epoch for instance in one.front.book.roster]
     is_restore = list(CHANGES).index(state) > list(CHANGES).index(GroupState.SETTLING)
     if is_restore:
-        number = one.grouping.drop(epochs)
+        number = one.group_controller.drop(epochs)
         await one.change(number, GroupState.PIPELINED)
     one.ask(PROMPTS, num_tokens)
     await one.until(lambda: min(one.counts) > 2)
     blocked.is_shut = True
     if is_restore:
-        one.grouping.restore(number)
+        one.group_controller.restore(number)
     else:
-        number = one.grouping.drop(epochs)
+        number = one.group_controller.drop(epochs)
     await one.until(lambda: blocked.num_held)
-    one.grouping.expire(time.monotonic() + STEP_TIMEOUT_S + 1.0)
-    assert one.grouping.counts.problems[number] == f"nothing was done for {STEP_TIMEOUT_S:g} s: {state}"
+    one.group_controller.expire(time.monotonic() + STEP_TIMEOUT_S + 1.0)
+    assert one.group_controller.counts.problems[number] == f"nothing was done for {STEP_TIMEOUT_S:g} s: {state}"

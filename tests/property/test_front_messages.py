@@ -158,11 +158,13 @@ class Story:
         dice, front = self.dice, self.front
         epochs = [one.epoch for one in front.book.roster]
         try:
-            if front.grouping is not None and dice.random() < 0.7:
-                groups = [group for group in front.grouping.groups if group.state is GroupState.PIPELINED]
-                front.grouping.restore(groups[0].number) if groups else front.grouping.drop(dice.sample(epochs, 2))
-            elif front.migrating is not None and len(epochs) > 1:
-                front.migrating.move_one(*dice.sample(epochs, 2))
+            if front.group_controller is not None and dice.random() < 0.7:
+                groups = [group for group in front.group_controller.groups if group.state is GroupState.PIPELINED]
+                front.group_controller.restore(groups[0].number) if groups else front.group_controller.drop(
+                    dice.sample(epochs, 2)
+                )
+            elif front.migration_controller is not None and len(epochs) > 1:
+                front.migration_controller.move_one(*dice.sample(epochs, 2))
         except (UserError, ValueError):
             return
 
@@ -201,8 +203,8 @@ class Story:
         if front.failure is not None:
             raise front.failure
         front.book.check_integrity()
-        if front.grouping is not None:
-            front.grouping.groups.check_integrity()
+        if front.group_controller is not None:
+            front.group_controller.groups.check_integrity()
         self.callers = [(entry, caller) for entry, caller in self.callers if not is_over(caller)]
         assert len(front.book) == len(self.callers)
 

@@ -257,7 +257,7 @@ class World:
     def unit_of(self, epoch: int) -> set[int]:
         """Return the epochs of all lives that end together with this one."""
         front, found = self.front, {epoch}
-        groups = [] if front.grouping is None else list(front.grouping.groups)
+        groups = [] if front.group_controller is None else list(front.group_controller.groups)
         units = [set(group.epochs) for group in groups]
         units += [] if front._forming is None else [set(one.epochs) for one in front._forming.pipelines]
         for unit in units + units:

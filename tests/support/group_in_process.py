@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from floodplain.cluster.groups import pipeline as group_pipeline
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.droppable import open_droppable
-from floodplain.cluster.groups.grouping import Grouping
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.instance.dialer import Dialer
 from floodplain.cluster.instance.instance import Replica
@@ -53,9 +53,9 @@ class Ring:
         self.tokens: dict[int, list[int]] = {}
 
     @property
-    def grouping(self) -> Grouping:
-        assert self.front.grouping is not None
-        return self.front.grouping
+    def group_controller(self) -> GroupController:
+        assert self.front.group_controller is not None
+        return self.front.group_controller
 
     @property
     def members(self) -> list[GroupMember]:
@@ -97,9 +97,9 @@ class Ring:
 
     async def change(self, number: int, state: GroupState) -> None:
         """Return when the only changing group has entered a state; fails if the group ends before."""
-        entered, before = self.grouping.counts.num_entered, self.grouping.counts.num_entered[state]
-        await self.until(lambda: entered[state] > before or self.grouping.groups.get(number) is None)
-        assert entered[state] > before, self.grouping.counts.problems
+        entered, before = self.group_controller.counts.num_entered, self.group_controller.counts.num_entered[state]
+        await self.until(lambda: entered[state] > before or self.group_controller.groups.get(number) is None)
+        assert entered[state] > before, self.group_controller.counts.problems
 
     async def results(self) -> list[list[int]]:
         return list(await asyncio.gather(*self._streams))

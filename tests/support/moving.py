@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from floodplain.cluster.instance.instance import Replica
-from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.migration.movable import open_movable
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
@@ -45,9 +45,9 @@ class Moving:
     lives: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
-    def migrating(self) -> Migrating:
-        assert self.front.migrating is not None
-        return self.front.migrating
+    def migration_controller(self) -> MigrationController:
+        assert self.front.migration_controller is not None
+        return self.front.migration_controller
 
     async def join(self, member: Replica) -> None:
         await member.start()
@@ -91,10 +91,10 @@ class Moving:
         return entry.epoch, other
 
     async def ended(self) -> None:
-        await until(lambda: not len(self.migrating.migrations))
+        await until(lambda: not len(self.migration_controller.migrations))
 
     def results(self) -> dict[str, int]:
-        return dict(self.migrating.counts.num_ended)
+        return dict(self.migration_controller.counts.num_ended)
 
     async def check_at_rest(self) -> None:
         """No block of any instance is held, owned or reserved."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.state.book import Book
@@ -40,9 +40,9 @@ class Cluster:
         self.notices: list[Notice] = []
         self.now = 100.0
         send = lambda epoch, order, _: self.sent.append(order)  # noqa: E731
-        self.grouping = Grouping(self.book, SHAPE, send, lambda *_: None, lambda: None)
+        self.group_controller = GroupController(self.book, SHAPE, send, lambda *_: None, lambda: None)
         self.monitor = Monitor(
-            self.book, self.sums, self.grouping, SHAPE, is_priced=is_priced, most_stages=4,
+            self.book, self.sums, self.group_controller, SHAPE, is_priced=is_priced, most_stages=4,
             on_overload=self.notices.append,
         )  # fmt: skip
         for slot in range(num_instances):
@@ -109,8 +109,8 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     cluster = Cluster(2)
     cluster.give(12)
     cluster.pass_time(1, used=100, waiting=2)
-    (group,) = cluster.grouping.groups
-    plan = cluster.grouping.plan_of(group.number)
+    (group,) = cluster.group_controller.groups
+    plan = cluster.group_controller.plan_of(group.number)
     assert plan is not None
     plan.sizes = GroupSizes(0, ((), ()), (0, 0), 20, 20, 10)
     group.state = GroupState.PIPELINED
@@ -132,8 +132,8 @@ def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> N
     cluster = Cluster(4, is_priced=is_priced)
     cluster.give(24)
     for number, epochs in enumerate(([1, 2], [3, 4]), start=1):
-        cluster.grouping.drop(epochs)
-        group, plan = cluster.grouping.groups.get(number), cluster.grouping.plan_of(number)
+        cluster.group_controller.drop(epochs)
+        group, plan = cluster.group_controller.groups.get(number), cluster.group_controller.plan_of(number)
         assert group is not None and plan is not None
         group.state, plan.kept = GroupState.PIPELINED, (range(6), range(6, 12))
         for epoch, part in zip(epochs, ("leading", "grouped"), strict=True):
@@ -142,7 +142,7 @@ def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> N
     cluster.sent.clear()
     cluster.pass_time(12, used=100, waiting=2)
     assert cluster.prepared() == (set() if is_priced else {1, 2, 3, 4})
-    assert [group.number for group in cluster.grouping.groups] == ([1, 2] if is_priced else [1, 2, 3])
+    assert [group.number for group in cluster.group_controller.groups] == ([1, 2] if is_priced else [1, 2, 3])
     assert bool(cluster.notices) == is_priced
 
 

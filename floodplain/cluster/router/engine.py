@@ -204,9 +204,9 @@ class ClusterEngine:
 
     def _watch_load(self, shape: ModelShape, *, is_priced: bool, most_stages: int) -> None:
         router = self.router
-        assert router.grouping is not None
+        assert router.group_controller is not None
         monitor = router.monitor = Monitor(
-            router.book, router.sums, router.grouping, shape, is_priced=is_priced, most_stages=most_stages,
+            router.book, router.sums, router.group_controller, shape, is_priced=is_priced, most_stages=most_stages,
             on_overload=self._note_overload,
         )  # fmt: skip
         router.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())

@@ -8,7 +8,7 @@ import time
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.router.operators import OperatorRoute
 from floodplain.cluster.router.router import Router
 from floodplain.core.errors import UserError
@@ -66,11 +66,11 @@ class Groups(BaseModel):
     recomputed_requests: int
 
 
-def list_groups(grouping: Grouping, now: float) -> Groups:
+def list_groups(group_controller: GroupController, now: float) -> Groups:
     """The state of all groups now."""
     rows = []
-    for group in grouping.groups:
-        plan = grouping.plan_of(group.number)
+    for group in group_controller.groups:
+        plan = group_controller.plan_of(group.number)
         if plan is None:
             continue
         is_divided = plan.sizes is not None
@@ -89,12 +89,12 @@ def list_groups(grouping: Grouping, now: float) -> Groups:
         )
     return Groups(
         groups=rows,
-        entered={state.value: grouping.counts.num_entered[state] for state in GroupState},
-        restored=dict(grouping.counts.restored_s),
-        changes=dict(grouping.counts.num_changes),
-        seconds=dict(grouping.counts.seconds),
-        carried_requests=grouping.counts.num_carried,
-        recomputed_requests=grouping.counts.num_recomputed,
+        entered={state.value: group_controller.counts.num_entered[state] for state in GroupState},
+        restored=dict(group_controller.counts.restored_s),
+        changes=dict(group_controller.counts.num_changes),
+        seconds=dict(group_controller.counts.seconds),
+        carried_requests=group_controller.counts.num_carried,
+        recomputed_requests=group_controller.counts.num_recomputed,
     )
 
 
@@ -105,26 +105,26 @@ def group_router(router: Router) -> APIRouter:
     @routes.get("/groups")
     async def groups() -> Groups:
         """Groups of instances that share the layers of the model."""
-        return list_groups(_expect_grouping(router), time.monotonic())
+        return list_groups(_expect_groups(router), time.monotonic())
 
     @routes.post("/v1/cluster/drop")
     async def drop(members: Members) -> GroupRow:
         """Let instances drop layers and serve as a pipeline. Answers once all have confirmed, or says why not."""
-        grouping = _expect_grouping(router)
-        number = grouping.drop([find_epoch(router, name) for name in members.instances])
-        while (group := grouping.groups.get(number)) is not None and group.state is GroupState.PREPARING:
+        group_controller = _expect_groups(router)
+        number = group_controller.drop([find_epoch(router, name) for name in members.instances])
+        while (group := group_controller.groups.get(number)) is not None and group.state is GroupState.PREPARING:
             await asyncio.sleep(POLL_S)
-        return _find_row(grouping, number)
+        return _find_row(group_controller, number)
 
     @routes.post("/v1/cluster/restore")
     async def restore(member: Member) -> GroupRow:
         """Let the instances of a group have all layers again. Answers at once."""
-        grouping = _expect_grouping(router)
-        group = grouping.groups.find(find_epoch(router, member.instance))
+        group_controller = _expect_groups(router)
+        group = group_controller.groups.find(find_epoch(router, member.instance))
         if group is None:
             raise UserError(f"instance {member.instance} is in no group: it has all layers")
-        grouping.restore(group.number)
-        return _find_row(grouping, group.number)
+        group_controller.restore(group.number)
+        return _find_row(group_controller, group.number)
 
     return routes
 
@@ -144,16 +144,16 @@ def find_epoch(router: Router, name: str) -> int:
     raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
 
 
-def _find_row(grouping: Grouping, number: int) -> GroupRow:
-    rows = [row for row in list_groups(grouping, time.monotonic()).groups if row.number == number]
+def _find_row(group_controller: GroupController, number: int) -> GroupRow:
+    rows = [row for row in list_groups(group_controller, time.monotonic()).groups if row.number == number]
     if not rows:
         raise ApiError(
-            409, f"group {number} was not made: {grouping.counts.problems.get(number) or 'it was cancelled'}"
+            409, f"group {number} was not made: {group_controller.counts.problems.get(number) or 'it was cancelled'}"
         )
     return rows[0]
 
 
-def _expect_grouping(router: Router) -> Grouping:
-    if router.grouping is None:
+def _expect_groups(router: Router) -> GroupController:
+    if router.group_controller is None:
         raise UserError("instances cannot drop layers: start the front with --relief manual")
-    return router.grouping
+    return router.group_controller

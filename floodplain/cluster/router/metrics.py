@@ -8,10 +8,10 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.counts import CHANGES
-from floodplain.cluster.groups.grouping import Grouping
 from floodplain.cluster.migration.book import MigrationResult
-from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.state.roster import STATES
 from floodplain.core.groups import GroupState
@@ -63,8 +63,8 @@ class ClusterMetrics(Collector):
         blocks = {(str(epoch), state): n for epoch, one in stats.items() for state, n in one.kv_blocks.items()}
         yield self._family(GaugeMetricFamily, "instance_kv_blocks", "KV blocks.", blocks, "instance", "state")
 
-        if router.grouping is not None:
-            yield from self._collect_groups(router.grouping)
+        if router.group_controller is not None:
+            yield from self._collect_groups(router.group_controller)
         if router.monitor is not None and router.monitor.load is not None:
             missing = max(0, router.monitor.load.num_missing_blocks)
             text = "KV blocks that requests need and do not have: what an autoscaler may go by."
@@ -72,11 +72,11 @@ class ClusterMetrics(Collector):
             text = "Times that memory was short and no more layers could be dropped."
             notices = {(): router.monitor.num_notices}
             yield self._family(CounterMetricFamily, "overload_notices", text, notices)
-        if router.migrating is not None:
-            yield from self._collect_migrations(router.migrating)
+        if router.migration_controller is not None:
+            yield from self._collect_migrations(router.migration_controller)
 
-    def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
-        counts, groups = grouping.counts, list(grouping.groups)
+    def _collect_groups(self, group_controller: GroupController) -> Iterator[Metric]:
+        counts, groups = group_controller.counts, list(group_controller.groups)
         states = {(state.value,): sum(one.state is state for one in groups) for state in GroupState}
         yield self._family(GaugeMetricFamily, "groups", "Groups that share layers, by state.", states, "state")
         changes = {(name,): counts.num_changes[name] for name in CHANGES}
@@ -90,8 +90,8 @@ class ClusterMetrics(Collector):
         moved = {("carried",): counts.num_carried, ("recomputed",): counts.num_recomputed}
         yield self._family(CounterMetricFamily, "group_requests", text, moved, "kv")
 
-    def _collect_migrations(self, migrating: Migrating) -> Iterator[Metric]:
-        counts = migrating.counts
+    def _collect_migrations(self, migration_controller: MigrationController) -> Iterator[Metric]:
+        counts = migration_controller.counts
         results = {(result.value,): counts.num_ended[result] for result in MigrationResult}
         yield self._family(CounterMetricFamily, "migrations", "Moves of running requests.", results, "result")
         text = "Time from the order to stop a request until it was told to go on."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.router.group_routes import find_epoch
 from floodplain.cluster.router.operators import OperatorRoute
 from floodplain.cluster.router.router import Router
@@ -45,15 +45,15 @@ class Begun(BaseModel):
     number: int
 
 
-def list_migrations(migrating: Migrating) -> Migrations:
+def list_migrations(migration_controller: MigrationController) -> Migrations:
     """The state of all migrations now."""
     rows = [
         MigrationRow(
             number=one.number, source=one.source, target=one.target, state=one.state, copied_blocks=one.num_copied
         )
-        for one in migrating.migrations
+        for one in migration_controller.migrations
     ]
-    counts = migrating.counts
+    counts = migration_controller.counts
     return Migrations(
         migrations=rows,
         ended=dict(counts.num_ended),
@@ -69,19 +69,19 @@ def migration_router(router: Router) -> APIRouter:
     @routes.get("/migrations")
     async def migrations() -> Migrations:
         """Running requests that move between instances."""
-        return list_migrations(_expect_migrating(router))
+        return list_migrations(_expect_migrations(router))
 
     @routes.post("/v1/cluster/migrate")
     async def migrate(between: Between) -> Begun:
         """Begin to move the shortest request that runs on an instance to another one. Answers at once."""
-        migrating = _expect_migrating(router)
+        migration_controller = _expect_migrations(router)
         source, target = find_epoch(router, between.source), find_epoch(router, between.target)
-        return Begun(number=migrating.move_one(source, target))
+        return Begun(number=migration_controller.move_one(source, target))
 
     return routes
 
 
-def _expect_migrating(router: Router) -> Migrating:
-    if router.migrating is None:
+def _expect_migrations(router: Router) -> MigrationController:
+    if router.migration_controller is None:
         raise UserError("requests cannot move while they run: start the front with --relief migrate")
-    return router.migrating
+    return router.migration_controller

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import inf
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.plan import DTYPE_BYTES
 from floodplain.cluster.state.book import Book
 from floodplain.cluster.state.roster import Instance
@@ -63,7 +63,7 @@ class Monitor:
     Args:
         book: Requests and instances.
         sums: The statistics of the instances.
-        grouping: Executes drops and restores.
+        group_controller: Executes drops and restores.
         shape: Of the model.
         is_priced: True: a drop must pay (``policy.relief``); False: it happens whenever memory is short.
         most_stages: Most instances in a group.
@@ -81,7 +81,7 @@ class Monitor:
         self,
         book: Book,
         sums: StatsBook,
-        grouping: Grouping,
+        group_controller: GroupController,
         shape: ModelShape,
         *,
         is_priced: bool,
@@ -93,7 +93,7 @@ class Monitor:
         self.load: ClusterLoad | None = None
         self.decision: ReliefDecision | None = None
         self.num_notices = 0
-        self._book, self._sums, self._grouping, self._shape = book, sums, grouping, shape
+        self._book, self._sums, self._group_controller, self._shape = book, sums, group_controller, shape
         self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
         self._settings = settings
         self._timing = DropTiming(settings if is_priced else replace(settings, most_drops=MOST_DROPS))
@@ -125,7 +125,7 @@ class Monitor:
         heads = self._find_heads()
         num_used = sum(self._sums.latest(one.epoch).num_used_blocks for one in heads)
         demanded = sum(one.num_demanded_blocks for one in heads)
-        groups = list(self._grouping.groups)
+        groups = list(self._group_controller.groups)
         return ClusterLoad(
             now=now,
             num_used_blocks=min(num_used, demanded),
@@ -190,7 +190,7 @@ class Monitor:
         return self.decision.lever is Lever.DROP
 
     def _cost(self, load: ClusterLoad, num_stages: int) -> DropCost:
-        counts, sizes = self._grouping.counts, self._sizes()
+        counts, sizes = self._group_controller.counts, self._sizes()
         num_dropped = sizes.num_layers * (num_stages - 1) / num_stages
         remap_s = num_dropped * sizes.layer_bytes * FIRST_REMAP_S_PER_BYTE
         if counts.num_changes["dropped"]:
@@ -220,7 +220,7 @@ class Monitor:
         is_begun = False
         for epochs in () if plan is None else plan.groups:
             try:
-                self._grouping.drop(epochs)
+                self._group_controller.drop(epochs)
                 is_begun = True
             except UserError as error:
                 names = ", ".join(map(self._book.roster.name_of, epochs))
@@ -234,16 +234,16 @@ class Monitor:
 
     def _group_loads(self) -> Iterator[GroupLoad]:
         roster = self._book.roster
-        for group in self._grouping.groups:
+        for group in self._group_controller.groups:
             members = [one for epoch in group.epochs if (one := roster.get(epoch)) is not None]
             if group.state is GroupState.PIPELINED and len(members) == len(group.epochs):
                 pools = tuple(one.facts.num_blocks for one in members)
                 yield GroupLoad(group.epochs, pools, sum(one.num_demanded_blocks for one in members))
 
     def _restore_all(self) -> None:
-        for group in list(self._grouping.groups):
+        for group in list(self._group_controller.groups):
             if group.state is GroupState.PIPELINED:
-                self._grouping.restore(group.number)
+                self._group_controller.restore(group.number)
 
     def _note_overload(self, load: ClusterLoad, now: float) -> None:
         short_s = now - (self._short_since_s or now)

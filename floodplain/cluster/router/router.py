@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.launch.slots import Slots
-from floodplain.cluster.migration.migrating import Migrating
+from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.pipeline.forming import Forming, find_problem
 from floodplain.cluster.router.door import Door
 from floodplain.cluster.router.monitor import Monitor
@@ -70,9 +70,9 @@ class Router:
         first_facts: Of the instance that joined first; the others match them. None before that.
         num_ends: Lives that ended, by reason.
         requests: The live requests, and counters of all.
-        grouping: The groups that drop layers; None if instances drop none.
+        group_controller: The groups that drop layers; None if instances drop none.
         monitor: Forms groups by the load; set by the caller. None if only operators do.
-        migrating: The migrations; None if requests do not migrate.
+        migration_controller: The migrations; None if requests do not migrate.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class Router:
         self._forming: Forming | None = None
         if num_stages is not None:
             self._forming = Forming(num_stages, self.book.roster, self.send)
-        self.grouping: Grouping | None = None
+        self.group_controller: GroupController | None = None
         self.monitor: Monitor | None = None
         if shape is not None:
-            self.grouping = Grouping(self.book, shape, self.send, self._end, self.requests.place)
-            self.requests.on_closed = self.grouping.forget
-        self.migrating: Migrating | None = None
+            self.group_controller = GroupController(self.book, shape, self.send, self._end, self.requests.place)
+            self.requests.on_closed = self.group_controller.forget
+        self.migration_controller: MigrationController | None = None
         if migrates:
-            self.migrating = Migrating(self.book, self.send, self.requests.place)
-            self.requests.on_closed = self.migrating.forget
+            self.migration_controller = MigrationController(self.book, self.send, self.requests.place)
+            self.requests.on_closed = self.migration_controller.forget
         watch = StallWatch(stall_rule, self._beat_s)
-        self._stalls = StallGuard(watch, self.book.roster, self._forming, self.grouping)
+        self._stalls = StallGuard(watch, self.book.roster, self._forming, self.group_controller)
         self._slots = slots
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
@@ -151,12 +151,12 @@ class Router:
             for stuck in self._stalls.find_stuck():
                 logger.warning("%s %s: its requests go on elsewhere", self.book.roster.get(stuck.epoch), stuck.words)
                 self._end(stuck.epoch, "stuck")
-            if self.grouping is not None:
-                self.grouping.expire(time.monotonic())
+            if self.group_controller is not None:
+                self.group_controller.expire(time.monotonic())
             if self.monitor is not None:
                 self.monitor.look(time.monotonic())
-            if self.migrating is not None:
-                self.migrating.look(time.monotonic())
+            if self.migration_controller is not None:
+                self.migration_controller.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: RouterMessage, token_ids: Sequence[int] = ()) -> None:
@@ -241,10 +241,10 @@ class Router:
             self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.end(epoch):
             self._end(other, "pipeline")
-        if self.grouping is not None:
-            self.grouping.end(epoch)
-        if self.migrating is not None:
-            self.migrating.end(epoch)
+        if self.group_controller is not None:
+            self.group_controller.end(epoch)
+        if self.migration_controller is not None:
+            self.migration_controller.end(epoch)
         self.requests.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
@@ -267,10 +267,10 @@ class Router:
             case Formed():
                 self._take_formed(message)
             case KvHeld() | KvPulled() | RequestStopped():
-                if self.migrating is not None:
-                    self.migrating.take(message, integers)
-            case _ if self.grouping is not None:
-                self.grouping.take(message, integers)
+                if self.migration_controller is not None:
+                    self.migration_controller.take(message, integers)
+            case _ if self.group_controller is not None:
+                self.group_controller.take(message, integers)
 
     def _take_formed(self, message: Formed) -> None:
         if self._forming is None or self.first_facts is None or not self._forming.link(message):

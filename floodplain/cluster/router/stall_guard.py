@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.pipeline.forming import Forming
 from floodplain.cluster.router.stalls import StallWatch, Stuck
 from floodplain.cluster.state.roster import Instance, Roster
@@ -19,12 +19,14 @@ class StallGuard:
         watch: Decides which instances are stuck.
         roster: Of the router.
         forming: The router's pipelines; None if it has none.
-        grouping: The router's groups; None if it has none.
+        group_controller: The router's groups; None if it has none.
     """
 
-    def __init__(self, watch: StallWatch, roster: Roster, forming: Forming | None, grouping: Grouping | None) -> None:
+    def __init__(
+        self, watch: StallWatch, roster: Roster, forming: Forming | None, group_controller: GroupController | None
+    ) -> None:
         self._watch, self._roster = watch, roster
-        self._forming, self._grouping = forming, grouping
+        self._forming, self._group_controller = forming, group_controller
 
     def hear(self, instance: Instance, progress: Progress, now: float) -> None:
         """Note a beat of an instance."""
@@ -39,12 +41,12 @@ class StallGuard:
         units: list[Sequence[int]] = []
         if self._forming is not None:
             units += [pipeline.epochs for pipeline in self._forming.pipelines]
-        if self._grouping is not None:
-            units += [group.epochs for group in self._grouping.groups]
+        if self._group_controller is not None:
+            units += [group.epochs for group in self._group_controller.groups]
         shared = {epoch for unit in units for epoch in unit}
         return [*units, *((one.epoch,) for one in self._roster if one.epoch not in shared)]
 
     def _owes(self, instance: Instance) -> bool:
         """Whether it has requests, and no change of its group, which has its own timers, delays it."""
-        group = None if self._grouping is None else self._grouping.groups.find(instance.epoch)
+        group = None if self._group_controller is None else self._group_controller.groups.find(instance.epoch)
         return bool(instance.tickets) and (group is None or group.state is GroupState.PIPELINED)

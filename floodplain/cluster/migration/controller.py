@@ -78,7 +78,7 @@ class _Trip:
     stopped_s: float | None = None
 
 
-class Migrating:
+class MigrationController:
     """The migrations of a router. Everything is called on the router's event loop.
 
     Args:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from floodplain.cluster.groups.grouping import Grouping
+from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.state.book import Book, Entry
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.facts import InstanceFacts
@@ -37,8 +37,8 @@ class Router:
         self.members = range(1, num_members + 1)
         for slot in self.members:
             self._join(slot)
-        self.grouping = Grouping(self.book, SHAPE, self._send, self._end, self._place)
-        self.number = self.grouping.drop(self.members)
+        self.group_controller = GroupController(self.book, SHAPE, self._send, self._end, self._place)
+        self.number = self.group_controller.drop(self.members)
         for epoch in self.members:
             self._answer(Prepared(epoch, self.number, None, "h", epoch, f"h:{epoch}", 480, 2, (8,) * 12, 4, ()))
         for answer in ("dropped", "settled"):
@@ -61,7 +61,7 @@ class Router:
 
     def ask_hand_over(self) -> None:
         """Begin a restore, up to the order that the leader hand over its requests."""
-        self.grouping.restore(self.number)
+        self.group_controller.restore(self.number)
         self._answer(Planned(1, self.number, 0, ()))
         for answer in ("moved", "filled"):
             self._all(answer)
@@ -79,11 +79,11 @@ class Router:
 
     @property
     def state(self) -> GroupState | None:
-        group = self.grouping.groups.get(self.number)
+        group = self.group_controller.groups.get(self.number)
         return None if group is None else group.state
 
     def hang_up(self, entry: Entry) -> None:
-        self.grouping.forget(entry)
+        self.group_controller.forget(entry)
         self.book.close(entry)
 
     def end(self, epoch: int) -> None:
@@ -105,7 +105,7 @@ class Router:
     def _end(self, epoch: int, why: str) -> None:
         for entry in self.book.end(epoch):
             assert self.book.give_back(entry), "a request is given up"
-        self.grouping.end(epoch)
+        self.group_controller.end(epoch)
         self._place()
 
     def _all(self, answer: str) -> None:
@@ -113,7 +113,7 @@ class Router:
             self._answer(GroupDone(epoch, self.number, Answer(answer)))
 
     def _answer(self, message: Prepared | Planned | HandedOver | GroupDone, integers: Sequence[int] = ()) -> None:
-        self.grouping.take(message, tuple(integers))
+        self.group_controller.take(message, tuple(integers))
         self.book.check_integrity()
 
 
@@ -163,7 +163,7 @@ def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> No
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch: int) -> None:
     front = Router(num_members=2, num_others=1)
-    front.grouping.drop([1, 2, 3])
+    front.group_controller.drop([1, 2, 3])
     waiting = front.submit()
     assert {entry.epoch for entry in waiting} == {None}
     front.end(epoch)

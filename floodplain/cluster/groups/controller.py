@@ -42,7 +42,7 @@ STEP_TIMEOUT_S = 60.0
 """A group that awaits an answer and gets none for so long is ended."""
 
 
-class Grouping:
+class GroupController:
     """The groups of a router. Everything is called on the router's event loop.
 
     Args:
