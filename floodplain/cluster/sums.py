@@ -17,7 +17,7 @@ _GAUGES = frozenset(
 _MOST_RECALLS = 4096
 
 
-class StatsBook:
+class StatsTable:
     """The latest statistics of each instance, and the sum of what ended ones counted."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ def on_stage(play: Callable[[Stage], Awaitable[None]]) -> None:
     async def run() -> None:
         async with stage() as some:
             await play(some)
-            some.front.book.check_integrity()
+            some.front.table.check_integrity()
 
     asyncio.run(run())
 
@@ -75,7 +75,7 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
         first = await some.dial()
         first.say(Leaving(1))
         assert await first.read() is None
-        assert len(some.front.book.roster) == 0
+        assert len(some.front.table.roster) == 0
 
     on_stage(play)
 
@@ -181,7 +181,7 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
             for ticket in list(peer.requests):
                 peer.step(ticket, min(2, 20 - len(peer.tokens[ticket]) + 5))
             peer.link.abort()
-            await until(lambda: not len(some.front.book.roster))
+            await until(lambda: not len(some.front.table.roster))
         tokens, text, reason = await read_all(caller)
         assert (tokens, text, reason) == (
             reference(entry.request),
@@ -203,9 +203,9 @@ def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         one.link.abort()
-        await until(lambda: not len(some.front.book.roster))
+        await until(lambda: not len(some.front.table.roster))
         entries = [some.ask(max_tokens=1) for _ in range(3)]
-        assert some.front.book.num_homeless == 3
+        assert some.front.table.num_homeless == 3
         two = await some.join()
         for entry, caller in entries:
             assert isinstance(await two.read(), Submit)
@@ -290,7 +290,7 @@ def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> Non
         one.say(Refused(one.epoch, message.ticket, "refused", "too long", "prompt"))
         with pytest.raises(RequestRefused, match="too long"):
             await read_all(caller)
-        assert len(some.front.book) == 0
+        assert len(some.front.table) == 0
 
     on_stage(play)
 
@@ -336,7 +336,7 @@ def test_a_request_under_which_instances_end_is_given_up() -> None:
             peer = await some.join()
             await peer.read()
             peer.link.abort()
-            await until(lambda: not len(some.front.book.roster))
+            await until(lambda: not len(some.front.table.roster))
         with pytest.raises(RuntimeError, match="3 instances in a row ended under this request"):
             await read_all(caller)
 
@@ -350,7 +350,7 @@ def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
         await one.read()
         one.say(Leaving(one.epoch))
         two = await some.join()
-        await until(lambda: some.front.book.roster.expect(one.epoch).is_leaving)
+        await until(lambda: some.front.table.roster.expect(one.epoch).is_leaving)
         other, _ = some.ask(max_tokens=2)
         assert (await two.read()).ticket == other.ticket
         one.step(entry.ticket, 2)
@@ -391,7 +391,7 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
 def test_beats_keep_an_instance_alive() -> None:
     async def play(some: Stage) -> None:
         one, two = await some.join(), await some.join()
-        roster = some.front.book.roster
+        roster = some.front.table.roster
         for number in range(4):
             one.beat(num_blocks=33 + number)
             await until(lambda number=number: roster.expect(one.epoch).num_blocks == 33 + number)

@@ -53,7 +53,7 @@ def on_ring(folder: Path, play: Callable[[Ring], Any]) -> tuple[list[list[int]],
             await play(one)
             outputs = await one.first_results(NUM_TOKENS)
             counts = one.group_controller.counts
-            await one.until(lambda: len(one.front.book.roster) == 4)
+            await one.until(lambda: len(one.front.table.roster) == 4)
             for member in one.members:
                 member.memory.check_integrity()
             return outputs, counts.num_carried, counts.num_recomputed

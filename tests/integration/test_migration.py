@@ -13,8 +13,8 @@ import pytest
 
 from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
 from floodplain.cluster.bulk.wire import compute_digest
-from floodplain.cluster.migration.book import MigrationState
 from floodplain.cluster.migration.movable import Movable
+from floodplain.cluster.migration.table import MigrationState
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from tests.support import front_process
@@ -145,7 +145,7 @@ def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> 
         some.front.requests.drop(entry)
         barrier.opened.set()
         assert not len(some.migration_controller.migrations)
-        assert len(some.front.book) == 0
+        assert len(some.front.table) == 0
         await some.check_at_rest()
 
     story(tell)
@@ -162,7 +162,7 @@ def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState)
         await until(lambda: barrier.num_held)
         dead = source if dies == "source" else target
         some.lives[dead].cancel()
-        await until(lambda: some.front.book.roster.get(dead) is None)
+        await until(lambda: some.front.table.roster.get(dead) is None)
         barrier.opened.set()
         assert await some.tokens(caller) == expected()
         await some.ended()
@@ -180,7 +180,7 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
         source, target = await some.started(entry)
         with pytest.raises(UserError, match="has the request already"):
             some.migration_controller.move_one(source, source)
-        some.front.book.roster.expect(target).can_move = False
+        some.front.table.roster.expect(target).can_move = False
         with pytest.raises(UserError, match="--relief migrate"):
             some.migration_controller.move_one(source, target)
         await some.tokens(caller)
@@ -190,7 +190,7 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
 
 def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
     async def tell(some: Moving) -> None:
-        full, empty = (some.front.book.roster.expect(epoch) for epoch in some.members)
+        full, empty = (some.front.table.roster.expect(epoch) for epoch in some.members)
         empty.is_leaving = True
         asked = [some.ask(PROMPT, max_tokens=NUM_TOKENS) for _ in range(5)]
         empty.is_leaving = False

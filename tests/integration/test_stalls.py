@@ -124,7 +124,7 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where
         bad = members[1].engine.engine
         with block(Engine, where, lambda engine: engine is bad) as blocked:
             async with served(members) as (one, lost):
-                roster = one.front.book.roster
+                roster = one.front.table.roster
                 await until(lambda: len(roster) == 2)
                 blocked.is_shut = True
                 one.ask(PROMPTS, NUM_TOKENS)
@@ -170,7 +170,7 @@ def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) ->
                 assert await one.results() == expected()
                 assert ended[0] == (2, "stuck") and one.front.num_ends == {"stuck": 1, "group": 1}
                 blocked.open()
-                await one.until(lambda: len(one.front.book.roster) == 3)
+                await one.until(lambda: len(one.front.table.roster) == 3)
 
     asyncio.run(play())
 
@@ -205,14 +205,14 @@ def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
                     assert await one.results() == tokens, state
                     blocked.open()
                     one.forget()
-                    await one.until(lambda: len(one.front.book.roster) == 3)
+                    await one.until(lambda: len(one.front.table.roster) == 3)
 
     asyncio.run(play())
 
 
 async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens: int) -> None:
     """Group all instances under requests; a member that blocks in ``state`` ends the group."""
-    epochs = [instance.epoch for instance in one.front.book.roster]
+    epochs = [instance.epoch for instance in one.front.table.roster]
     is_restore = list(CHANGES).index(state) > list(CHANGES).index(GroupState.SETTLING)
     if is_restore:
         number = one.group_controller.drop(epochs)

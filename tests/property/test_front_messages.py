@@ -139,7 +139,7 @@ class Story:
         await settle()
         for bot in self.world.bots.values():
             bot.listen()
-        ended = before - {one.epoch for one in self.front.book.roster}
+        ended = before - {one.epoch for one in self.front.table.roster}
         assert ended <= allowed, (ended, allowed)
         if what == "bad":
             self.num_bad += 1
@@ -156,7 +156,7 @@ class Story:
     def order(self) -> None:
         """An operator asks for a change, or an instance is cut off."""
         dice, front = self.dice, self.front
-        epochs = [one.epoch for one in front.book.roster]
+        epochs = [one.epoch for one in front.table.roster]
         try:
             if front.group_controller is not None and dice.random() < 0.7:
                 groups = [group for group in front.group_controller.groups if group.state is GroupState.PIPELINED]
@@ -202,11 +202,11 @@ class Story:
         front = self.front
         if front.failure is not None:
             raise front.failure
-        front.book.check_integrity()
+        front.table.check_integrity()
         if front.group_controller is not None:
             front.group_controller.groups.check_integrity()
         self.callers = [(entry, caller) for entry, caller in self.callers if not is_over(caller)]
-        assert len(front.book) == len(self.callers)
+        assert len(front.table) == len(self.callers)
 
     async def finish(self) -> None:
         """End instances that sent bad messages; with honest instances every request ends."""

@@ -132,7 +132,7 @@ class Stage:
 
     def age(self, epoch: int, seconds: float) -> None:
         """Move an instance's last message this long into the past."""
-        self.front.book.roster.expect(epoch).heard_s -= seconds
+        self.front.table.roster.expect(epoch).heard_s -= seconds
 
     async def close(self) -> None:
         await self.front.close()

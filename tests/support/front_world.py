@@ -252,7 +252,7 @@ class World:
         return bot
 
     def living(self) -> list[Bot]:
-        return [bot for bot in self.bots.values() if self.front.book.roster.get(bot.epoch) is not None]
+        return [bot for bot in self.bots.values() if self.front.table.roster.get(bot.epoch) is not None]
 
     def unit_of(self, epoch: int) -> set[int]:
         """Return the epochs of all lives that end together with this one."""

@@ -134,7 +134,7 @@ async def ring(
         port = sock.getsockname()[1]
         lives = [asyncio.create_task(Dialer(one, "127.0.0.1", port, TOKEN, 1.0).run()) for one in instances]
         try:
-            while len(front.book.roster) < num_instances:
+            while len(front.table.roster) < num_instances:
                 await asyncio.sleep(0.002)
             yield Ring(front, instances)
         finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from floodplain.cluster.groups.book import GroupBook
 from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.groups.table import GroupTable
 from floodplain.cluster.wire.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
 from floodplain.core.groups import GroupState
 from tests.support.group_process import LAYERS, Process, Said
@@ -17,8 +17,8 @@ Edge = tuple[GroupState, GroupState]
 class GroupLaws:
     """The state of processes and the front; ``reached`` counts the transitions of groups."""
 
-    def __init__(self, book: GroupBook, reached: Counter[Edge] | None = None) -> None:
-        self.book, self.reached = book, Counter[Edge]() if reached is None else reached
+    def __init__(self, table: GroupTable, reached: Counter[Edge] | None = None) -> None:
+        self.table, self.reached = table, Counter[Edge]() if reached is None else reached
         self.members: dict[int, Process] = {}
         self.former: list[Process] = []
         self.places: dict[int, tuple[str, int]] = {}  # live request -> ("queue", 0), ("at", epoch), ("held", number)
@@ -79,16 +79,16 @@ class GroupLaws:
                 assert not is_left or one.has_order(OrderKind.CANCEL), "a member is left in a group"
 
     def check(self) -> None:
-        self.book.check_integrity()
-        for group in self.book:
+        self.table.check_integrity()
+        for group in self.table:
             secure = [
                 self.kept_of(group.number, one.epoch) if one.has_order(OrderKind.DROP) else one.layers
                 for one in self.members_of(group)
             ]
             assert len(secure) == len(group.epochs) and frozenset[int]().union(*secure) == LAYERS, "a layer is lost"
         for one in self.members.values():
-            assert self.book.find(one.epoch) or one.layers == LAYERS, "a member outside of groups lacks layers"
-            assert self.book.find(one.epoch) or not one.has_order(OrderKind.DROP), "a solo member is to drop layers"
+            assert self.table.find(one.epoch) or one.layers == LAYERS, "a member outside of groups lacks layers"
+            assert self.table.find(one.epoch) or not one.has_order(OrderKind.DROP), "a solo member is to drop layers"
         for request, (kind, where) in self.places.items():
             running = {one.epoch for one in self.members.values() if request in one.serving and not one.is_paused}
             assert len(running) <= 1 and (not running or (kind, where) == ("at", *running)), (
@@ -99,6 +99,6 @@ class GroupLaws:
                 is_there = request in one.serving | one.will(OrderKind.ADOPT) or ("submit", request) in one.inbox
                 assert is_there or OrderKind.RETURN in one.done, "a request is lost"
             assert kind != "held" or request in self.groups[where].fetches.requests, "a held request is forgotten"
-        for group in self.book:
+        for group in self.table:
             assert group.awaited or len(group.fetches) or group.state is GroupState.PIPELINED, "a group waits for none"
             assert not len(group.fetches) or group.state is GroupState.DROPPING or group.state in REQUEST_ANSWERS

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from floodplain.cluster.groups.book import GroupBook
+from floodplain.cluster.groups.table import GroupTable
 from floodplain.core.groups import GroupState
 from tests.support.group_laws import Edge
 from tests.support.group_world import World
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**32)
 class GroupMachine(RuleBasedStateMachine):
     """Groups of 2 to 4 side by side, in up to 7 processes."""
 
-    book_type: Callable[[], GroupBook] = GroupBook
+    book_type: Callable[[], GroupTable] = GroupTable
     reached: ClassVar[Counter[Edge]] = Counter()
     num_merged: ClassVar[int] = 0
 
@@ -54,7 +54,7 @@ class GroupMachine(RuleBasedStateMachine):
     def prepare(self, seed: int) -> None:
         """Prepare a group of any instances; half of the time, of existing groups and others."""
         dice, world = Random(seed), self.world
-        named = [epoch for group in world.book for epoch in group.epochs if group.state is GroupState.PIPELINED]
+        named = [epoch for group in world.table for epoch in group.epochs if group.state is GroupState.PIPELINED]
         named = [epoch for epoch in dict.fromkeys(named) if dice.random() < 0.9] if dice.random() < 0.5 else []
         others = [epoch for epoch in sorted(world.members) if epoch not in named]
         num = dice.choice([2, 2, 3, 4])
@@ -113,12 +113,12 @@ class GroupMachine(RuleBasedStateMachine):
             return
         number = dice.choice(sorted(world.groups))
         if dice.random() < 0.2:
-            world.apply(world.book.cancel(number))
+            world.apply(world.table.cancel(number))
         elif dice.random() < 0.2:
-            world.apply(world.book.expire(number, world.groups[number].state))
+            world.apply(world.table.expire(number, world.groups[number].state))
         else:
             state = dice.choice(list(GroupState))
-            assert state is world.groups[number].state or world.book.expire(number, state) is None
+            assert state is world.groups[number].state or world.table.expire(number, state) is None
 
     @rule(seed=SEEDS)
     def turmoil(self, seed: int) -> None:
@@ -156,7 +156,7 @@ class GroupMachine(RuleBasedStateMachine):
         while len(world.members) < 2:
             world.join()
         world.settle(dice)
-        for group in world.book:
+        for group in world.table:
             world.restore(group.number)
         world.settle(dice)
         world.finish(dice)

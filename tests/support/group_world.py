@@ -48,8 +48,8 @@ class World(GroupLaws):
             if place == ("at", epoch):
                 self.places[request] = ("queue", 0)
         for _ in range(2):  # of its group, and of a group that is to merge it
-            self.apply(self.book.end(epoch))
-        assert self.book.find(epoch) is None
+            self.apply(self.table.end(epoch))
+        assert self.table.find(epoch) is None
         self.place()
 
     def obey(self, process: Process, dice: Random, *, is_faulty: bool) -> None:
@@ -129,19 +129,19 @@ class World(GroupLaws):
                 self.members[epoch].inbox.append(("submit", request))
 
     def takes_requests(self, epoch: int) -> bool:
-        group = self.book.find(epoch)
+        group = self.table.find(epoch)
         return group is None or (group.leader == epoch and group.state in TAKES_REQUESTS)
 
     def prepare(self, epochs: list[int]) -> None:
         try:
-            old = {group.epochs: self.ranges_of(group) for group in self.book.find_old(epochs)}
+            old = {group.epochs: self.ranges_of(group) for group in self.table.find_old(epochs)}
             order, kept = tuple(epochs), cut_evenly(len(epochs))
             if old:
                 order, merge = plan_merge(epochs, old, len(LAYERS))
                 kept = merge.kept
-            change = self.book.prepare(order)
+            change = self.table.prepare(order)
         except UserError:
-            assert any(self.book.find(epoch) for epoch in epochs)
+            assert any(self.table.find(epoch) for epoch in epochs)
             return
         assert change.group.number not in self.groups
         self.groups[change.group.number] = change.group
@@ -154,24 +154,24 @@ class World(GroupLaws):
 
     def restore(self, number: int) -> None:
         try:
-            self.apply(self.book.restore(number))
+            self.apply(self.table.restore(number))
         except UserError:
-            group = self.book.get(number)
-            is_merged = group is not None and self.book.find(group.leader) is not group
+            group = self.table.get(number)
+            is_merged = group is not None and self.table.find(group.leader) is not group
             assert group is None or is_merged or group.state is not GroupState.PIPELINED
 
     def abort(self, request: int) -> None:
         kind, where = self.places.pop(request)
         if kind == "at":
             self.members[where].inbox.append(("abort", request))
-        assert kind != "held" or self.book.abort(where, request), "a held request is unknown to its group"
+        assert kind != "held" or self.table.abort(where, request), "a held request is unknown to its group"
 
     def hear(self, said: Said) -> Change | None:
         if said.answer is None:
-            return self.book.refuse(said.epoch, said.number)
+            return self.table.refuse(said.epoch, said.number)
         if said.request is not None:
-            return self.book.note_request(said.epoch, said.number, said.answer, said.request, is_ok=said.is_ok)
-        return self.book.note(said.epoch, said.number, said.answer)
+            return self.table.note_request(said.epoch, said.number, said.answer, said.request, is_ok=said.is_ok)
+        return self.table.note(said.epoch, said.number, said.answer)
 
     def deliver(self, process: Process) -> None:
         said = process.outbox.pop(0)
@@ -194,7 +194,7 @@ class World(GroupLaws):
         if change.entered:
             self.reached[self.states.get(group.number, GroupState.SOLO), change.entered] += 1
             self.states[group.number] = change.entered
-        assert group.number not in self.ended and has_ended == (self.book.get(group.number) is None)
+        assert group.number not in self.ended and has_ended == (self.table.get(group.number) is None)
         if has_ended:
             self.ended.add(group.number)
         for request in change.lost:
@@ -229,11 +229,11 @@ class World(GroupLaws):
             for request in rows:
                 self.places[request] = ("held", group.number) if request in keeping else ("queue", 0)
         if group.is_confirmed:
-            self.apply(self.book.drop(group.number, self.find_copiers(group, keeping)))
+            self.apply(self.table.drop(group.number, self.find_copiers(group, keeping)))
         elif group.is_returned:
             assert set(rows.values()) <= {group.leader}
             size = len(group.epochs)
-            self.apply(self.book.adopt(group.number, {one: group.epochs[one % size] for one in keeping}))
+            self.apply(self.table.adopt(group.number, {one: group.epochs[one % size] for one in keeping}))
 
     def find_copiers(self, group: Group, keeping: dict[int, int]) -> dict[int, set[int]]:
         """Some single instances' requests are in swap space; all members of an old group have its requests' KV."""
@@ -277,10 +277,10 @@ class World(GroupLaws):
         if len(self.members) > 1:
             self.prepare(sorted(self.members)[:4])
         self.settle(dice)
-        assert all(group.state is GroupState.PIPELINED for group in self.book), "a group waits for ever"
-        for group in self.book:
+        assert all(group.state is GroupState.PIPELINED for group in self.table), "a group waits for ever"
+        for group in self.table:
             self.restore(group.number)
         self.settle(dice)
-        assert len(self.book) == 0
+        assert len(self.table) == 0
         for request, place in self.places.items():
             assert place[0] == "at" and request in self.members[place[1]].serving, "a request is not served"

@@ -13,7 +13,7 @@ from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.migration.movable import open_movable
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
-from floodplain.cluster.state.book import Entry
+from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Welcome, pack, read_router_message
 from floodplain.core.block_state import BlockState

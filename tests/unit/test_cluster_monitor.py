@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.webhook import Webhook
-from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Roster
-from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.sums import StatsTable
 from floodplain.cluster.wire.group_orders import GroupOrder, Prepare
 from floodplain.core.group_sizes import GroupSizes
 from floodplain.core.groups import GroupState
@@ -35,30 +35,30 @@ class Cluster:
     """A monitor over a front's book with instances whose statistics a test sets."""
 
     def __init__(self, num_instances: int, *, is_priced: bool = False) -> None:
-        self.book, self.sums = Book(Roster(1.0)), StatsBook()
+        self.table, self.sums = RequestTable(Roster(1.0)), StatsTable()
         self.sent: list[GroupOrder] = []
         self.notices: list[Notice] = []
         self.now = 100.0
         send = lambda epoch, order, _: self.sent.append(order)  # noqa: E731
-        self.group_controller = GroupController(self.book, SHAPE, send, lambda *_: None, lambda: None)
+        self.group_controller = GroupController(self.table, SHAPE, send, lambda *_: None, lambda: None)
         self.monitor = Monitor(
-            self.book, self.sums, self.group_controller, SHAPE, is_priced=is_priced, most_stages=4,
+            self.table, self.sums, self.group_controller, SHAPE, is_priced=is_priced, most_stages=4,
             on_overload=self.notices.append,
         )  # fmt: skip
         for slot in range(num_instances):
-            self.book.join(replace(FACTS, num_blocks=100), slot, 0.0).can_drop = True
+            self.table.join(replace(FACTS, num_blocks=100), slot, 0.0).can_drop = True
 
     def give(self, num_requests: int) -> None:
         """Open and place requests of 25 blocks each."""
         for number in range(num_requests):
-            self.book.open(make_request(f"{number}", tuple(range(99)), 0.0, max_tokens=50))
-        self.book.place()
+            self.table.open(make_request(f"{number}", tuple(range(99)), 0.0, max_tokens=50))
+        self.table.place()
 
     def pass_time(self, seconds: float, *, used: int, waiting: int, rate: float = 0.0) -> None:
         """Look at each beat, while every instance reports this load."""
         for _ in range(round(seconds / BEAT_S)):
             self.now += BEAT_S
-            for one in self.book.roster:
+            for one in self.table.roster:
                 last = self.sums.latest(one.epoch)
                 stats = EngineStats(
                     num_blocks=100,
@@ -117,10 +117,10 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     cluster.pass_time(20, used=100, waiting=2)
     assert group.state is GroupState.PIPELINED
     assert cluster.notices and cluster.notices[0].grouped  # no more can be dropped
-    for entry in [entry for one in cluster.book.roster for entry in cluster.book.entries_of(one.epoch).values()]:
-        cluster.book.close(entry)
-    for entry in [*cluster.book._homeless.values()]:
-        cluster.book.close(entry)
+    for entry in [entry for one in cluster.table.roster for entry in cluster.table.entries_of(one.epoch).values()]:
+        cluster.table.close(entry)
+    for entry in [*cluster.table._homeless.values()]:
+        cluster.table.close(entry)
     cluster.pass_time(9, used=0, waiting=0)
     assert group.state is GroupState.PIPELINED
     cluster.pass_time(2, used=0, waiting=0)
@@ -137,7 +137,7 @@ def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> N
         assert group is not None and plan is not None
         group.state, plan.kept = GroupState.PIPELINED, (range(6), range(6, 12))
         for epoch, part in zip(epochs, ("leading", "grouped"), strict=True):
-            cluster.book.roster.expect(epoch).part = part
+            cluster.table.roster.expect(epoch).part = part
     cluster.monitor._timing._num_drops = 1  # counts as a drop by the monitor
     cluster.sent.clear()
     cluster.pass_time(12, used=100, waiting=2)

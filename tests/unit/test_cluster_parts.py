@@ -23,7 +23,7 @@ from floodplain.cluster.launch.restarts import (
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
 from floodplain.cluster.state.prefixes import PrefixMemory
 from floodplain.cluster.state.roster import Roster
-from floodplain.cluster.sums import StatsBook, since
+from floodplain.cluster.sums import StatsTable, since
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
@@ -79,50 +79,50 @@ def test_prefixes_are_leading_keys_and_the_oldest_are_forgotten() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50), st.booleans()), max_size=30))
 def test_counters_never_fall_when_instances_end(story: list[tuple[int, int, bool]]) -> None:
-    book, counted, epoch_of = StatsBook(), 0, {slot: slot for slot in range(1, 5)}
+    table, counted, epoch_of = StatsTable(), 0, {slot: slot for slot in range(1, 5)}
     latest: dict[int, int] = {}
     for slot, number, dies in story:
         epoch = epoch_of[slot]
-        before = book.total()
+        before = table.total()
         latest[epoch] = latest.get(epoch, 0) + number
         counted += number
-        book.note(epoch, EngineStats(num_steps=latest[epoch], num_running=2, swap_bytes={("out", "host"): number}))
+        table.note(epoch, EngineStats(num_steps=latest[epoch], num_running=2, swap_bytes={("out", "host"): number}))
         if dies:
-            book.retire(epoch)
+            table.retire(epoch)
             epoch_of[slot] += 10
-        total = book.total()
+        total = table.total()
         assert total.num_steps == counted >= before.num_steps
     living = {epoch for epoch in latest if epoch in epoch_of.values()}
-    assert book.total().num_running == 2 * len(living)
+    assert table.total().num_running == 2 * len(living)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
 def test_a_process_that_joins_again_counts_nothing_twice(steps: list[int]) -> None:
     """One engine in successive lives: its own counters continue."""
-    book, before, counted = StatsBook(), EngineStats(), 0
+    table, before, counted = StatsTable(), EngineStats(), 0
     for epoch, number in enumerate(steps, start=1):
         counted += number
         facts = ExpansionFacts(loaded_bytes=counted)
         now = EngineStats(num_steps=counted, num_running=3, swap_bytes={("out", "host"): counted}, expansion=facts)
-        book.note(epoch, since(now, before))
-        assert book.total().num_running == 3
-        book.retire(epoch)
+        table.note(epoch, since(now, before))
+        assert table.total().num_running == 3
+        table.retire(epoch)
         before = now
-    total = book.total()
+    total = table.total()
     assert (total.num_steps, total.swap_bytes[("out", "host")], total.expansion.loaded_bytes) == (counted,) * 3
 
 
 def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
-    book = StatsBook()
+    table = StatsTable()
     one = EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.5,), expansion=ExpansionFacts(3.0, 2, 10))
-    book.note(1, one)
-    book.note(2, EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.25,)))
-    book.note(1, replace(one, num_recalls=2, recall_times_s=(0.5, 0.75)))
-    total = book.total()
+    table.note(1, one)
+    table.note(2, EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.25,)))
+    table.note(1, replace(one, num_recalls=2, recall_times_s=(0.5, 0.75)))
+    total = table.total()
     assert (total.num_recalls, total.recall_times_s) == (3, (0.5, 0.25, 0.75))
     assert (total.expansion.expansion, total.expansion.num_streamed, total.expansion.loaded_bytes) == (2.0, 2, 10)
-    book.retire(1)
-    total = book.total()
+    table.retire(1)
+    total = table.total()
     assert (total.num_recalls, total.expansion.expansion, total.expansion.loaded_bytes) == (3, 1.0, 10)
 
 

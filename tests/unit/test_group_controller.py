@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from floodplain.cluster.groups.controller import GroupController
-from floodplain.cluster.state.book import Book, Entry
+from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
@@ -33,11 +33,11 @@ class Router:
 
     def __init__(self, num_members: int = 2, num_others: int = 0) -> None:
         self.sent: list[GroupOrder] = []
-        self.book = Book(Roster(1.0))
+        self.table = RequestTable(Roster(1.0))
         self.members = range(1, num_members + 1)
         for slot in self.members:
             self._join(slot)
-        self.group_controller = GroupController(self.book, SHAPE, self._send, self._end, self._place)
+        self.group_controller = GroupController(self.table, SHAPE, self._send, self._end, self._place)
         self.number = self.group_controller.drop(self.members)
         for epoch in self.members:
             self._answer(Prepared(epoch, self.number, None, "h", epoch, f"h:{epoch}", 480, 2, (8,) * 12, 4, ()))
@@ -51,7 +51,7 @@ class Router:
     def submit(self) -> list[Entry]:
         params = SamplingParams(temperature=0.0, max_tokens=100)
         entries = [
-            self.book.open(
+            self.table.open(
                 Request(request_id=str(number), prompt_token_ids=(number,) * NUM_PROMPT, params=params, arrival_s=0.0)
             )
             for number in range(NUM_REQUESTS)
@@ -84,7 +84,7 @@ class Router:
 
     def hang_up(self, entry: Entry) -> None:
         self.group_controller.forget(entry)
-        self.book.close(entry)
+        self.table.close(entry)
 
     def end(self, epoch: int) -> None:
         self._end(epoch, "hung_up")
@@ -97,14 +97,14 @@ class Router:
 
     def _join(self, slot: int) -> None:
         facts = InstanceFacts("1", "f", "float32", 1024, BLOCK_TOKENS, 80, "host", slot)
-        self.book.join(facts, slot, 0.0).can_drop = True
+        self.table.join(facts, slot, 0.0).can_drop = True
 
     def _place(self) -> None:
-        self.book.place()
+        self.table.place()
 
     def _end(self, epoch: int, why: str) -> None:
-        for entry in self.book.end(epoch):
-            assert self.book.give_back(entry), "a request is given up"
+        for entry in self.table.end(epoch):
+            assert self.table.give_back(entry), "a request is given up"
         self.group_controller.end(epoch)
         self._place()
 
@@ -114,7 +114,7 @@ class Router:
 
     def _answer(self, message: Prepared | Planned | HandedOver | GroupDone, integers: Sequence[int] = ()) -> None:
         self.group_controller.take(message, tuple(integers))
-        self.book.check_integrity()
+        self.table.check_integrity()
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -122,8 +122,8 @@ def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
     front = Router()
     front.hand_over()
     front.end(epoch)
-    assert front.state is None and front.book.num_homeless == NUM_REQUESTS
-    front.book.check_integrity()
+    assert front.state is None and front.table.num_homeless == NUM_REQUESTS
+    front.table.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -136,7 +136,7 @@ def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: in
     front.return_other()
     kept = {entry.number for entry in front.entries} - {entry.number for entry in gone}
     collected = [held.request for order in front.sent if isinstance(order, Collect) for held in order.held]
-    assert sorted(collected) == sorted(kept) and len(front.book) == len(kept)
+    assert sorted(collected) == sorted(kept) and len(front.table) == len(kept)
     assert not any(isinstance(order, Adopt) for order in front.sent)
     assert front.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
 
@@ -156,7 +156,7 @@ def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> No
     """Requests are not placed on members about to end: a request fails after three ends in a row."""
     front = Router(num_members=4)
     front.end(epoch)
-    assert front.state is None and len(front.book.roster) == 0
+    assert front.state is None and len(front.table.roster) == 0
     assert {entry.num_fruitless for entry in front.entries} == {1}
 
 
@@ -167,5 +167,5 @@ def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch
     waiting = front.submit()
     assert {entry.epoch for entry in waiting} == {None}
     front.end(epoch)
-    assert [one.epoch for one in front.book.roster] == [3]
+    assert [one.epoch for one in front.table.roster] == [3]
     assert {(entry.epoch, entry.num_moves) for entry in waiting} == {(3, 0)}

@@ -1,7 +1,7 @@
 """The router's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
 
-``GroupBook`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the router's
-book: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
+``GroupTable`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the router's
+table: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from floodplain.cluster.groups.book import GroupBook
 from floodplain.cluster.groups.candidates import find_max_model_len
 from floodplain.cluster.groups.counts import GroupCounts
 from floodplain.cluster.groups.merge import plan_merge
 from floodplain.cluster.groups.plan import GroupPlan, Traveller, rows_with_blocks
 from floodplain.cluster.groups.progress import Change, Group
-from floodplain.cluster.state.book import Book, Entry
+from floodplain.cluster.groups.table import GroupTable
+from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
 from floodplain.cluster.wire.group_answers import (
     Copied,
@@ -46,7 +46,7 @@ class GroupController:
     """The groups of a router. Everything is called on the router's event loop.
 
     Args:
-        book: Requests and instances.
+        table: Requests and instances.
         shape: Of the model.
         send: Sends an order, and integers beside it, to the instance of an epoch.
         end: Ends the life of an instance, for a reason.
@@ -59,15 +59,15 @@ class GroupController:
 
     def __init__(
         self,
-        book: Book,
+        table: RequestTable,
         shape: ModelShape,
         send: Callable[[int, GroupOrder, Sequence[int]], None],
         end: Callable[[int, str], None],
         place: Callable[[], None],
     ) -> None:
-        self.groups = GroupBook()
+        self.groups = GroupTable()
         self.counts = GroupCounts()
-        self._book, self._shape = book, shape
+        self._table, self._shape = table, shape
         self._send, self._end, self._place = send, end, place
         self._plans: dict[int, GroupPlan] = {}
 
@@ -79,15 +79,15 @@ class GroupController:
         Raises:
             UserError: These instances cannot form a group.
         """
-        max_model_len = find_max_model_len(self._book.roster, epochs, self._shape.num_layers)
+        max_model_len = find_max_model_len(self._table.roster, epochs, self._shape.num_layers)
         old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
         order, merge = plan_merge(epochs, old, self._shape.num_layers) if old else (tuple(epochs), None)
         change = self.groups.prepare(order)
         number, now = change.group.number, time.monotonic()
-        names = tuple(map(self._book.roster.name_of, order))
+        names = tuple(map(self._table.roster.name_of, order))
         self._plans[number] = GroupPlan(number, order, max_model_len, now, now, merge, names=names)
         for epoch in epochs:
-            self._book.roster.expect(epoch).part = "paused"
+            self._table.roster.expect(epoch).part = "paused"
         self._apply(change)
         return number
 
@@ -126,7 +126,7 @@ class GroupController:
                 self._take_planned(plan, message, integers)
             case HandedOver():
                 self._lift_rows(plan, message, integers)
-                self._book.roster.expect(message.epoch).part = "leading"
+                self._table.roster.expect(message.epoch).part = "leading"
                 self._note(plan, self.groups.note(message.epoch, message.number, Answer.RETURNED))
             case GroupDone():
                 self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
@@ -180,27 +180,27 @@ class GroupController:
         check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
         plan.moves = message.num_moves, tuple(integers)
         for ticket in message.given_back:
-            self._book.check_ticket(message.epoch, ticket)
-            if (entry := self._book.find(message.epoch, ticket)) is not None:
+            self._table.check_ticket(message.epoch, ticket)
+            if (entry := self._table.find(message.epoch, ticket)) is not None:
                 self._let_wait(entry)
         self._note(plan, self.groups.note(message.epoch, message.number, Answer.PLANNED))
         self._place()
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
         """All members are paused: begin phase two."""
-        entries = {epoch: self._book.entries_of(epoch) for epoch in plan.epochs}
-        plan.divide(self._shape, self._book.roster.expect(plan.epochs[0]).facts, entries)
+        entries = {epoch: self._table.entries_of(epoch) for epoch in plan.epochs}
+        plan.divide(self._shape, self._table.roster.expect(plan.epochs[0]).facts, entries)
         for epoch, by_ticket in entries.items():
             for entry in by_ticket.values():
                 self._lift(plan, entry)
-            self._book.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
+            self._table.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
         for old in group.old:
             del self._plans[old.number]
         self._apply(self.groups.drop(group.number, plan.find_copiers()))
 
     def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
         check_rows(message.rows, integers, 0, plan.count_blocks(plan.most_quanta))
-        entries = self._book.entries_of(message.epoch)
+        entries = self._table.entries_of(message.epoch)
         found = {}
         for row, blocks in rows_with_blocks(message, integers):
             if (entry := entries.get(row.ticket)) is not None and entry.num_tokens == row.num_tokens:
@@ -211,9 +211,9 @@ class GroupController:
 
     def _bring_home(self, plan: GroupPlan) -> None:
         """All members serve alone: each request is assigned to the member with the fewest blocks so far."""
-        homes = plan.choose_homes(self._book.is_lifted)  # without requests whose clients disconnected
+        homes = plan.choose_homes(self._table.is_lifted)  # without requests whose clients disconnected
         for epoch in plan.epochs:
-            self._book.roster.expect(epoch).part = None
+            self._table.roster.expect(epoch).part = None
         self._apply(self.groups.adopt(plan.number, homes))
         self._place()
 
@@ -224,7 +224,7 @@ class GroupController:
         if change.entered is not None:
             self._enter(plan, change.entered)
         for epoch in change.ended:
-            self._book.roster.expect(epoch).part = "grouped"  # no request is placed on it before its life ends
+            self._table.roster.expect(epoch).part = "grouped"  # no request is placed on it before its life ends
         for request in change.lost:
             self._let_wait(plan.travellers[request].entry)
         for order in change.orders:
@@ -240,7 +240,7 @@ class GroupController:
             return
         one = plan.travellers[order.requests[0]]
         entry, request = one.entry, one.entry.as_request()
-        self._book.put(entry, order.epoch)
+        self._table.put(entry, order.epoch)
         self.counts.num_carried += 1
         submit = submit_of(request, order.epoch, entry.ticket or 0, time.monotonic())
         adopt = Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
@@ -255,7 +255,7 @@ class GroupController:
             case GroupState.PIPELINED:
                 self.counts.note(plan.number, "dropped", now - plan.begun_s)
             case GroupState.HANDOVER:  # the output of a later request there would be lost
-                self._book.roster.expect(plan.epochs[0]).part = "paused"
+                self._table.roster.expect(plan.epochs[0]).part = "paused"
             case GroupState.SOLO:
                 self.counts.note(plan.number, "cancelled" if plan.sizes is None else "restored", now - plan.begun_s)
                 self._forget_plan(plan)
@@ -267,7 +267,7 @@ class GroupController:
 
     def _lead(self, plan: GroupPlan, now: float) -> None:
         """Let the leader take requests. If no KV is to be copied, SETTLING is the first state that is seen entered."""
-        leader = self._book.roster.expect(plan.epochs[0])
+        leader = self._table.roster.expect(plan.epochs[0])
         if leader.part == "leading":
             return
         leader.part = "leading"
@@ -277,23 +277,23 @@ class GroupController:
     def _forget_plan(self, plan: GroupPlan) -> None:
         del self._plans[plan.number]
         for epoch in plan.epochs:
-            if (instance := self._book.roster.get(epoch)) is not None:
+            if (instance := self._table.roster.get(epoch)) is not None:
                 old = self.groups.find(epoch)  # of a cancelled merge
                 instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
 
     def _lift(self, plan: GroupPlan, entry: Entry) -> None:
         """Take a request off its instance: with its KV if it is a traveller, else to be recomputed."""
-        self._book.lift(entry)
+        self._table.lift(entry)
         if entry.number not in plan.travellers:
-            self._book.wait(entry)
+            self._table.wait(entry)
             self.counts.num_recomputed += bool(entry.tokens)
 
     def _let_wait(self, entry: Entry) -> None:
         if entry.ticket is not None:
-            self._book.lift(entry)
+            self._table.lift(entry)
         self._let_wait_if_lifted(entry)
 
     def _let_wait_if_lifted(self, entry: Entry) -> None:
-        if self._book.is_lifted(entry):
-            self._book.wait(entry)
+        if self._table.is_lifted(entry):
+            self._table.wait(entry)
             self.counts.num_recomputed += 1

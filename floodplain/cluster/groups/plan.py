@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from floodplain.cluster.groups.merge import Merge
-from floodplain.cluster.state.book import Entry
+from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.group_answers import HandedOver, KvRow, Prepared
 from floodplain.cluster.wire.group_orders import (
@@ -50,7 +50,7 @@ class Traveller:
     """A request whose KV moves between members.
 
     Attributes:
-        entry: The request in the router's book.
+        entry: The request in the router's table.
         num_computed: Leading tokens whose KV moves.
         place: Of the member that has it.
         blocks: By the group's ids.
@@ -78,7 +78,7 @@ class GroupPlan:
         merge: How it takes in old groups; None before ``divide`` if there are none.
         kept: Layers that each place keeps; empty before ``divide``.
         sizes: Quanta of the group; None before ``divide``.
-        travellers: Requests whose KV moves, by the book's numbers.
+        travellers: Requests whose KV moves, by the table's numbers.
         moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
         names: Of its members in commands, by place.
         secret: The secret that members show each other, hexadecimal.

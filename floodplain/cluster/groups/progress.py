@@ -41,12 +41,12 @@ class Group:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether all members are paused and have reported what they hold: ``GroupBook.drop`` may follow."""
+        """Whether all members are paused and have reported what they hold: ``GroupTable.drop`` may follow."""
         return self.state is GroupState.PREPARING and not self.awaited
 
     @property
     def is_returned(self) -> bool:
-        """Whether all members serve alone: ``GroupBook.adopt`` may follow."""
+        """Whether all members serve alone: ``GroupTable.adopt`` may follow."""
         return self.state is GroupState.RETURNING and not self.awaited
 
     @property

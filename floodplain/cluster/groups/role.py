@@ -9,7 +9,7 @@ from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.groups.pipeline import GroupPipeline
 from floodplain.cluster.instance.session import Role, Session
-from floodplain.cluster.sums import StatsBook, since
+from floodplain.cluster.sums import StatsTable, since
 from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.group_orders import (
     ORDERS,
@@ -58,7 +58,7 @@ class GroupRole(Role):
         super().__init__(session)
         self._member = member
         self._membership: Membership | None = None
-        self._counted = StatsBook()
+        self._counted = StatsTable()
 
     # -- failure, end, statistics --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The router's side of migrations: moves running requests from one instance to another with their KV.
 
-``policy.migration`` chooses requests, ``MigrationBook`` the next action; this sends it, and moves requests in the
-router's book. A request that neither end can resume is recomputed from the router's tokens, as after the end of an
+``policy.migration`` chooses requests, ``MigrationTable`` the next action; this sends it, and moves requests in the
+router's table. A request that neither end can resume is recomputed from the router's tokens, as after the end of an
 instance.
 """
 
@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from floodplain.cluster.migration.book import (
+from floodplain.cluster.migration.table import (
     Act,
     Migration,
-    MigrationBook,
     MigrationState,
+    MigrationTable,
     Step,
 )
-from floodplain.cluster.state.book import Book, Entry
+from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Instance
 from floodplain.cluster.state.row_checks import check_blocks
 from floodplain.cluster.wire.messages import Abort, RouterMessage
@@ -82,7 +82,7 @@ class MigrationController:
     """The migrations of a router. Everything is called on the router's event loop.
 
     Args:
-        book: Requests and instances.
+        table: Requests and instances.
         send: Sends a message, and integers beside it, to the instance of an epoch.
         place: Places requests that wait.
 
@@ -92,11 +92,11 @@ class MigrationController:
     """
 
     def __init__(
-        self, book: Book, send: Callable[[int, RouterMessage, Sequence[int]], None], place: Callable[[], None]
+        self, table: RequestTable, send: Callable[[int, RouterMessage, Sequence[int]], None], place: Callable[[], None]
     ) -> None:
-        self.migrations = MigrationBook()
+        self.migrations = MigrationTable()
         self.counts = MigrationCounts()
-        self._book, self._send, self._place = book, send, place
+        self._table, self._send, self._place = table, send, place
         self._trips: dict[int, _Trip] = {}
         self._tried_s: dict[int, float] = {}  # when a request's last migration began
 
@@ -108,9 +108,9 @@ class MigrationController:
         Raises:
             UserError: These instances cannot take part, or ``source`` runs no request that can move.
         """
-        name_of = self._book.roster.name_of
+        name_of = self._table.roster.name_of
         for epoch in (source, target):
-            if not _can_take_part(self._book.roster.expect(epoch)):
+            if not _can_take_part(self._table.roster.expect(epoch)):
                 raise UserError(
                     f"instance {name_of(epoch)} cannot move requests: start the front with --relief migrate"
                 )
@@ -126,7 +126,7 @@ class MigrationController:
         for number in [number for number, trip in self._trips.items() if now - trip.since_s > STEP_TIMEOUT_S]:
             logger.warning("migration %d is given up: nothing was said for %g s", number, STEP_TIMEOUT_S)
             self._apply(self.migrations.expire(number))
-        some = [one for one in self._book.roster if _can_take_part(one)]
+        some = [one for one in self._table.roster if _can_take_part(one)]
         views = {one.epoch: self._view(one) for one in some}
         while True:
             rows = {epoch: self._movable(epoch) for epoch, view in views.items() if freeness(view) < LOW_FREENESS}
@@ -142,7 +142,7 @@ class MigrationController:
         """The view of an instance as if all migrations were complete."""
         view = InstanceView(one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets))
         for migration in self.migrations:
-            num_blocks = self._book.count_blocks(self._trips[migration.number].entry)
+            num_blocks = self._table.count_blocks(self._trips[migration.number].entry)
             if migration.target == one.epoch:
                 _, view = apply_move(view, view, num_blocks)
             elif migration.source == one.epoch and migration.state is not MigrationState.FINISHING:
@@ -150,15 +150,15 @@ class MigrationController:
         return view
 
     def _movable(self, epoch: int) -> list[MovableRequest]:
-        entries = self._book.entries_of(epoch).values()
+        entries = self._table.entries_of(epoch).values()
         return [
-            MovableRequest(entry.number, self._book.count_blocks(entry), self._tried_s.get(entry.number))
+            MovableRequest(entry.number, self._table.count_blocks(entry), self._tried_s.get(entry.number))
             for entry in entries
             if entry.tokens and self.migrations.find(entry.number) is None
         ]
 
     def _begin(self, request: int, source: int, target: int) -> int:
-        (entry,) = (one for one in self._book.entries_of(source).values() if one.number == request)
+        (entry,) = (one for one in self._table.entries_of(source).values() if one.number == request)
         now = time.monotonic()
         one, actions = self.migrations.begin(request, source, target)
         self._trips[one.number] = _Trip(entry, entry.ticket or 0, now)
@@ -193,7 +193,7 @@ class MigrationController:
                 num_blocks = len(integers) if message.is_running else None
                 self._apply(self.migrations.hold(one.number, message.epoch, num_blocks))
             case KvPulled():
-                num_full = self._book.count_blocks(trip.entry) - 1
+                num_full = self._table.count_blocks(trip.entry) - 1
                 is_whole = message.is_whole
                 self._apply(
                     self.migrations.pull(one.number, message.epoch, is_whole=is_whole, num_full_blocks=num_full)
@@ -204,7 +204,7 @@ class MigrationController:
     def _take_stopped(self, one: Migration, trip: _Trip, message: RequestStopped, integers: Sequence[int]) -> None:
         if message.is_stopped and message.num_tokens != trip.entry.num_tokens:
             raise WireError(f"a request stopped after {message.num_tokens} tokens, not {trip.entry.num_tokens}")
-        block_tokens = self._book.roster.expect(message.epoch).facts.block_tokens
+        block_tokens = self._table.roster.expect(message.epoch).facts.block_tokens
         num_left = -(-message.num_computed // block_tokens) - one.num_copied
         if message.is_stopped and not (message.num_computed < message.num_tokens and len(integers) == num_left):
             raise WireError("a request stopped with other blocks than its KV fills")
@@ -248,20 +248,20 @@ class MigrationController:
                 trip.stopped_s = time.monotonic()
                 self._send(epoch, StopRequest(epoch, one.number, one.num_copied), ())
             case Act.LIFT:
-                self._book.lift(trip.entry)
+                self._table.lift(trip.entry)
                 self._send(epoch, Abort(epoch, trip.ticket), ())  # in case the source has not stopped it
             case Act.GO_ON:
                 self._go_on(one, trip, epoch)
             case Act.RECOMPUTE:
                 self._note_downtime(trip)
-                self._book.wait(trip.entry)
+                self._table.wait(trip.entry)
                 self._place()
             case Act.RELEASE:
                 self._send(epoch, ReleaseKv(epoch, one.number), ())
 
     def _go_on(self, one: Migration, trip: _Trip, epoch: int) -> None:
         entry = trip.entry
-        self._book.put(entry, epoch)
+        self._table.put(entry, epoch)
         request = replace(entry.as_request(), is_accepted=True)
         submit = submit_of(request, epoch, entry.ticket or 0, time.monotonic())
         message = GoOn(epoch, one.number, trip.num_computed, submit)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
-from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineBook
+from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineTable
 from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.wire.facts import InstanceFacts, find_difference
 from floodplain.cluster.wire.messages import Form, Formed, Hello
@@ -30,7 +30,7 @@ class Forming:
 
     def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
         self.max_model_len: int | None = None
-        self._pipelines = PipelineBook(num_stages)
+        self._pipelines = PipelineTable(num_stages)
         self._roster, self._send = roster, send
 
     @property

@@ -32,7 +32,7 @@ class Pipeline:
         return len(self.linked) == len(self.epochs)
 
 
-class PipelineBook:
+class PipelineTable:
     """The joined stages, and the pipelines that they form.
 
     Args:

@@ -116,7 +116,7 @@ class ClusterEngine:
     @property
     def can_serve(self) -> bool:
         """Whether an instance can serve; if not, requests wait for the next one."""
-        return self.router.book.roster.can_serve
+        return self.router.table.roster.can_serve
 
     def stats(self) -> EngineStats:
         """The sum over all instances; may be called on any thread. Each token counts once, even if computed again."""
@@ -183,7 +183,7 @@ class ClusterEngine:
         """
         if self._is_draining or self.failure is not None:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        if self.router.book.num_homeless >= self._config.max_waiting:
+        if self.router.table.num_homeless >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
         caller = Caller(self._tokenizer, request, on_accepted)
         self._callers[caller] = None
@@ -206,7 +206,7 @@ class ClusterEngine:
         router = self.router
         assert router.group_controller is not None
         monitor = router.monitor = Monitor(
-            router.book, router.sums, router.group_controller, shape, is_priced=is_priced, most_stages=most_stages,
+            router.table, router.sums, router.group_controller, shape, is_priced=is_priced, most_stages=most_stages,
             on_overload=self._note_overload,
         )  # fmt: skip
         router.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
@@ -237,7 +237,7 @@ class ClusterEngine:
         slot = min(hopeless)
         if not self._is_started:
             return UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
-        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.router.book.roster.can_serve:
+        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.router.table.roster.can_serve:
             return None
         why = f"instance {slot} ended last: {launcher.last_words[slot]}"
         return ServiceLost(f"no instance is left, and none starts any more; {why}")

@@ -137,10 +137,10 @@ def find_epoch(router: Router, name: str) -> int:
     """
     digits = name.removeprefix("e")
     number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
-    for one in router.book.roster:
+    for one in router.table.roster:
         if (one.epoch if name.startswith("e") else one.slot) == number:
             return one.epoch
-    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in router.book.roster)
+    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in router.table.roster)
     raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
 
 

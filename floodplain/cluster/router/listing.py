@@ -42,7 +42,7 @@ class Listing(BaseModel):
 def list_instances(router: Router, now: float) -> Listing:
     """The state of all instances now."""
     rows = []
-    for one in router.book.roster:
+    for one in router.table.roster:
         stats = router.sums.latest(one.epoch)
         rows.append(
             InstanceRow(
@@ -64,7 +64,7 @@ def list_instances(router: Router, now: float) -> Listing:
         )
     return Listing(
         instances=rows,
-        without_instance=router.book.num_homeless,
+        without_instance=router.table.num_homeless,
         moved_requests=router.requests.num_moved,
         ends=dict(router.num_ends),
     )

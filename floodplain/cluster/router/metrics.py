@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.counts import CHANGES
-from floodplain.cluster.migration.book import MigrationResult
 from floodplain.cluster.migration.controller import MigrationController
+from floodplain.cluster.migration.table import MigrationResult
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.state.roster import STATES
 from floodplain.core.groups import GroupState
@@ -44,7 +44,7 @@ class ClusterMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
         router = self._router
-        instances = list(router.book.roster)
+        instances = list(router.table.roster)
         states = {(state,): sum(one.state == state for one in instances) for state in STATES}
         yield self._family(GaugeMetricFamily, "instances", "Instances by state.", states, "state")
         ends = {(why,): router.num_ends[why] for why in END_REASONS}
@@ -54,7 +54,7 @@ class ClusterMetrics(Collector):
         text = "Tokens, prompts included, that were computed again for these."
         yield self._family(CounterMetricFamily, "moved_tokens", text, {(): router.requests.num_moved_tokens})
         text = "Requests that wait for an instance."
-        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): router.book.num_homeless})
+        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): router.table.num_homeless})
         stats = {one.epoch: router.sums.latest(one.epoch) for one in instances}
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, field) in table.items():

@@ -13,9 +13,9 @@ from math import inf
 
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.plan import DTYPE_BYTES
-from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance
-from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.sums import StatsTable
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
@@ -61,7 +61,7 @@ class Monitor:
     """The load watcher of a router. Everything is called on the router's event loop.
 
     Args:
-        book: Requests and instances.
+        table: Requests and instances.
         sums: The statistics of the instances.
         group_controller: Executes drops and restores.
         shape: Of the model.
@@ -79,8 +79,8 @@ class Monitor:
 
     def __init__(
         self,
-        book: Book,
-        sums: StatsBook,
+        table: RequestTable,
+        sums: StatsTable,
         group_controller: GroupController,
         shape: ModelShape,
         *,
@@ -93,7 +93,7 @@ class Monitor:
         self.load: ClusterLoad | None = None
         self.decision: ReliefDecision | None = None
         self.num_notices = 0
-        self._book, self._sums, self._group_controller, self._shape = book, sums, group_controller, shape
+        self._table, self._sums, self._group_controller, self._shape = table, sums, group_controller, shape
         self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
         self._settings = settings
         self._timing = DropTiming(settings if is_priced else replace(settings, most_drops=MOST_DROPS))
@@ -103,7 +103,7 @@ class Monitor:
 
     def look(self, now: float) -> None:
         """Measure the load, and drop or restore layers if due. Does nothing if there is no instance."""
-        if not len(self._book.roster):
+        if not len(self._table.roster):
             return
         load = self.load = self._find_load(now)
         self._learn(now)
@@ -131,21 +131,21 @@ class Monitor:
             num_used_blocks=min(num_used, demanded),
             num_head_blocks=max(0, demanded - num_used) if self._count_absent(heads) else 0,
             num_blocks=sum(one.num_blocks for one in heads),
-            undropped_blocks=sum(one.facts.num_blocks for one in self._book.roster),
+            undropped_blocks=sum(one.facts.num_blocks for one in self._table.roster),
             is_grouped=bool(groups),
             is_changing=any(group.state is not GroupState.PIPELINED for group in groups),
         )
 
     def _find_heads(self) -> list[Instance]:
         """Instances on which requests may be placed: all but grouped members that do not lead."""
-        return [one for one in self._book.roster if one.part != "grouped"]
+        return [one for one in self._table.roster if one.part != "grouped"]
 
     def _count_absent(self, heads: list[Instance]) -> int:
         stats = [self._sums.latest(one.epoch) for one in heads]
-        return sum(one.num_waiting + one.num_swapped for one in stats) + self._book.num_homeless
+        return sum(one.num_waiting + one.num_swapped for one in stats) + self._table.num_homeless
 
     def _learn(self, now: float) -> None:
-        for one in self._book.roster:
+        for one in self._table.roster:
             if one.part is None:
                 stats = self._sums.latest(one.epoch)
                 progress = Progress(now, stats.num_steps, stats.num_generated_tokens, stats.num_running)
@@ -203,7 +203,7 @@ class Monitor:
         return cost.remap_s + cost.exchange_s
 
     def _sizes(self) -> DropSizes:
-        facts = next(iter(self._book.roster)).facts
+        facts = next(iter(self._table.roster)).facts
         dtype_bytes = DTYPE_BYTES[facts.dtype]
         block_bytes = 2 * self._shape.kv_size * dtype_bytes * facts.block_tokens
         return DropSizes(self._shape.num_layers, self._shape.layer_bytes(dtype_bytes), block_bytes)
@@ -223,7 +223,7 @@ class Monitor:
                 self._group_controller.drop(epochs)
                 is_begun = True
             except UserError as error:
-                names = ", ".join(map(self._book.roster.name_of, epochs))
+                names = ", ".join(map(self._table.roster.name_of, epochs))
                 logger.warning("instances %s are not made a group: %s", names, error)
         return is_begun
 
@@ -233,7 +233,7 @@ class Monitor:
                 yield GroupLoad((one.epoch,), (one.facts.num_blocks,), one.num_demanded_blocks)
 
     def _group_loads(self) -> Iterator[GroupLoad]:
-        roster = self._book.roster
+        roster = self._table.roster
         for group in self._group_controller.groups:
             members = [one for epoch in group.epochs if (one := roster.get(epoch)) is not None]
             if group.state is GroupState.PIPELINED and len(members) == len(group.epochs):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from floodplain.cluster.router.streams import Caller
-from floodplain.cluster.state.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.state.request_table import MAX_FRUITLESS, Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_token
 from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
@@ -22,7 +22,7 @@ class Requests:
     """The live requests of a router.
 
     Args:
-        book: The placement of each request.
+        table: The placement of each request.
         send: Sends messages to instances; see ``Send``.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         vocab_size: Token ids are below this.
@@ -37,18 +37,22 @@ class Requests:
     """
 
     def __init__(
-        self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None], vocab_size: int = MAX_TOKEN_ID + 1
+        self,
+        table: RequestTable,
+        send: Send,
+        on_finished: Callable[[Lifecycle], None],
+        vocab_size: int = MAX_TOKEN_ID + 1,
     ) -> None:
         self.on_opened: Callable[[Entry], None] = lambda _: None
         self.on_closed: Callable[[Entry], None] = lambda _: None
         self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
-        self._book, self._send, self._on_finished = book, send, on_finished
+        self._table, self._send, self._on_finished = table, send, on_finished
         self._vocab_size = vocab_size
         self._callers: dict[int, Caller] = {}
 
     def submit(self, request: Request, caller: Caller) -> Entry:
         """Add a request, and place it if possible; its caller gets its results."""
-        entry = self._book.open(request)
+        entry = self._table.open(request)
         self._callers[entry.number] = caller
         self.on_opened(entry)
         self.place()
@@ -58,14 +62,14 @@ class Requests:
         """End a request that its caller no longer reads: its instance aborts it. Safe to call twice."""
         self._callers.pop(entry.number, None)
         self.on_closed(entry)
-        where = self._book.close(entry)
+        where = self._table.close(entry)
         if where is not None:
             self._send(where[0], Abort(*where), ())
 
     def place(self) -> None:
         """Place waiting requests on instances as far as possible, and send them there."""
         now = time.monotonic()
-        for entry in self._book.place():
+        for entry in self._table.place():
             assert entry.epoch is not None and entry.ticket is not None
             request = entry.as_request()
             if entry.num_moves:
@@ -76,7 +80,7 @@ class Requests:
 
     def give_back(self, entry: Entry) -> None:
         """Take a request off its instance, which cannot continue it: it waits for another, or fails."""
-        if not self._book.give_back(entry):
+        if not self._table.give_back(entry):
             self.on_closed(entry)
             caller = self._callers.pop(entry.number)
             caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
@@ -91,20 +95,20 @@ class Requests:
         """
         now = time.monotonic()
         for row in message.rows:
-            self._book.check_ticket(message.epoch, row.ticket)
-            entry = self._book.find(message.epoch, row.ticket)
+            self._table.check_ticket(message.epoch, row.ticket)
+            entry = self._table.find(message.epoch, row.ticket)
             if entry is None:
                 continue
             if row.token is None:  # the instance ended it without a token
                 self.give_back(entry)
                 self.place()
                 continue
-            max_model_len = self._book.roster.expect(message.epoch).facts.max_model_len
+            max_model_len = self._table.roster.expect(message.epoch).facts.max_model_len
             check_token(entry, row, max_model_len, self._vocab_size)
             if not entry.tokens:
                 self.num_prompt_tokens += len(entry.request.prompt_token_ids)
             self.num_generated_tokens += 1
-            self._book.take(entry, row.token)
+            self._table.take(entry, row.token)
             caller = self._callers[entry.number]
             reason = caller.take(row.token, row, now)
             if reason is not None:
@@ -116,8 +120,8 @@ class Requests:
         Raises:
             WireError: The request was never placed on it.
         """
-        self._book.check_ticket(message.epoch, message.ticket)
-        entry = self._book.find(message.epoch, message.ticket)
+        self._table.check_ticket(message.epoch, message.ticket)
+        entry = self._table.find(message.epoch, message.ticket)
         if entry is not None:
             self._callers[entry.number].accept()
 
@@ -127,16 +131,16 @@ class Requests:
         Raises:
             WireError: The request was never placed on it.
         """
-        self._book.check_ticket(message.epoch, message.ticket)
-        entry = self._book.find(message.epoch, message.ticket)
+        self._table.check_ticket(message.epoch, message.ticket)
+        entry = self._table.find(message.epoch, message.ticket)
         if entry is None:
             return
         is_local = message.why == "full" or entry.num_moves > 0
         if message.why == "stopping":
             self.give_back(entry)
-        elif not (is_local and self._book.refuse(entry)):
+        elif not (is_local and self._table.refuse(entry)):
             self.on_closed(entry)
-            self._book.close(entry)
+            self._table.close(entry)
             self._callers.pop(entry.number).fail(error_of(message))
         self.place()
 
@@ -144,7 +148,7 @@ class Requests:
         if is_known:
             self._callers.pop(entry.number)
             self.on_closed(entry)
-            self._book.close(entry)
+            self._table.close(entry)
         else:  # a stop string: the instance does not know of it
             self.drop(entry)
         self._on_finished(caller.lifecycle)

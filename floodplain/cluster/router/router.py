@@ -20,9 +20,9 @@ from floodplain.cluster.router.requests import Requests
 from floodplain.cluster.router.stall_guard import StallGuard
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule, StallWatch
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
-from floodplain.cluster.state.book import Book
+from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance, Roster
-from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.sums import StatsTable
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import (
@@ -65,7 +65,7 @@ class Router:
         stall_rule: How long an instance may send beats and compute nothing.
 
     Attributes:
-        book: Requests and instances.
+        table: Requests and instances.
         sums: Statistics of the instances.
         first_facts: Of the instance that joined first; the others match them. None before that.
         num_ends: Lives that ended, by reason.
@@ -88,28 +88,28 @@ class Router:
         vocab_size: int = MAX_TOKEN_ID + 1,
         stall_rule: StallRule = BY_STEPS,
     ) -> None:
-        self.book = Book(Roster(silence_s))
-        self.sums = StatsBook()
+        self.table = RequestTable(Roster(silence_s))
+        self.sums = StatsTable()
         self.first_facts: InstanceFacts | None = None
         self.num_ends: Counter[str] = Counter()
-        self.requests = Requests(self.book, self.send, on_finished, vocab_size)
+        self.requests = Requests(self.table, self.send, on_finished, vocab_size)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
         self._tokens = tokens
         self._door: Door | None = None
         self._forming: Forming | None = None
         if num_stages is not None:
-            self._forming = Forming(num_stages, self.book.roster, self.send)
+            self._forming = Forming(num_stages, self.table.roster, self.send)
         self.group_controller: GroupController | None = None
         self.monitor: Monitor | None = None
         if shape is not None:
-            self.group_controller = GroupController(self.book, shape, self.send, self._end, self.requests.place)
+            self.group_controller = GroupController(self.table, shape, self.send, self._end, self.requests.place)
             self.requests.on_closed = self.group_controller.forget
         self.migration_controller: MigrationController | None = None
         if migrates:
-            self.migration_controller = MigrationController(self.book, self.send, self.requests.place)
+            self.migration_controller = MigrationController(self.table, self.send, self.requests.place)
             self.requests.on_closed = self.migration_controller.forget
         watch = StallWatch(stall_rule, self._beat_s)
-        self._stalls = StallGuard(watch, self.book.roster, self._forming, self.group_controller)
+        self._stalls = StallGuard(watch, self.table.roster, self._forming, self.group_controller)
         self._slots = slots
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
@@ -146,10 +146,10 @@ class Router:
         while True:
             for epoch, link in list(self._links.items()):
                 link.send(pack(FrontBeat(epoch)))
-            for epoch in self.book.roster.find_silent(time.monotonic()):
+            for epoch in self.table.roster.find_silent(time.monotonic()):
                 self._end(epoch, "silent")
             for stuck in self._stalls.find_stuck():
-                logger.warning("%s %s: its requests go on elsewhere", self.book.roster.get(stuck.epoch), stuck.words)
+                logger.warning("%s %s: its requests go on elsewhere", self.table.roster.get(stuck.epoch), stuck.words)
                 self._end(stuck.epoch, "stuck")
             if self.group_controller is not None:
                 self.group_controller.expire(time.monotonic())
@@ -199,7 +199,7 @@ class Router:
             link.send(pack(Denied(f"the front does not take this instance: {problem}")))
             return None
         self.first_facts = self.first_facts or hello.facts
-        instance = self.book.join(hello.facts, slots[0], time.monotonic(), hello.stage)
+        instance = self.table.join(hello.facts, slots[0], time.monotonic(), hello.stage)
         instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
         link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
@@ -220,22 +220,22 @@ class Router:
             if isinstance(message, Hello):
                 raise WireError("it says hello twice")
             if message.epoch == epoch:
-                if not self.book.roster.hear(epoch, time.monotonic()):
+                if not self.table.roster.hear(epoch, time.monotonic()):
                     return
                 self._take(epoch, message, frame[1])
 
     def _end(self, epoch: int, why: str) -> None:
         """End an instance's life; its requests are placed on other instances."""
-        instance = self.book.roster.get(epoch)
+        instance = self.table.roster.get(epoch)
         if instance is None:
             return
         self._links.pop(epoch).abort()
         self.sums.retire(epoch)
         why = "left" if instance.is_leaving and why not in ("silent", "stuck") else why
         self.num_ends[why] += 1
-        entries = self.book.end(epoch)
+        entries = self.table.end(epoch)
         logger.info("%s is gone (%s); requests that go on elsewhere: %d", instance, why, len(entries))
-        if instance.slot is not None and all(one.slot != instance.slot for one in self.book.roster):
+        if instance.slot is not None and all(one.slot != instance.slot for one in self.table.roster):
             self._slots.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
         for entry in entries:
             self.requests.give_back(entry)
@@ -255,7 +255,7 @@ class Router:
                 self.requests.take_tokens(message)
             case Beat():
                 self.sums.note(epoch, message.stats)
-                instance = self.book.roster.expect(epoch)
+                instance = self.table.roster.expect(epoch)
                 instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
                 self._stalls.hear(instance, message.progress, time.monotonic())
             case Accepted():
@@ -263,7 +263,7 @@ class Router:
             case Refused():
                 self.requests.take_refusal(message)
             case Leaving():
-                self.book.roster.expect(epoch).is_leaving = True
+                self.table.roster.expect(epoch).is_leaving = True
             case Formed():
                 self._take_formed(message)
             case KvHeld() | KvPulled() | RequestStopped():
@@ -276,7 +276,7 @@ class Router:
         if self._forming is None or self.first_facts is None or not self._forming.link(message):
             return
         self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
-        self._note_serving(self.book.roster)
+        self._note_serving(self.table.roster)
         self.requests.place()
 
     def _note_serving(self, instances: Iterable[Instance]) -> None:

@@ -1,4 +1,4 @@
-"""Messages of the router and two instances during a migration; ``cluster.migration.book`` has the protocol.
+"""Messages of the router and two instances during a migration; ``cluster.migration.table`` has the protocol.
 
 Every message names the migration by its number, which is used once. Block ids are sent beside a message, 32 bits each.
 """

@@ -1,4 +1,4 @@
-"""The front's book under joins, deaths, stops, and late or repeated messages: no wrong token, no lost request."""
+"""The front's table under joins, deaths, stops, and late or repeated messages: no wrong token, no lost request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from floodplain.cluster.state.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.state.request_table import MAX_FRUITLESS, Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.core.request import Request
@@ -42,7 +42,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.book = Book(Roster(SILENCE_S))
+        self.table = RequestTable(Roster(SILENCE_S))
         self.now = 0.0
         self.processes: dict[int, FakeInstance] = {}
         self.zombies: list[FakeInstance] = []
@@ -59,7 +59,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.processes) < 4)
     @rule()
     def join(self) -> None:
-        one = self.book.join(FACTS, None, self.now)
+        one = self.table.join(FACTS, None, self.now)
         assert one.epoch not in self.processes and all(one.epoch != zombie.epoch for zombie in self.zombies)
         self.processes[one.epoch] = FakeInstance(one.epoch)
         self.place()
@@ -84,8 +84,8 @@ class BookMachine(RuleBasedStateMachine):
             self.now += SILENCE_S / 4
             for epoch, one in self.processes.items():
                 if not one.is_stopped:
-                    assert self.book.roster.hear(epoch, self.now)
-            for epoch in self.book.roster.find_silent(self.now):
+                    assert self.table.roster.hear(epoch, self.now)
+            for epoch in self.table.roster.find_silent(self.now):
                 assert self.processes[epoch].is_stopped
                 self.bury(epoch)
                 self.zombies.append(self.processes.pop(epoch))
@@ -105,14 +105,14 @@ class BookMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: Any) -> None:
         epoch = data.draw(st.sampled_from(sorted(self.processes)))
-        self.book.roster.expect(epoch).is_leaving = True
+        self.table.roster.expect(epoch).is_leaving = True
 
     def bury(self, epoch: int) -> None:
-        for entry in self.book.end(epoch):
-            if not self.book.give_back(entry):
+        for entry in self.table.end(epoch):
+            if not self.table.give_back(entry):
                 assert entry.num_fruitless >= MAX_FRUITLESS
                 self.finish(entry, "given up")
-        assert self.book.end(epoch) == []
+        assert self.table.end(epoch) == []
         self.place()
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -127,15 +127,15 @@ class BookMachine(RuleBasedStateMachine):
         request = replace(
             make_request("r", prompt, self.now, max_tokens=max_tokens, ignore_eos=True), priority=priority
         )
-        entry = self.book.open(request)
+        entry = self.table.open(request)
         self.live[entry.number], self.outputs[entry.number] = entry, []
         self.requests[entry.number] = request
         self.place()
 
     def place(self) -> None:
-        for entry in self.book.place():
+        for entry in self.table.place():
             assert entry.epoch is not None and entry.ticket is not None
-            assert not self.book.roster.expect(entry.epoch).is_leaving
+            assert not self.table.roster.expect(entry.epoch).is_leaving
             known = entry.as_request()
             assert list(known.known_token_ids) == self.outputs[entry.number]
             self.processes[entry.epoch].tokens[entry.ticket] = [*known.prompt_token_ids, *known.known_token_ids]
@@ -154,8 +154,8 @@ class BookMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hang_up(self, data: Any) -> None:
         entry = self.live[data.draw(st.sampled_from(sorted(self.live)))]
-        where = self.book.close(entry)
-        assert self.book.close(entry) is None
+        where = self.table.close(entry)
+        assert self.table.close(entry) is None
         if where is not None:
             self.processes[where[0]].tokens.pop(where[1], None)
         self.finish(entry, "hung up")
@@ -167,7 +167,7 @@ class BookMachine(RuleBasedStateMachine):
         if entry.epoch is None or self.outputs[entry.number]:
             return
         self.processes[entry.epoch].tokens.pop(entry.ticket or 0, None)
-        if self.book.refuse(entry):
+        if self.table.refuse(entry):
             self.place()
         else:
             self.finish(entry, "refused")
@@ -191,16 +191,16 @@ class BookMachine(RuleBasedStateMachine):
         entry = self.find(said)
         if entry is None or said.token is None:
             return
-        self.book.take(entry, said.token)
+        self.table.take(entry, said.token)
         self.outputs[entry.number].append(said.token)
         if len(self.outputs[entry.number]) == entry.request.params.max_tokens:
             assert entry.epoch is not None and entry.ticket is not None
             self.processes[entry.epoch].tokens.pop(entry.ticket, None)
-            self.book.close(entry)
+            self.table.close(entry)
             self.finish(entry, "done")
 
     def find(self, said: Said) -> Entry | None:
-        return self.book.find(said.epoch, said.ticket)
+        return self.table.find(said.epoch, said.ticket)
 
     def finish(self, entry: Entry, how: str) -> None:
         del self.live[entry.number]
@@ -210,13 +210,13 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_in_one_place(self) -> None:
-        if not hasattr(self, "book"):
+        if not hasattr(self, "table"):
             return
-        self.book.check_integrity()
-        assert len(self.book) == len(self.live)
+        self.table.check_integrity()
+        assert len(self.table) == len(self.live)
         for entry in self.live.values():
-            if any(not one.is_leaving for one in self.book.roster):
-                assert entry.epoch in {one.epoch for one in self.book.roster}
+            if any(not one.is_leaving for one in self.table.roster):
+                assert entry.epoch in {one.epoch for one in self.table.roster}
 
     @invariant()
     def no_token_is_wrong(self) -> None:
@@ -228,7 +228,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Join one more instance: every live request ends with its reference tokens."""
-        if not hasattr(self, "book"):
+        if not hasattr(self, "table"):
             return
         for epoch in list(self.processes):
             self.bury(epoch)
@@ -241,8 +241,8 @@ class BookMachine(RuleBasedStateMachine):
                 tokens.append(next_token(tuple(tokens)))
                 self.hear(Said(one.epoch, ticket, tokens[-1]))
             self.no_token_is_wrong()
-        self.book.check_integrity()
-        assert len(self.book) == 0 == sum(one.num_demanded_blocks for one in self.book.roster)
+        self.table.check_integrity()
+        assert len(self.table) == 0 == sum(one.num_demanded_blocks for one in self.table.roster)
 
 
 class TrustfulMachine(BookMachine):

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from floodplain.cluster.groups.book import GroupBook
 from floodplain.cluster.groups.fetches import Fetches, Outcome
 from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.groups.table import GroupTable
 from floodplain.cluster.wire.group_steps import STEPS, Answer, OrderKind
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupState
@@ -34,7 +34,7 @@ def test_groups_end_whole_under_any_order_of_messages_and_faults() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
     for place in range(size):
-        world, dice = World(GroupBook()), Random(place)
+        world, dice = World(GroupTable()), Random(place)
         for _ in range(size + 1):
             world.join()
         for _ in range(9):
@@ -61,7 +61,7 @@ def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
 def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
     """Two groups merge into one: until all members have confirmed, the group without the victim continues."""
     for victim in (1, 2, 4):
-        world, dice = World(GroupBook()), Random(victim)
+        world, dice = World(GroupTable()), Random(victim)
         for _ in range(5):
             world.join()
         for _ in range(9):
@@ -81,7 +81,7 @@ def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
         assert set(world.members) == ({5, *others} if state is GroupState.PREPARING else {5})
         world.join()
         world.settle(dice)
-        for rest in world.book:
+        for rest in world.table:
             world.restore(rest.number)
         world.settle(dice)
         world.finish(dice)
@@ -91,7 +91,7 @@ def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-class DropsAtOnce(GroupBook):
+class DropsAtOnce(GroupTable):
     """Sends drop orders together with prepare orders: one phase instead of two."""
 
     def prepare(self, epochs: Any) -> Change:
@@ -99,7 +99,7 @@ class DropsAtOnce(GroupBook):
         return replace(change, orders=change.orders + tuple(replace(one, kind=OrderKind.DROP) for one in change.orders))
 
 
-class DropsWhenOneConfirms(GroupBook):
+class DropsWhenOneConfirms(GroupTable):
     def confirm_all(self, group: Group) -> None:
         group._answered = set(group.epochs)
 
@@ -110,25 +110,25 @@ class DropsWhenOneConfirms(GroupBook):
         return change
 
 
-class LetsOthersGoOn(GroupBook):
+class LetsOthersGoOn(GroupTable):
     def end(self, epoch: int) -> Change | None:
         change = super().end(epoch)
         return None if change is None else replace(change, ended=())
 
 
-class ForgetsToCancel(GroupBook):
+class ForgetsToCancel(GroupTable):
     def refuse(self, epoch: int, number: int) -> Change | None:
         change = super().refuse(epoch, number)
         return None if change is None else replace(change, orders=())
 
 
-class BelievesOldNumbers(GroupBook):
+class BelievesOldNumbers(GroupTable):
     def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
         group = self.find(epoch)
         return super().note(epoch, number if group is None else group.number, answer)
 
 
-class TakesPartsOfGroups(GroupBook):
+class TakesPartsOfGroups(GroupTable):
     """Lets a member of a group join another one, which leaves its pipeline without a stage."""
 
     def find_old(self, epochs: Any) -> list[Group]:
@@ -138,7 +138,7 @@ class TakesPartsOfGroups(GroupBook):
         return list(found.values())
 
 
-class ForgetsOldGroups(GroupBook):
+class ForgetsOldGroups(GroupTable):
     """Removes the old groups when a merge is cancelled."""
 
     def refuse(self, epoch: int, number: int) -> Change | None:
@@ -148,7 +148,7 @@ class ForgetsOldGroups(GroupBook):
         return change
 
 
-class LeavesOneCopyOut(GroupBook):
+class LeavesOneCopyOut(GroupTable):
     """Leaves one member out of the copies of each swapped request's KV."""
 
     def drop(self, number: int, copiers: Any) -> Change:
@@ -165,12 +165,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("book", FAULTS)
-def test_faulty_book_is_found(book: type[GroupBook]) -> None:
+@pytest.mark.parametrize("table", FAULTS)
+def test_faulty_table_is_found(table: type[GroupTable]) -> None:
     class Machine(GroupMachine):
-        book_type = book
+        book_type = table
 
-    with pytest.raises(AssertionError, match=FAULTS[book]):
+    with pytest.raises(AssertionError, match=FAULTS[table]):
         run(Machine, 200, derandomize=True)
 
 
@@ -180,7 +180,7 @@ def test_a_part_of_a_group_that_joins_another_one_is_found() -> None:
         world.join()
     world.prepare([1, 2])
     world.settle(dice)
-    change = world.book.prepare([1, 3])
+    change = world.table.prepare([1, 3])
     world.groups[2], world.kept[2] = change.group, {1: frozenset({0, 1}), 3: frozenset({2, 3})}
     with pytest.raises(AssertionError, match="lacks layers"):
         world.apply(change)
@@ -195,7 +195,7 @@ def test_an_old_group_that_is_forgotten_is_found() -> None:
     world.settle(dice)
     world.prepare([1, 3, 2])
     with pytest.raises(AssertionError, match="lacks layers"):
-        world.apply(world.book.refuse(3, 2))
+        world.apply(world.table.refuse(3, 2))
         world.settle(dice)
 
 
@@ -218,50 +218,50 @@ def test_blocks_freed_under_a_copy_are_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_instance_is_in_one_group_of_two_to_four() -> None:
-    book = GroupBook()
+    table = GroupTable()
     for epochs in ([1], [1, 1], [1, 2, 3, 4, 5]):
         with pytest.raises(UserError, match="2 to 4"):
-            book.prepare(epochs)
-    book.prepare([1, 2])
+            table.prepare(epochs)
+    table.prepare([1, 2])
     with pytest.raises(UserError, match="group 1 is preparing: try again"):
-        book.prepare([3, 2])
-    assert book.cancel(1) is not None and book.prepare([3, 2]).group.number == 2
+        table.prepare([3, 2])
+    assert table.cancel(1) is not None and table.prepare([3, 2]).group.number == 2
 
 
 def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
-    world, dice = World(GroupBook()), Random(1)
+    world, dice = World(GroupTable()), Random(1)
     for _ in range(5):
         world.join()
     world.prepare([1, 2])
     world.settle(dice)
     for epochs, why in (([1, 3], r"are group 1: name instances \[2\], too"), ([2, 1], "name other instances beside")):
         with pytest.raises(UserError, match=why):
-            world.book.prepare(epochs)
-    number = world.book.prepare([1, 3, 2]).group.number
+            world.table.prepare(epochs)
+    number = world.table.prepare([1, 3, 2]).group.number
     with pytest.raises(UserError, match="group 1 is about to join group 2"):
-        world.book.restore(1)
-    assert world.book.cancel(number) is not None
-    assert world.book.restore(1).group.state is GroupState.PLANNING
+        world.table.restore(1)
+    assert world.table.cancel(number) is not None
+    assert world.table.restore(1).group.state is GroupState.PLANNING
 
 
 def test_restore_in_the_middle_of_a_change_is_refused_in_one_line() -> None:
-    book = GroupBook()
-    number = book.prepare([1, 2]).group.number
+    table = GroupTable()
+    number = table.prepare([1, 2]).group.number
     with pytest.raises(UserError, match="group 1 is preparing"):
-        book.restore(number)
+        table.restore(number)
     with pytest.raises(UserError, match="no group 7"):
-        book.restore(7)
+        table.restore(7)
 
 
 def test_front_cannot_drop_before_all_have_confirmed() -> None:
-    book = GroupBook()
-    book.prepare([1, 2])
-    book.confirm(1, 1)
+    table = GroupTable()
+    table.prepare([1, 2])
+    table.confirm(1, 1)
     with pytest.raises(InvariantError):
-        book.drop(1, {})
-    book.confirm(2, 1)
+        table.drop(1, {})
+    table.confirm(2, 1)
     with pytest.raises(InvariantError, match="no member"):
-        book.drop(1, {5: {3}})
+        table.drop(1, {5: {3}})
     with pytest.raises(InvariantError, match="by no member"):
-        book.drop(1, {5: set()})
-    assert [order.kind for order in book.drop(1, {}).orders] == [OrderKind.DROP, OrderKind.DROP]
+        table.drop(1, {5: set()})
+    assert [order.kind for order in table.drop(1, {}).orders] == [OrderKind.DROP, OrderKind.DROP]

@@ -1,4 +1,4 @@
-"""The router's book: each live request, its tokens so far, and its placement. No I/O, no clock.
+"""The router's table: each live request, its tokens so far, and its placement. No I/O, no clock.
 
 A request is placed under a ticket, which is used once. A message of an instance counts only if its epoch lives and the
 ticket is the request's current one: late messages of a dead, stopped or slow instance change nothing.
@@ -59,7 +59,7 @@ class Entry:
         return replace(self.request, known_token_ids=tuple(self.tokens), is_accepted=self.num_moves > 0)
 
 
-class Book:
+class RequestTable:
     """The requests and instances of a router.
 
     Args:

@@ -1,4 +1,4 @@
-"""The front's book of migrations under late answers, deaths, aborts and timeouts: each request is in one place."""
+"""The front's table of migrations under late answers, deaths, aborts and timeouts: each request is in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.migration.book import Act, Action, MigrationBook, MigrationState, Step
+from floodplain.cluster.migration.table import Act, Action, MigrationState, MigrationTable, Step
 from tests.support.examples import examples
 
 WAITING, LIFTED, ENDED = "waiting", "lifted", "ended"
@@ -39,13 +39,13 @@ class World:
     """At most three instances; messages keep their order within a connection, not between connections.
 
     Args:
-        book: The book under test.
+        table: The table under test.
         seed: Of all random choices.
         reached: Counts how migrations ended.
     """
 
-    def __init__(self, book: MigrationBook, seed: int, reached: Counter[str]) -> None:
-        self.book, self.dice, self.reached = book, Random(seed), reached
+    def __init__(self, table: MigrationTable, seed: int, reached: Counter[str]) -> None:
+        self.table, self.dice, self.reached = table, Random(seed), reached
         self.processes: dict[int, Process] = {}
         self.places: dict[int, Any] = {}  # request: epoch, WAITING, LIFTED or ENDED
         self.stopped: dict[int, int] = {}  # blocks of stopped requests, by migration
@@ -118,7 +118,7 @@ class World:
             if place == epoch:
                 self.places[request] = WAITING
         self.what = "death"
-        for step in self.book.end(epoch):
+        for step in self.table.end(epoch):
             self.apply(step)
 
     # -- migrations ----------------------------------------------------------------------------------------------------
@@ -126,18 +126,18 @@ class World:
     def move(self) -> None:
         """A migration begins."""
         placed = [number for number, place in self.places.items() if place in self.processes]
-        movable = [number for number in placed if self.book.find(number) is None]
+        movable = [number for number in placed if self.table.find(number) is None]
         if movable and len(self.processes) > 1:
             request = self.dice.choice(movable)
             source = self.places[request]
-            self.apply(self.book.begin(request, source, self.dice.choice(sorted(self.processes.keys() - {source}))))
+            self.apply(self.table.begin(request, source, self.dice.choice(sorted(self.processes.keys() - {source}))))
 
     def expire(self) -> None:
         """A migration times out."""
-        numbers = [one.number for one in self.book]
+        numbers = [one.number for one in self.table]
         if numbers:
             self.what = "silence"
-            self.apply(self.book.expire(self.dice.choice(numbers)))
+            self.apply(self.table.expire(self.dice.choice(numbers)))
 
     def go_on(self) -> None:
         """Some instances obey their orders, and the front receives the messages of some."""
@@ -200,25 +200,25 @@ class World:
             if self.places[key] == epoch:
                 self.close(key)
         elif kind == "hold":
-            self.apply(self.book.hold(key, epoch, value))
+            self.apply(self.table.hold(key, epoch, value))
         elif kind == "stop":
-            one = self.book.get(key)
+            one = self.table.get(key)
             if one is not None and value is not None:
                 self.stopped[key] = one.num_copied + value
-            self.apply(self.book.stop(key, epoch, value))
+            self.apply(self.table.stop(key, epoch, value))
         else:
-            one = self.book.get(key)
+            one = self.table.get(key)
             blocks = 0 if one is None or one.source is None else self.processes[one.source].requests.get(one.request, 0)
-            self.apply(self.book.pull(key, epoch, is_whole=value, num_full_blocks=blocks))
+            self.apply(self.table.pull(key, epoch, is_whole=value, num_full_blocks=blocks))
 
     def close(self, request: int) -> None:
         place, self.places[request] = self.places[request], ENDED
         if place in self.processes:
             self.processes[place].inbox.append(("abort", request))
-        one = self.book.find(request)
+        one = self.table.find(request)
         if one is not None:
             self.what = "abort"
-            self.apply(self.book.abort(one.number))
+            self.apply(self.table.abort(one.number))
 
     def apply(self, step: Step | None) -> None:
         if step is None:
@@ -228,7 +228,7 @@ class World:
         self.reached[f"{self.what} {one.state}: {one.result}"] += one.result is not None
         for action in actions:
             self.do(one.number, one.request, one.num_copied, action)
-        assert (one.result is None) == (self.book.get(one.number) is one)
+        assert (one.result is None) == (self.table.get(one.number) is one)
 
     def do(self, number: int, request: int, num_copied: int, action: Action) -> None:
         act, epoch = action
@@ -262,8 +262,8 @@ class World:
     def check(self) -> None:
         """A lifted request is in a migration; an instance computes only requests placed there or soon to be aborted."""
         for request, place in self.places.items():
-            assert place != LIFTED or self.book.find(request) is not None
-            assert place not in (WAITING, ENDED) or self.book.find(request) is None
+            assert place != LIFTED or self.table.find(request) is not None
+            assert place not in (WAITING, ENDED) or self.table.find(request) is None
         for epoch, one in self.processes.items():
             for request in one.requests:
                 ends = [message[1] for message in one.inbox if message[0] == "abort"]
@@ -275,7 +275,7 @@ class World:
             for epoch, one in self.processes.items():
                 self.obey(one)
                 self.hear(epoch)
-        assert not len(self.book) and LIFTED not in self.places.values()
+        assert not len(self.table) and LIFTED not in self.places.values()
         assert all(one.is_at_rest for one in self.processes.values())
 
 
@@ -285,7 +285,7 @@ def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
     @settings(max_examples=examples(300), deadline=None)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
-        World(MigrationBook(), seed, reached).tell(60)
+        World(MigrationTable(), seed, reached).tell(60)
 
     check()
     for what in ("answer", "death", "abort", "silence"):
@@ -294,7 +294,7 @@ def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
     assert reached["answer finishing: moved"] > 20
 
 
-class _ReleasesEarly(MigrationBook):
+class _ReleasesEarly(MigrationTable):
     """Frees the source's blocks when the target begins to copy the last ones."""
 
     def stop(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
@@ -302,7 +302,7 @@ class _ReleasesEarly(MigrationBook):
         return step if step is None or num_blocks is None else (step[0], [*step[1], (Act.RELEASE, epoch)])
 
 
-class _ForgetsTargets(MigrationBook):
+class _ForgetsTargets(MigrationTable):
     """Sends no release to the target when a request is aborted."""
 
     def abort(self, number: int) -> Step | None:
@@ -310,8 +310,8 @@ class _ForgetsTargets(MigrationBook):
         return None if step is None else (step[0], step[1][:1])
 
 
-@pytest.mark.parametrize("book", [_ReleasesEarly, _ForgetsTargets])
-def test_a_book_that_frees_too_early_or_never_is_noticed(book: type[MigrationBook]) -> None:
+@pytest.mark.parametrize("table", [_ReleasesEarly, _ForgetsTargets])
+def test_a_table_that_frees_too_early_or_never_is_noticed(table: type[MigrationTable]) -> None:
     with pytest.raises(AssertionError):
         for seed in range(300):
-            World(book(), seed, Counter()).tell(60)
+            World(table(), seed, Counter()).tell(60)

@@ -20,7 +20,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupEvent, GroupState
 
 
-class GroupBook:
+class GroupTable:
     """All groups. Every call that changes something returns a ``Change``; None: the message is stale."""
 
     def __init__(self) -> None:

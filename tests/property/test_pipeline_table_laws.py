@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineBook
+from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineTable
 from tests.support.examples import examples
 
 
 class World:
     """Processes, one for each stage, that join under new epochs, and the pipelines that the front must have."""
 
-    def __init__(self, num_stages: int, book: PipelineBook) -> None:
-        self.book, self.num_stages = book, num_stages
+    def __init__(self, num_stages: int, table: PipelineTable) -> None:
+        self.table, self.num_stages = table, num_stages
         self.stage_of: dict[int, int] = {}  # of live epochs
         self.formed: dict[int, Pipeline] = {}
         self.serving: set[int] = set()
@@ -24,9 +24,9 @@ class World:
 
     def join(self, stage: int) -> None:
         epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
-        older = self.book.join(epoch, stage)
+        older = self.table.join(epoch, stage)
         self.stage_of[epoch] = stage
-        pipeline = self.book.form()
+        pipeline = self.table.form()
         if older is not None:
             assert self.stage_of[older] == stage and not any(older in one.epochs for one in self.formed.values())
             self.end(older)
@@ -36,7 +36,7 @@ class World:
             self.formed[pipeline.number] = pipeline
 
     def link(self, epoch: int, number: int) -> None:
-        pipeline = self.book.link(epoch, number)
+        pipeline = self.table.link(epoch, number)
         if pipeline is not None:
             assert pipeline.number not in self.serving and set(pipeline.linked) == set(pipeline.epochs)
             assert all(member in self.stage_of for member in pipeline.epochs)
@@ -46,11 +46,11 @@ class World:
         """End an epoch, then the epochs that end with it, as the front does."""
         if self.stage_of.pop(epoch, None) is None:
             return
-        for other in self.book.end(epoch):
+        for other in self.table.end(epoch):
             self.end(other)
 
     def check(self) -> None:
-        self.book.check_integrity()
+        self.table.check_integrity()
         for pipeline in list(self.formed.values()):
             living = [member in self.stage_of for member in pipeline.epochs]
             assert all(living) or not any(living), "a member goes on alone"
@@ -59,9 +59,9 @@ class World:
                 self.serving.discard(pipeline.number)
 
 
-def tell(seed: int, num_stages: int, book: PipelineBook) -> int:
+def tell(seed: int, num_stages: int, table: PipelineTable) -> int:
     """Run random events; return how many pipelines served."""
-    world, dice, num_served = World(num_stages, book), Random(seed), 0
+    world, dice, num_served = World(num_stages, table), Random(seed), 0
     for _ in range(150):
         event = dice.choice(["join", "join", "link", "link", "link", "end"])
         epochs = list(range(1, world.next_epoch)) or [1]  # ended ones may send messages, too
@@ -82,30 +82,30 @@ def tell(seed: int, num_stages: int, book: PipelineBook) -> int:
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), num_stages=st.integers(2, 4))
 def test_a_pipeline_is_whole_or_over(seed: int, num_stages: int) -> None:
-    tell(seed, num_stages, PipelineBook(num_stages))
+    tell(seed, num_stages, PipelineTable(num_stages))
 
 
 def test_pipelines_serve_in_these_stories() -> None:
-    assert sum(tell(seed, 2, PipelineBook(2)) for seed in range(10)) > 100
+    assert sum(tell(seed, 2, PipelineTable(2)) for seed in range(10)) > 100
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-class LetsMembersGoOn(PipelineBook):
+class LetsMembersGoOn(PipelineTable):
     def end(self, epoch: int) -> list[int]:
         super().end(epoch)
         return []
 
 
-class FormsTooSoon(PipelineBook):
+class FormsTooSoon(PipelineTable):
     def link(self, epoch: int, number: int) -> Pipeline | None:
         super().link(epoch, number)
         return self._pipelines.get(number)
 
 
 @pytest.mark.parametrize("kind", [LetsMembersGoOn, FormsTooSoon])
-def test_a_book_is_noticed_that(kind: type[PipelineBook]) -> None:
+def test_a_table_is_noticed_that(kind: type[PipelineTable]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(20):
             tell(seed, 2, kind(2))

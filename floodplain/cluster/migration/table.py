@@ -32,7 +32,7 @@ class MigrationState(StrEnum):
 
 
 class Act(StrEnum):
-    """Actions at an instance, or (``LIFT``, ``RECOMPUTE``) in the router's book."""
+    """Actions at an instance, or (``LIFT``, ``RECOMPUTE``) in the router's table."""
 
     HOLD = "hold"
     PULL = "pull"
@@ -90,7 +90,7 @@ Step = tuple[Migration, list[Action]]
 """A migration after a transition, and its actions in sequence."""
 
 
-class MigrationBook:
+class MigrationTable:
     """All migrations under way. A message about one that is over, or in another state, changes nothing (None)."""
 
     def __init__(self) -> None:
