@@ -36,9 +36,9 @@ def install(argv: Sequence[str]) -> None:
     if "instance" in argv:
         _patch_instance(Path(os.environ[FOLDER]))
     elif "serve" in argv:
-        from floodplain.cluster.launch import restarts
+        from floodplain.cluster.launch import launcher
 
-        restarts.CALM_S = 0.0  # a hundred kills in a row must not delay restarts
+        launcher.CALM_S = 0.0  # a hundred kills in a row must not delay restarts
 
 
 def write(folder: Path, name: str, content: object) -> None:

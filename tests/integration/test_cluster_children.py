@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from floodplain.cluster.launch import launcher as launching
-from floodplain.cluster.launch import restarts
 from floodplain.cluster.launch.endings import Ending
-from floodplain.cluster.launch.launcher import Launcher
+from floodplain.cluster.launch.launcher import MAX_FAILED_STARTS, Launcher
 from floodplain.cluster.launch.local_processes import LocalProcesses
 from floodplain.cluster.launch.parent import read_token
-from floodplain.cluster.launch.restarts import MAX_FAILED_STARTS
 from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.core.errors import InvariantError, ServiceLost, UserError
 from floodplain.engine.config import EngineConfig
@@ -86,7 +84,7 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = tmp_path / "log"
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.01)
 
     async def run() -> None:
         commands = [
@@ -191,7 +189,7 @@ def test_a_front_whose_instance_does_not_start_ends_with_one_line(
     status: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad input (status 2) is not tried again; other failures are, up to ``MAX_FAILED_STARTS``."""
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
 
     async def run() -> None:
         processes = EndingProcesses(1, Ending(status, "no such model"))
@@ -219,7 +217,7 @@ def test_a_bug_that_ends_the_care_for_a_slot_ends_the_front() -> None:
 
 
 def test_a_front_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
 
     async def run() -> None:
         processes = FakeProcesses(2)
@@ -249,7 +247,7 @@ def test_a_child_that_joins_and_is_lost_again_and_again_is_given_up(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its process keeps running: it is admitted ``MAX_FAILED_STARTS`` times, then killed; each loss is logged."""
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.01)
 
     async def run() -> None:
         processes = FakeProcesses(1)
@@ -274,7 +272,7 @@ def test_a_child_that_joins_and_is_lost_again_and_again_is_given_up(
 
 
 def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
 
     async def run() -> None:
         processes = FakeProcesses(1)

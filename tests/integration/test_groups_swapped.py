@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cluster.bulk.swap_store import SwapStore
+from floodplain.cluster.bulk.kv_copies import SwapStore
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
 from tests.support import front_process

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from floodplain.cluster.state.request_table import MAX_FRUITLESS, Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
-from floodplain.cluster.wire.facts import InstanceFacts
+from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.request import Request
 from tests.support.loops import make_request, next_token, reference_output
 

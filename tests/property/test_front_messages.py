@@ -18,7 +18,7 @@ from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.wire import messages
-from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.wire.group_messages import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.group_steps import Answer
 from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped

@@ -10,12 +10,12 @@ from typing import Any
 
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
-from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
     Hello,
+    InstanceFacts,
     TokenRow,
     Tokens,
     Welcome,

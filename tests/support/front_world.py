@@ -12,19 +12,23 @@ from typing import Any
 
 from floodplain.cluster.router.door import Door
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import FrameLink, pack_frame
-from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.wire.group_orders import (
+from floodplain.cluster.wire.group_messages import (
     Adopt,
     Close,
     Collect,
+    Copied,
     Drop,
     Fetch,
     Fill,
+    GroupDone,
+    HandedOver,
+    KvRow,
     Move,
     Plan,
+    Planned,
     Prepare,
+    Prepared,
     Return,
     Settle,
 )
@@ -35,6 +39,8 @@ from floodplain.cluster.wire.messages import (
     Form,
     Formed,
     Hello,
+    InstanceFacts,
+    StageFacts,
     TokenRow,
     Tokens,
     Welcome,

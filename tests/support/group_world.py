@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 
-from floodplain.cluster.groups.merge import plan_merge
+from floodplain.cluster.groups.plan import plan_merge
 from floodplain.cluster.groups.progress import Change, Group
 from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
 from floodplain.core.errors import UserError

@@ -20,7 +20,6 @@ LIMITS_S = {
     "floodplain.cluster.instance.session.ROUTER_SILENCE_S": HANG_S,
     "floodplain.cluster.migration.controller.STEP_TIMEOUT_S": HANG_S,
     "floodplain.cluster.launch.launcher.SETTLED_S": HANG_S,
-    "floodplain.cluster.launch.restarts.SETTLED_S": HANG_S,
     "floodplain.cluster.wire.stage_link.HELLO_TIMEOUT_S": HANG_S,
     "floodplain.cluster.pipeline.stage_ring.LINK_TIMEOUT_S": HANG_S,
     "floodplain.coordinator.leadership.LEASE_S": HANG_S,

@@ -8,8 +8,7 @@ import pytest
 
 from floodplain.cluster.pipeline.forming import Forming, find_problem
 from floodplain.cluster.state.roster import Instance, Roster
-from floodplain.cluster.wire.facts import StageFacts
-from floodplain.cluster.wire.messages import Form, Formed, Hello
+from floodplain.cluster.wire.messages import Form, Formed, Hello, StageFacts
 from tests.support.cluster_peers import FACTS
 
 NUM_STAGES = 3

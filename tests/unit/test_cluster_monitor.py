@@ -16,7 +16,7 @@ from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.sums import StatsTable
-from floodplain.cluster.wire.group_orders import GroupOrder, Prepare
+from floodplain.cluster.wire.group_messages import GroupOrder, Prepare
 from floodplain.core.group_sizes import GroupSizes
 from floodplain.core.groups import GroupState
 from floodplain.cost.relief import StreamStep

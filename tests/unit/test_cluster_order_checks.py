@@ -10,7 +10,7 @@ import pytest
 
 from floodplain import SamplingParams
 from floodplain.cluster.wire import order_checks
-from floodplain.cluster.wire.group_orders import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
+from floodplain.cluster.wire.group_messages import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
 from floodplain.cluster.wire.messages import Form
 from floodplain.cluster.wire.migration_messages import GoOn, PullKv
 from floodplain.cluster.wire.placements import Submit

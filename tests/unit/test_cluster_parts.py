@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, resolve
 from floodplain.cluster.engine_flags import config_of_instance
-from floodplain.cluster.launch.restarts import (
+from floodplain.cluster.launch.launcher import (
     CALM_S,
     FIRST_DELAY_S,
     MAX_FAILED_STARTS,
@@ -21,10 +21,9 @@ from floodplain.cluster.launch.restarts import (
     Restarts,
 )
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
-from floodplain.cluster.state.prefixes import PrefixMemory
-from floodplain.cluster.state.roster import Roster
+from floodplain.cluster.state.roster import PrefixMemory, Roster
 from floodplain.cluster.sums import StatsTable, since
-from floodplain.cluster.wire.facts import InstanceFacts
+from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
 from floodplain.engine.config import EngineConfig

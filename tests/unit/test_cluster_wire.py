@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cluster.wire.facts import InstanceFacts, find_difference
 from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket, pack_frame
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
     Hello,
+    InstanceFacts,
     Refused,
     TokenRow,
     Tokens,
     Welcome,
     error_of,
+    find_difference,
     pack,
     read_instance_message,
     read_router_message,

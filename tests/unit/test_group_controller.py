@@ -10,10 +10,18 @@ import pytest
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
-from floodplain.cluster.wire.facts import InstanceFacts
-from floodplain.cluster.wire.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.wire.group_orders import Adopt, Collect, GroupOrder
+from floodplain.cluster.wire.group_messages import (
+    Adopt,
+    Collect,
+    GroupDone,
+    GroupOrder,
+    HandedOver,
+    KvRow,
+    Planned,
+    Prepared,
+)
 from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -224,3 +225,29 @@ def _read_hello(sock: socket.socket) -> bytes:
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other end has disconnected
         sock.shutdown(socket.SHUT_RDWR)
+
+
+class BulkGate:
+    """Open while no holder is in ``busy``. Every method may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_busy = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Hold the gate shut; several holders may overlap."""
+        with self._changed:
+            self._num_busy += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_busy -= 1
+                if not self._num_busy:
+                    self._changed.notify_all()
+
+    def wait(self, max_s: float) -> bool:
+        """Wait until the gate is open, at most ``max_s`` seconds. True if it is open."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_busy, max_s)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from floodplain.cluster.bulk.gate import BulkGate
-from floodplain.cluster.bulk.kv_copies import PARAMETERS, PIECE_BYTES, SWAP, ParameterStore, Puller
-from floodplain.cluster.bulk.server import BulkServer
-from floodplain.cluster.bulk.swap_store import SwapStore
+from floodplain.cluster.bulk.kv_copies import PARAMETERS, PIECE_BYTES, SWAP, ParameterStore, Puller, SwapStore
+from floodplain.cluster.bulk.server import BulkGate, BulkServer
 from floodplain.core.errors import InvariantError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.backstop import Backstop

@@ -13,11 +13,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from floodplain.cluster.bulk.kv_copies import KV, SWAP, KvStore, Puller, RequestCopy, copy_own, group_layers, write_pool
-from floodplain.cluster.bulk.swap_store import copy_slots
+from floodplain.cluster.bulk.kv_copies import (
+    KV,
+    SWAP,
+    KvStore,
+    Puller,
+    RequestCopy,
+    copy_own,
+    copy_slots,
+    group_layers,
+    write_pool,
+)
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.pipeline import GroupPipeline
-from floodplain.cluster.wire.group_orders import Collect, Drop, Fetch, Fill
+from floodplain.cluster.wire.group_messages import Collect, Drop, Fetch, Fill
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, SeqId

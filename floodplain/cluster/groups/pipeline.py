@@ -11,7 +11,7 @@ from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.pipeline.engine import make_engine, plan_limits
 from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
 from floodplain.cluster.pipeline.stage_ring import StageRing
-from floodplain.cluster.wire.group_orders import Drop
+from floodplain.cluster.wire.group_messages import Drop
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId

@@ -6,11 +6,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from floodplain.cluster.groups.merge import Merge
 from floodplain.cluster.state.request_table import Entry
-from floodplain.cluster.wire.facts import InstanceFacts
-from floodplain.cluster.wire.group_answers import HandedOver, KvRow, Prepared
-from floodplain.cluster.wire.group_orders import (
+from floodplain.cluster.wire.group_messages import (
     Cancel,
     Close,
     Collect,
@@ -20,21 +17,82 @@ from floodplain.cluster.wire.group_orders import (
     Fill,
     GroupOrder,
     Grow,
+    HandedOver,
     HeldRequest,
+    KvRow,
     Move,
     Plan,
     Prepare,
+    Prepared,
     Release,
     Return,
     Settle,
 )
 from floodplain.cluster.wire.group_steps import Order, OrderKind
+from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
-from floodplain.core.errors import InvariantError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
 from floodplain.core.kv_sources import find_slot
+from floodplain.core.merge_cut import cut_merge
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """The plan of a merge; tuples are indexed by place in the new group.
+
+    Attributes:
+        kept: Layers that each member keeps.
+        held: Layers that each member has before.
+        holders: The place whose report has each member's rows: its old leader's, or its own.
+        sources: For each place and layer of the model: the place that has this layer's KV of the place's rows.
+    """
+
+    kept: tuple[range, ...]
+    held: tuple[range, ...]
+    holders: tuple[int, ...]
+    sources: tuple[tuple[int, ...], ...]
+
+
+def plan_merge(
+    epochs: Sequence[int], old: Mapping[tuple[int, ...], Sequence[range]], num_layers: int
+) -> tuple[tuple[int, ...], Merge]:
+    """(epochs in the order of the pipeline, the plan).
+
+    Args:
+        epochs: Members of the new group, in any order.
+        old: Epochs of each old group, the leader first, and the layers of each of its members.
+        num_layers: Of the model.
+
+    Raises:
+        UserError: They cannot share the layers.
+    """
+    kept_of = {epoch: part for members, kept in old.items() for epoch, part in zip(members, kept, strict=True)}
+    held = [kept_of.get(epoch, range(num_layers)) for epoch in epochs]
+    cut = cut_merge(held, num_layers)
+    if cut is None:
+        raise UserError(f"instances {sorted(epochs)} cannot share {num_layers} layers by dropping more: restore first")
+    order = tuple(epochs[member] for member in cut.order)
+    members_of = {epoch: members for members in old for epoch in members}
+    place_of = {epoch: place for place, epoch in enumerate(order)}
+    sources = [
+        tuple(
+            next(
+                place_of[one] for one in members_of.get(epoch, (epoch,)) if layer in kept_of.get(one, range(num_layers))
+            )
+            for layer in range(num_layers)
+        )
+        for epoch in order
+    ]
+    return order, Merge(
+        kept=cut.kept,
+        held=tuple(held[member] for member in cut.order),
+        holders=tuple(place_of[members_of.get(epoch, (epoch,))[0]] for epoch in order),
+        sources=tuple(sources),
+    )
+
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PLAIN: Mapping[OrderKind, Callable[[int, int], GroupOrder]] = {

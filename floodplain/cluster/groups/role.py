@@ -10,22 +10,27 @@ from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.groups.pipeline import GroupPipeline
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.sums import StatsTable, since
-from floodplain.cluster.wire.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.wire.group_orders import (
+from floodplain.cluster.wire.group_messages import (
     ORDERS,
     Adopt,
     Cancel,
     Close,
     Collect,
     Commit,
+    Copied,
     Drop,
     Fetch,
     Fill,
+    GroupDone,
     GroupOrder,
     Grow,
+    HandedOver,
+    KvRow,
     Move,
     Plan,
+    Planned,
     Prepare,
+    Prepared,
     Release,
     Return,
     Settle,

@@ -14,9 +14,8 @@ from typing import Protocol
 
 from floodplain import __version__
 from floodplain.cluster.instance.session import Role, Session
-from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Hello, Welcome
+from floodplain.cluster.wire.messages import Hello, InstanceFacts, Welcome
 from floodplain.engine.async_engine import AsyncEngine
 
 

@@ -19,9 +19,8 @@ from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.pipeline.engine import make_engine, plan_limits, read_price
 from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
 from floodplain.cluster.pipeline.stage_ring import StageRing
-from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Form, Formed, Hello, RouterMessage, Welcome
+from floodplain.cluster.wire.messages import Form, Formed, Hello, InstanceFacts, RouterMessage, StageFacts, Welcome
 from floodplain.cluster.wire.order_checks import check_form
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine

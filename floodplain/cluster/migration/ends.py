@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class HeldKvStore:
-    """A ``bulk_stores.Store`` of blocks that are held for migrations. Part: a layer; indices: blocks.
+    """A ``bulk.stores.Store`` of blocks that are held for migrations. Part: a layer; indices: blocks.
 
     Args:
         pool: The KV pool with the blocks.

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineTable
 from floodplain.cluster.state.roster import Instance, Roster
-from floodplain.cluster.wire.facts import InstanceFacts, find_difference
-from floodplain.cluster.wire.messages import Form, Formed, Hello
+from floodplain.cluster.wire.messages import Form, Formed, Hello, InstanceFacts, find_difference
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
 
 logger = logging.getLogger(__name__)

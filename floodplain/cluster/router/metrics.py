@@ -8,8 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from floodplain.cluster.groups.controller import GroupController
-from floodplain.cluster.groups.counts import CHANGES
+from floodplain.cluster.groups.controller import CHANGES, GroupController
 from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.migration.table import MigrationResult
 from floodplain.cluster.router.router import Router

@@ -9,21 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from floodplain.cluster.groups.controller import GroupController
-from floodplain.cluster.launch.slots import Slots
 from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.pipeline.forming import Forming, find_problem
 from floodplain.cluster.router.door import Door
 from floodplain.cluster.router.monitor import Monitor
 from floodplain.cluster.router.requests import Requests
-from floodplain.cluster.router.stall_guard import StallGuard
-from floodplain.cluster.router.stalls import BY_STEPS, StallRule, StallWatch
+from floodplain.cluster.router.stalls import BY_STEPS, StallGuard, StallRule, StallWatch
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.sums import StatsTable
-from floodplain.cluster.wire.facts import InstanceFacts
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import (
     Accepted,
@@ -33,6 +31,7 @@ from floodplain.cluster.wire.messages import (
     Formed,
     FrontBeat,
     Hello,
+    InstanceFacts,
     Leaving,
     Refused,
     RouterMessage,
@@ -46,6 +45,27 @@ from floodplain.core.codec import WireError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
+
+
+class Slots(Protocol):
+    """Notified of the lives of the router's own instances. Slots are numbered from 0."""
+
+    def admits(self, slot: int, /) -> bool:
+        """Whether the instance of a slot may join now; if not, it must try again later."""
+        ...
+
+    def note_joined(self, slot: int, /) -> None:
+        """An instance of a slot joined."""
+        ...
+
+    def note_serving(self, slot: int, /) -> None:
+        """A slot's instance serves; in a pipeline: all stages are linked."""
+        ...
+
+    def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
+        """The life of a slot's instance ended, ``silent_s`` seconds after its last message."""
+        ...
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from floodplain.cluster.state.roster import Instance, Roster
-from floodplain.cluster.wire.facts import InstanceFacts, StageFacts
+from floodplain.cluster.wire.messages import InstanceFacts, StageFacts
 from floodplain.core.codec import WireError
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey, extend_keys, root_key

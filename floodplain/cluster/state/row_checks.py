@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from floodplain.cluster.state.request_table import Entry
-from floodplain.cluster.wire.group_answers import KvRow, Prepared
+from floodplain.cluster.wire.group_messages import KvRow, Prepared
 from floodplain.cluster.wire.messages import TokenRow
 from floodplain.core.codec import WireError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from floodplain.cluster.wire.group_orders import (
+from floodplain.cluster.wire.group_messages import (
     Adopt,
     Collect,
     Drop,
