@@ -52,7 +52,7 @@ class StatsTable:
 
 
 def since(now: EngineStats, before: EngineStats) -> EngineStats:
-    """An engine's statistics, with counters less those of ``before``: a new life counts from zero."""
+    """An engine's statistics, with counters less those of ``before``: a new session counts from zero."""
     values = {
         item.name: _subtract(getattr(now, item.name), getattr(before, item.name))
         for item in fields(EngineStats)

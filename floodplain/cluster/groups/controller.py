@@ -98,7 +98,7 @@ class GroupController:
         table: Requests and instances.
         shape: Of the model.
         send: Sends an order, and integers beside it, to the instance of an epoch.
-        end: Ends the life of an instance, for a reason.
+        end: Ends the session of an instance, for a reason.
         place: Places requests that wait.
 
     Attributes:
@@ -151,7 +151,7 @@ class GroupController:
         self._apply(change)
 
     def plan_of(self, number: int) -> GroupPlan | None:
-        """The plan of a group that is being formed or lives; None if there is none."""
+        """The plan of a group that is being formed or exists; None if there is none."""
         return self._plans.get(number)
 
     def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class GroupController:
             self._bring_home(plan)
 
     def end(self, epoch: int) -> None:
-        """An instance's life has ended: end its group, and a group that would be taken in."""
+        """An instance's session has ended: end its group, and a group that would be taken in."""
         changes = []
         while (group := self.groups.find(epoch)) is not None:
             self.counts.problems[group.number] = f"instance {self._plans[group.number].name_of(epoch)} is gone"
@@ -273,7 +273,7 @@ class GroupController:
         if change.entered is not None:
             self._enter(plan, change.entered)
         for epoch in change.ended:
-            self._table.roster.expect(epoch).part = "grouped"  # no request is placed on it before its life ends
+            self._table.roster.expect(epoch).part = "grouped"  # no request is placed on it before its session ends
         for request in change.lost:
             self._let_wait(plan.travellers[request].entry)
         for order in change.orders:

@@ -130,7 +130,7 @@ class Change:
         group: The group, in its new state.
         orders: Orders to send, in this sequence.
         entered: The state that this call entered; None if it did not change.
-        ended: Epochs whose lives must end now, last place first.
+        ended: Epochs whose sessions must end now, last place first.
         lost: Requests that must be recomputed from their tokens.
     """
 

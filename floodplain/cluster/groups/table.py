@@ -1,7 +1,7 @@
 """All groups of instances: decides which orders are due. No I/O, no clock.
 
 Two phases: no member drops anything before all have confirmed what they hold (``confirm``, then ``drop``).
-If a member ends during preparation, the others resume after a pause; if it ends later, the lives of all members end.
+If a member ends during preparation, the others resume after a pause; if it ends later, the sessions of all members end.
 Messages name the group by its number, which is used once: a message of an ended group changes nothing.
 
 A new group may take in pipelined groups, with all their members. Until all members of the new group have
@@ -164,7 +164,7 @@ class GroupTable:
         return self._take(group, GroupEvent.RETURNED)
 
     def expire(self, number: int, state: GroupState) -> Change | None:
-        """End a group that has been in ``state`` for too long: cancel it, or end the lives of its members.
+        """End a group that has been in ``state`` for too long: cancel it, or end the sessions of its members.
 
         None if it is in another state by now, or if this state awaits nothing.
         """
@@ -212,7 +212,7 @@ class GroupTable:
         return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
 
     def end(self, epoch: int) -> Change | None:
-        """A life has ended: its group ends too. Call until None: an old group may exist beside a new one."""
+        """A session has ended: its group ends too. Call until None: an old group may exist beside a new one."""
         group = self.find(epoch)
         return None if group is None else self._end(group, GroupEvent.ENDED, epoch)
 

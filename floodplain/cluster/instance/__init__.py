@@ -1,1 +1,1 @@
-"""The instance's end: its connection to the router, one life, an engine or a stage behind it."""
+"""The instance's end: its connection to the router, one session, an engine or a stage behind it."""

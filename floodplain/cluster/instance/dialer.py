@@ -1,4 +1,4 @@
-"""The instance's end of its connection to the router: connects again and again, and serves one life per connection."""
+"""The instance's end of its connection to the router: connects repeatedly, and serves one session per connection."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Member(Protocol):
     """What a ``Dialer`` serves: a whole engine, or one stage of a pipeline."""
 
     async def start(self) -> None:
-        """Start, before the first life."""
+        """Start, before the first session."""
         ...
 
     async def close(self) -> None:
-        """Close, after the last life."""
+        """Close, after the last session."""
         ...
 
     async def rest(self) -> None:
-        """Return when no work of an earlier life is running."""
+        """Return when no work of an earlier session is running."""
         ...
 
     def hello(self, token: str) -> Hello:
@@ -41,7 +41,7 @@ class Member(Protocol):
         ...
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve one life; nothing of it is left on return.
+        """Serve one session; nothing of it is left on return.
 
         Raises:
             WireError: The router breaks the protocol.
@@ -99,7 +99,7 @@ class Dialer:
             delay_s = min(MOST_DELAY_S, 2 * delay_s)
 
     async def _until_at_rest(self) -> None:
-        """Wait until the last life's work has ended: a stuck engine would accept requests and never compute them."""
+        """Wait until the last session's work has ended: a stuck engine would accept requests and never compute them."""
         resting = asyncio.ensure_future(self._member.rest())
         stopping = asyncio.ensure_future(self._is_stopping.wait())
         done, _ = await asyncio.wait((resting, stopping), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class Dialer:
             resting.result()  # raises if the engine failed
 
     async def _serve(self, link: FrameLink) -> bool:
-        """Serve one life, until the connection or this process ends. False: no welcome, or a protocol error."""
+        """Serve one session, until the connection or this process ends. False: no welcome, or a protocol error."""
         try:
             link.send(pack(self._member.hello(self._token)))
             welcome = await _read_welcome(link)

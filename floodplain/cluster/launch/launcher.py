@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 LOST_TIMEOUT_S = 30.0
 """A child that fell silent and has not joined again after this time is killed and restarted."""
 PARTED_TIMEOUT_S = 300.0
-"""The same for a life that ended otherwise: the child may be reading dropped layers, or in a long step."""
+"""The same for a session that ended otherwise: the child may be reading dropped layers, or in a long step."""
 FIRST_RETRY_S = 1.0
 """Delay after a start that failed for lack of system resources; doubled each time."""
 
@@ -94,7 +94,7 @@ class Processes(Protocol):
 
 
 class Lost(NamedTuple):
-    """How a life of a slot's instance ended.
+    """How a session of a slot's instance ended.
 
     Attributes:
         words: Why; empty for ``left``, ``pipeline`` and ``group``: the reason is elsewhere.
@@ -178,7 +178,7 @@ class Launcher:
         self._on_change()
 
     def note_lost(self, slot: int, why: str, silent_s: float) -> None:
-        """The life of the slot's instance ended, after ``silent_s`` seconds without a message.
+        """The session of the slot's instance ended, after ``silent_s`` seconds without a message.
 
         Args:
             slot: Of the instance.
@@ -220,7 +220,7 @@ class Launcher:
             killing.cancel()
 
     def _forget(self, slot: int) -> None:
-        """Clear what is known of the slot's earlier life."""
+        """Clear what is known of the slot's earlier session."""
         self._spare(slot)
         self._lost.pop(slot, None)
         self._again_s.pop(slot, None)
@@ -243,7 +243,7 @@ class Launcher:
         return None if since_s is None else time.monotonic() - since_s
 
     def _judge(self, slot: int, served_s: float | None, words: str) -> None:
-        """Decide when the slot may start or join again, after a life or a process ended."""
+        """Decide when the slot may start or join again, after a session or a process ended."""
         restarts = self._restarts[slot]
         delay_s = restarts.next_delay_s(served_s)
         self.last_words[slot] = words

@@ -213,7 +213,7 @@ class MigrationController:
         self._apply(self.migrations.stop(one.number, message.epoch, num_blocks))
 
     def end(self, epoch: int) -> None:
-        """An instance's life has ended; the requests placed on it were given back before."""
+        """An instance's session has ended; the requests placed on it were given back before."""
         for step in self.migrations.end(epoch):
             self._apply(step)
 

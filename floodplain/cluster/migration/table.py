@@ -66,8 +66,8 @@ class Migration:
     Attributes:
         number: Unique number of the migration.
         request: The router's number of the request.
-        source: Epoch of the source; None once its life has ended.
-        target: Epoch of the target; None once its life has ended.
+        source: Epoch of the source; None once its session has ended.
+        target: Epoch of the target; None once its session has ended.
         state: See the module.
         num_copied: Leading blocks that the target has, and
         num_copying: how many it is copying now.
@@ -169,7 +169,7 @@ class MigrationTable:
     # -- ends and timeouts ---------------------------------------------------------------------------------------------
 
     def end(self, epoch: int) -> list[Step]:
-        """An instance's life has ended. Before FINISHING the caller gives its requests back."""
+        """An instance's session has ended. Before FINISHING the caller gives its requests back."""
         steps = []
         for one in self:
             if epoch == one.source:

@@ -46,7 +46,7 @@ class Forming:
         """A stage joined; if none is missing now, all are told to link.
 
         Returns:
-            The epoch of an older instance of the same stage, whose life must end; None if there is none.
+            The epoch of an older instance of the same stage, whose session must end; None if there is none.
         """
         assert instance.stage is not None
         older = self._pipelines.join(instance.epoch, instance.stage.stage)
@@ -69,7 +69,7 @@ class Forming:
         return True
 
     def end(self, epoch: int) -> list[int]:
-        """A life has ended. The epochs of the other members of its pipeline, whose lives end with it."""
+        """A session has ended. The epochs of the other members of its pipeline, whose sessions end with it."""
         return self._pipelines.end(epoch)
 
     def _tell(self, number: int, members: list[Instance]) -> None:

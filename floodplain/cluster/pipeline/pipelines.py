@@ -1,7 +1,7 @@
 """Forms pipelines of joined stages, which end together. No I/O, no clock.
 
 A pipeline is formed when all of its stages have joined, under a unique number. It serves when all
-members are linked. When the life of one ends, the lives of the others end: the KV of its layers is lost for every
+members are linked. When the session of one ends, the sessions of the others end: the KV of its layers is lost for every
 request. They join again, with their parameters, and the next pipeline is formed when the missing stage has joined.
 """
 
@@ -14,7 +14,7 @@ from floodplain.core.errors import InvariantError
 
 @dataclass(eq=False, slots=True)
 class Pipeline:
-    """One life of a pipeline.
+    """One pipeline, from its formation to its end.
 
     Attributes:
         number: The pipeline's number.
@@ -54,7 +54,7 @@ class PipelineTable:
         """A stage joined, under a new epoch.
 
         Returns:
-            The epoch of an older instance of the same stage, perhaps a silent one, whose life must end; None if none.
+            The epoch of an older instance of the same stage, perhaps silent, whose session must end; None if none.
         """
         older = self._gathered.get(stage)
         self._gathered[stage] = epoch
@@ -80,7 +80,7 @@ class PipelineTable:
         return pipeline if pipeline.is_whole else None
 
     def end(self, epoch: int) -> list[int]:
-        """An instance's life has ended. The epochs of the other members of its pipeline, last stage first."""
+        """An instance's session has ended. The epochs of the other members of its pipeline, last stage first."""
         self._gathered = {stage: other for stage, other in self._gathered.items() if other != epoch}
         ended = [pipeline for pipeline in self._pipelines.values() if epoch in pipeline.epochs]
         for pipeline in ended:

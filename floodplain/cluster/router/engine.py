@@ -131,7 +131,7 @@ class ClusterEngine:
         """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""
         self._subscribers.append(on_finished)
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the instances. Returns when all serve, when one cannot (``failure``), or when ``drain`` is called."""

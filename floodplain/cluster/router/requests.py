@@ -15,7 +15,7 @@ from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import Request
 
 Send = Callable[[int, RouterMessage, tuple[int, ...]], None]
-"""Sends a message and token ids to the instance of an epoch; does nothing if its life has ended."""
+"""Sends a message and token ids to the instance of an epoch; does nothing if its session has ended."""
 
 
 class Requests:

@@ -48,7 +48,7 @@ from floodplain.cost.model_shape import ModelShape
 
 
 class Slots(Protocol):
-    """Notified of the lives of the router's own instances. Slots are numbered from 0."""
+    """Notified of the sessions of the router's own instances. Slots are numbered from 0."""
 
     def admits(self, slot: int, /) -> bool:
         """Whether the instance of a slot may join now; if not, it must try again later."""
@@ -63,7 +63,7 @@ class Slots(Protocol):
         ...
 
     def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
-        """The life of a slot's instance ended, ``silent_s`` seconds after its last message."""
+        """The session of a slot's instance ended, ``silent_s`` seconds after its last message."""
         ...
 
 
@@ -146,7 +146,7 @@ class Router:
         """Whether an instance has joined; with a pipeline: whether all stages were linked once."""
         return self.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- start and end ---------------------------------------------------------------------------------------------
 
     async def start(self, sock: socket.socket) -> None:
         """Listen on a bound socket, and start to watch the instances."""
@@ -180,7 +180,7 @@ class Router:
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: RouterMessage, token_ids: Sequence[int] = ()) -> None:
-        """Send a message and integers to the instance of an epoch; does nothing if its life has ended."""
+        """Send a message and integers to the instance of an epoch; does nothing if its session has ended."""
         link = self._links.get(epoch)
         if link is not None:
             link.send(pack(message, tuple(token_ids)))
@@ -208,7 +208,7 @@ class Router:
             await link.close()
 
     def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
-        """The epoch of the instance's new life; None if it is refused. ``slots``: the slot of its token, if known."""
+        """The epoch of the new session; None if the instance is refused. ``slots``: the slot of its token, if known."""
         if not slots:
             link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
             return None
@@ -245,7 +245,7 @@ class Router:
                 self._take(epoch, message, frame[1])
 
     def _end(self, epoch: int, why: str) -> None:
-        """End an instance's life; its requests are placed on other instances."""
+        """End an instance's session; its requests are placed on other instances."""
         instance = self.table.roster.get(epoch)
         if instance is None:
             return

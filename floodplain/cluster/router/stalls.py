@@ -51,7 +51,7 @@ class StallRule:
             longest_s: The longest step that any instance has ended, and
             most_tokens: the most tokens of one; 0 if none has ended.
             progress: Of this instance: its step may be larger than any that ended.
-            is_first: Whether it has ended no step in this life.
+            is_first: Whether it has ended no step in this session.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -178,7 +178,7 @@ class StallGuard:
         self._watch.hear(instance.epoch, progress, now, owes=self._owes(instance))
 
     def find_stuck(self) -> Iterator[Stuck]:
-        """The live instances that are stuck. The caller may end lives during the iteration."""
+        """The live instances that are stuck. The caller may end sessions during the iteration."""
         self._watch.keep({one.epoch for one in self._roster})
         return (stuck for stuck in self._watch.find_stuck(self._units()) if self._roster.get(stuck.epoch) is not None)
 

@@ -1,7 +1,7 @@
 """The router's table: each live request, its tokens so far, and its placement. No I/O, no clock.
 
-A request is placed under a ticket, which is used once. A message of an instance counts only if its epoch lives and the
-ticket is the request's current one: late messages of a dead, stopped or slow instance change nothing.
+A request is placed under a ticket, which is used once. A message of an instance counts only if its epoch is live and
+the ticket is the current one of the request: late messages of a dead, stopped or slow instance change nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RequestTable:
         return len(self._homeless)
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
-        """Begin a life of an instance. Facts of the first one are kept; all others must match (``find_difference``)."""
+        """Begin a session. Facts of the first instance are kept; all others must match (``find_difference``)."""
         self._facts = self._facts or facts
         return self.roster.join(facts, slot, now, stage)
 
@@ -188,7 +188,7 @@ class RequestTable:
         return {ticket: self._placed[ticket] for ticket in sorted(self.roster.expect(epoch).tickets)}
 
     def end(self, epoch: int) -> list[Entry]:
-        """End an instance's life. Its requests, which are no longer placed; give back each."""
+        """End an instance's session. Its requests, which are no longer placed; give back each."""
         instance = self.roster.remove(epoch)
         if instance is None:
             return []

@@ -41,10 +41,10 @@ STATES = ("serving", "forming", "leaving", "paused", "leading", "grouped")
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """One life of one instance: from joining until its connection ends or it is silent for too long.
+    """One session of one instance: from joining until its connection ends or it is silent for too long.
 
     Attributes:
-        epoch: Names this life.
+        epoch: Names this session.
         facts: The facts in its ``Hello``.
         slot: The launcher's slot of it; None if the launcher did not start it.
         joined_s: When it joined.
@@ -135,11 +135,11 @@ class Roster:
         return any(one.can_serve for one in self._instances.values())
 
     def get(self, epoch: int) -> Instance | None:
-        """The instance of this epoch; None once its life has ended."""
+        """The instance of this epoch; None once its session has ended."""
         return self._instances.get(epoch)
 
     def name_of(self, epoch: int) -> str:
-        """The name of the instance of this epoch in commands and logs; ``e`` and the epoch once its life has ended."""
+        """Its name in commands and logs; ``e`` and the epoch once its session has ended."""
         instance = self._instances.get(epoch)
         return f"e{epoch}" if instance is None else instance.name
 
@@ -170,7 +170,7 @@ class Roster:
         return instance is not None
 
     def remove(self, epoch: int) -> Instance | None:
-        """Remove the instance whose life ends; None if it was removed before."""
+        """Remove the instance whose session ends; None if it was removed before."""
         return self._instances.pop(epoch, None)
 
     def find_silent(self, now: float) -> list[int]:

@@ -106,7 +106,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """A life begins, named by ``epoch``. Both sides send every ``beat_s``; the router waits at most ``silence_s``."""
+    """A session begins, named by ``epoch``. Both sides send every ``beat_s``; the router waits ``silence_s``."""
 
     epoch: int
     beat_s: Annotated[float, Range(0.001, 3600.0)]
@@ -134,7 +134,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this life.
+    """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this session.
 
     Attributes:
         epoch: Of the instance.
