@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from floodplain.cluster.groups.fetches import Fetches, Outcome
-from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.groups.progress import Change, Fetches, Group, Outcome
 from floodplain.cluster.groups.table import GroupTable
 from floodplain.cluster.wire.group_steps import STEPS, Answer, OrderKind
 from floodplain.core.errors import InvariantError, UserError

@@ -209,7 +209,9 @@ def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write
 
 
 class SwapStore:
-    """A ``bulk.stores.Store`` over swap space: part = layer, indices = slots.
+    """A ``bulk.stores.Store`` over a member's swap space while its engine is at rest: part = layer, indices = slots.
+
+    A slot is read only after its content was verified against the digest that was taken at swap-out.
 
     Args:
         slots: Slots in host memory; none is written between ``forget`` and the last ``read``.

@@ -5,18 +5,55 @@ Each layer's parameters lie in their own pages, which can become KV. On a CPU ma
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.groups.role import GroupRole
+from floodplain.cluster.groups.membership import Membership
+from floodplain.cluster.groups.pipeline import GroupPipeline
 from floodplain.cluster.instance.instance import Replica, find_own_host
-from floodplain.core.errors import UserError
+from floodplain.cluster.instance.session import Role, Session
+from floodplain.cluster.sums import StatsTable, since
+from floodplain.cluster.wire.group_messages import (
+    ORDERS,
+    Adopt,
+    Cancel,
+    Close,
+    Collect,
+    Commit,
+    Copied,
+    Drop,
+    Fetch,
+    Fill,
+    GroupDone,
+    GroupOrder,
+    Grow,
+    HandedOver,
+    KvRow,
+    Move,
+    Plan,
+    Planned,
+    Prepare,
+    Prepared,
+    Release,
+    Return,
+    Settle,
+)
+from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire.messages import RouterMessage
+from floodplain.cluster.wire.order_checks import check_group_order
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.backstop import default_backstop_folder, open_backstop
 from floodplain.engine.build import OpenedEngine, open_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.step_meter import StepMeter
+from floodplain.runtime.handover import Record
 
 
 def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) -> Replica:
@@ -54,3 +91,221 @@ def _shrink_to_whole_quanta(opened: OpenedEngine) -> None:
             f"--kv-memory holds {pool.num_blocks * state.ledger.block_tokens} tokens in whole quanta of "
             f"{pool.quantum_blocks} blocks, fewer than --max-model-len {state.config.max_model_len}: raise it"
         )
+
+
+logger = logging.getLogger(__name__)
+
+_OWN, _GROUP = 0, 1
+
+
+class GroupRole(Role):
+    """Executes group orders.
+
+    Args:
+        session: The session.
+        member: The engine and its memory for groups.
+    """
+
+    peers = "group"
+
+    def __init__(self, session: Session, member: GroupMember) -> None:
+        super().__init__(session)
+        self._member = member
+        self._membership: Membership | None = None
+        self._counted = StatsTable()
+
+    # -- failure, end, statistics --------------------------------------------------------------------------------------
+
+    def find_failure(self) -> BaseException | None:
+        """The failure of the own engine or of the group's pipeline; None if there is none."""
+        in_group = None if self._pipeline is None else self._pipeline.failure
+        return self._member.engine.failure or in_group
+
+    async def end(self) -> None:
+        """Leave any group, however the session ended: serve alone again, without requests.
+
+        Raises:
+            UserError: Dropped parameters cannot be read from the backstop.
+        """
+        if self._membership is not None:
+            await self._membership.abandon()
+
+    def stats(self) -> EngineStats:
+        """The sum of what the own engine and the group's engine counted."""
+        self._counted.note(_OWN, since(self._member.engine.stats(), self._before))
+        if self._pipeline is not None and self._pipeline.engine is not None:
+            self._counted.note(_GROUP, self._pipeline.engine.stats())
+        return self._counted.total()
+
+    def meter(self) -> StepMeter | None:
+        """The step meter of the group's pipeline, or else of the own engine."""
+        return super().meter() if self._pipeline is None else self._pipeline.meter
+
+    @property
+    def _pipeline(self) -> GroupPipeline | None:
+        """The group's pipeline; the old group's while a group that takes it in is being prepared."""
+        membership = self._membership
+        if membership is not None and membership.old is not None:
+            return membership.old.pipeline
+        return None if membership is None else membership.pipeline
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
+        """Start to execute a group order; see ``Role.take``."""
+        if not isinstance(message, ORDERS):
+            return False
+        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, Adopt) else None
+        check_group_order(message, integers, taken, len(self._member.param_pages))
+        self._obey(message, integers)
+        return True
+
+    def _obey(self, order: GroupOrder, integers: tuple[int, ...]) -> None:
+        if isinstance(order, Prepare) and (self._membership is None or self._membership.pipeline is not None):
+            self._membership = Membership(self._member, order.number, self._membership)
+        membership = self._membership
+        if membership is None or membership.number != order.number:
+            return
+        match order:
+            case Cancel():
+                membership.cancel()
+                self._membership = membership.old
+            case Adopt():
+                stream = self._session.begin(
+                    order.submit, integers, membership.adopter(order.request, order.num_computed)
+                )
+                stream.add_done_callback(lambda _: membership.release(order.request))  # in case it ended before it ran
+            case Release():
+                membership.release(order.request)
+            case Grow() if membership.pipeline is not None:
+                membership.pipeline.grow(order.num_quanta)
+            case _:
+                self._session.start(self._carry_out(membership, order, integers))
+
+    async def _carry_out(self, membership: Membership, order: GroupOrder, integers: tuple[int, ...]) -> None:
+        """Execute one order that takes time. The router sends the next one when all members have answered."""
+        match order:
+            case Prepare():
+                await self._prepare(membership)
+            case Drop():
+                await self._drop(membership, order, integers)
+            case Fetch():
+                await membership.fetch(order, integers, self._note_copied(order, Answer.FETCHED))
+            case Settle():
+                await membership.settle(order.num_quanta)
+                self._say(order, Answer.SETTLED)
+            case Plan():
+                await self._plan(membership, order)
+            case Move():
+                flat, quanta = integers[: 2 * order.num_moves], integers[2 * order.num_moves :]
+                await membership.move(list(zip(flat[::2], flat[1::2], strict=True)), quanta)
+                self._say(order, Answer.MOVED)
+            case Commit() if membership.pipeline is not None:
+                await membership.pipeline.commit()
+            case Fill():
+                from_others, from_backstop = await membership.fill(order)
+                logger.info("parameters of %d layers came from other instances, of %d from the backstop",
+                            from_others, from_backstop)  # fmt: skip
+                self._say(order, Answer.FILLED)
+            case Return():
+                await self._return(membership, order, integers)
+            case Collect():
+                await membership.collect(order, integers, self._note_copied(order, Answer.COLLECTED))
+            case Close():
+                await membership.close()
+                self._retire_group()  # after the last beat that counts the group's engine
+                self._membership = None
+                self._say(order, Answer.CLOSED)
+            case _:
+                raise InvariantError(f"{type(order).__name__} has no group to be carried out in")
+
+    async def _prepare(self, membership: Membership) -> None:
+        member, problem = self._member, self._member.find_problem()
+        records = [] if problem is not None else await membership.pause()
+        if membership is not self._membership:  # cancelled meanwhile
+            membership.cancel()
+            return
+        rows, blocks = await self._rows_of(records)
+        memory, (host, port) = member.memory, member.listener.getsockname()[:2]
+        prepared = Prepared(
+            epoch=self._session.epoch,
+            number=membership.number,
+            problem=problem,
+            host=host,
+            port=port,
+            bulk_address=member.bulk.address,
+            num_kv_pages=member.num_kv_pages,
+            quantum_pages=memory.quantum_pages,
+            param_pages=member.param_pages,
+            quantum_blocks=memory.quantum_blocks,
+            rows=tuple(rows),
+        )
+        if problem is not None:
+            self._membership = membership.old
+        self._session.send(prepared, blocks)
+
+    async def _drop(self, membership: Membership, order: Drop, integers: Sequence[int]) -> None:
+        self._forget_streams()
+        await membership.drop(order, integers, self._retire_group)
+        self._session.engine = None if membership.pipeline is None else membership.pipeline.engine
+        self._say(order, Answer.DROPPED)
+
+    async def _plan(self, membership: Membership, order: Plan) -> None:
+        if membership.pipeline is None:
+            raise InvariantError("a group without a pipeline cannot shrink")
+        plan, given_back = await membership.pipeline.plan(order.num_quanta)
+        tickets = self._tickets_of(given_back)
+        for ticket in tickets:
+            self._session.streams[ticket].cancel()
+        self._session.flush()
+        flat = [block for move in plan.moves for block in move]
+        self._session.send(
+            Planned(self._session.epoch, order.number, len(plan.moves), tuple(tickets)), [*flat, *plan.quanta]
+        )
+
+    async def _return(self, membership: Membership, order: Return, used: Sequence[int]) -> None:
+        records = await membership.leave_pipeline(used)
+        rows, blocks = await self._rows_of(records)
+        is_leader = membership.pipeline is not None and membership.pipeline.engine is not None
+        self._forget_streams()
+        self._session.engine = self._member.engine
+        if is_leader:
+            self._session.send(HandedOver(self._session.epoch, order.number, tuple(rows)), blocks)
+        else:
+            self._say(order, Answer.RETURNED)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    async def _rows_of(self, records: Sequence[Record]) -> tuple[list[KvRow], list[int]]:
+        """The rows of these records and the sources of their blocks. The router then has all their tokens."""
+        tickets = {id(request): ticket for ticket, request in self._session.requests.items()}
+        rows, sources = [], list[int]()
+        for record in records:
+            ticket = tickets.get(id(record.request))
+            if ticket is not None and await self._session.wait_tokens(ticket, record.num_tokens):
+                rows.append(KvRow(ticket, record.num_tokens, record.num_computed, len(record.sources)))
+                sources += record.sources
+        self._session.flush()
+        return rows, sources
+
+    def _tickets_of(self, requests: Sequence[Request]) -> list[int]:
+        wanted = {id(request) for request in requests}
+        return [ticket for ticket, request in self._session.requests.items() if id(request) in wanted]
+
+    def _forget_streams(self) -> None:
+        """Cancel all streams; the router takes their requests back."""
+        for task in self._session.streams.values():
+            task.cancel()
+
+    def _retire_group(self) -> None:
+        self.stats()
+        self._counted.retire(_GROUP)
+
+    def _note_copied(self, order: Fetch | Collect, answer: Answer) -> Callable[[int, bool], None]:
+        def note(request: int, is_whole: bool) -> None:
+            self._session.send(Copied(self._session.epoch, order.number, answer, request, is_whole))
+
+        return note
+
+    def _say(self, order: GroupOrder, answer: Answer) -> None:
+        self._session.send(GroupDone(self._session.epoch, order.number, answer))

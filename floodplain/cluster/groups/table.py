@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from floodplain.cluster.groups.fetches import Outcome
-from floodplain.cluster.groups.progress import Change, Group, cancel_orders, collection_of, exchange_of
+from floodplain.cluster.groups.progress import Change, Group, Outcome, cancel_orders, collection_of, exchange_of
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.group_steps import Answer, Order
 from floodplain.core.errors import InvariantError, UserError
