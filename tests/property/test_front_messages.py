@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.router.listing import list_instances
+from floodplain.cluster.router.extension import list_instances
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.streams import Caller
