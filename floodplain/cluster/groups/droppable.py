@@ -18,7 +18,6 @@ from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.sums import StatsTable, since
 from floodplain.cluster.wire.group_messages import (
-    ORDERS,
     Adopt,
     Cancel,
     Close,
@@ -153,7 +152,7 @@ class GroupRole(Role):
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Start to execute a group order; see ``Role.take``."""
-        if not isinstance(message, ORDERS):
+        if not isinstance(message, GroupOrder):
             return False
         taken = self._session.streams.get(message.submit.ticket) if isinstance(message, Adopt) else None
         check_group_order(message, integers, taken, len(self._member.param_pages))

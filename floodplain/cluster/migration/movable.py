@@ -14,7 +14,6 @@ from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.migration.ends import HeldKvStore, SourceEnd, TargetEnd
 from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.migration_messages import (
-    MIGRATION_ORDERS,
     GoOn,
     HoldKv,
     KvHeld,
@@ -111,7 +110,7 @@ class MigrationRole(Role):
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Execute a migration order; see ``Role.take``."""
-        if not isinstance(message, MIGRATION_ORDERS):
+        if not isinstance(message, MigrationOrder):
             return False
         taken = self._session.streams.get(message.submit.ticket) if isinstance(message, GoOn) else None
         check_migration_order(message, integers, taken)

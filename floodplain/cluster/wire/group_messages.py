@@ -240,9 +240,6 @@ GroupOrder = (
     Prepare | Cancel | Drop | Fetch | Adopt | Release | Settle | Grow | Plan | Move | Commit | Fill | Return | Collect
     | Close
 )  # fmt: skip
-ORDERS = (
-    Prepare, Cancel, Drop, Fetch, Adopt, Release, Settle, Grow, Plan, Move, Commit, Fill, Return, Collect, Close,
-)  # fmt: skip
 
 
 Pages = Annotated[int, Range(0, 2**40)]
@@ -363,7 +360,6 @@ class Copied:
 
 
 GroupAnswer = Prepared | Planned | HandedOver | GroupDone | Copied
-ANSWERS = (Prepared, Planned, HandedOver, GroupDone, Copied)
 
 
 def answer_of(message: Prepared | Planned | HandedOver | GroupDone, *, leads: bool) -> Answer:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, TypeGuard, get_args
 
 from floodplain.cluster.wire.frames import pack_frame
-from floodplain.cluster.wire.group_messages import ANSWERS, ORDERS, GroupAnswer, GroupOrder
+from floodplain.cluster.wire.group_messages import GroupAnswer, GroupOrder
 from floodplain.cluster.wire.migration_messages import (
-    MIGRATION_ANSWERS,
-    MIGRATION_ORDERS,
     MigrationAnswer,
     MigrationOrder,
 )
@@ -227,13 +225,8 @@ class Formed:
 RouterMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
 EpochMessage = Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
 InstanceMessage = Hello | EpochMessage
-_FROM_ROUTER = {
-    kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
-}
-_FROM_INSTANCE = {
-    kind.__name__: kind
-    for kind in (Hello, Tokens, Accepted, Refused, Beat, Leaving, Formed, *ANSWERS, *MIGRATION_ANSWERS)
-}
+_FROM_ROUTER = {kind.__name__: kind for kind in get_args(RouterMessage)}
+_FROM_INSTANCE = {kind.__name__: kind for kind in get_args(InstanceMessage)}
 REFUSALS: Mapping[str, type[UserError]] = {
     "full": QueueFull,
     "stopping": ShuttingDown,

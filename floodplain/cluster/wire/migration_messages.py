@@ -139,6 +139,4 @@ class RequestStopped:
 
 
 MigrationOrder = HoldKv | PullKv | StopRequest | GoOn | ReleaseKv
-MIGRATION_ORDERS = (HoldKv, PullKv, StopRequest, GoOn, ReleaseKv)
 MigrationAnswer = KvHeld | KvPulled | RequestStopped
-MIGRATION_ANSWERS = (KvHeld, KvPulled, RequestStopped)
