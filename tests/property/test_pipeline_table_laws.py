@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineTable
+from floodplain.cluster.pipeline.forming import Pipeline, PipelineTable
 from tests.support.examples import examples
 
 

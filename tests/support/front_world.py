@@ -265,7 +265,7 @@ class World:
         front, found = self.front, {epoch}
         groups = [] if front.group_controller is None else list(front.group_controller.groups)
         units = [set(group.epochs) for group in groups]
-        units += [] if front._forming is None else [set(one.epochs) for one in front._forming.pipelines]
+        units += [] if front._forming is None else [set(one.epochs) for one in front._forming.table.pipelines]
         for unit in units + units:
             if unit & found:
                 found |= unit

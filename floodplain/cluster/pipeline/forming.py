@@ -1,16 +1,108 @@
-"""The router's side of pipelines: tells stages that joined which neighbours to link with."""
+"""The router's side of pipelines: tells stages that joined which neighbours to link with.
+
+A pipeline is formed when all of its stages have joined, under a unique number. It serves when all members are linked.
+When the session of one ends, the sessions of the others end: the KV of its layers is lost for every request. They join
+again, with their parameters, and the next pipeline is formed when the missing stage has joined.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from floodplain.cluster.pipeline.pipelines import Pipeline, PipelineTable
 from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.wire.messages import Form, Formed, Hello, InstanceFacts, find_difference
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
+from floodplain.core.errors import InvariantError
+
+
+@dataclass(eq=False, slots=True)
+class Pipeline:
+    """One pipeline, from its formation to its end.
+
+    Attributes:
+        number: The pipeline's number.
+        epochs: Of its members, by stage; the first is the leader, on which requests are placed.
+        linked: Epochs of members that are linked with both neighbours.
+    """
+
+    number: int
+    epochs: tuple[int, ...]
+    linked: set[int] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all members are linked: it serves."""
+        return len(self.linked) == len(self.epochs)
+
+
+class PipelineTable:
+    """The joined stages, and the pipelines that they form.
+
+    Args:
+        num_stages: Stages of each pipeline.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self._gathered: dict[int, int] = {}
+        self._pipelines: dict[int, Pipeline] = {}
+        self._next_number = 1
+
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        """The pipelines that were formed and have not ended."""
+        return list(self._pipelines.values())
+
+    def join(self, epoch: int, stage: int) -> int | None:
+        """A stage joined, under a new epoch.
+
+        Returns:
+            The epoch of an older instance of the same stage, perhaps silent, whose session must end; None if none.
+        """
+        older = self._gathered.get(stage)
+        self._gathered[stage] = epoch
+        return older
+
+    def form(self) -> Pipeline | None:
+        """The next pipeline, if all of its stages have joined; else None."""
+        if len(self._gathered) < self.num_stages:
+            return None
+        epochs = tuple(self._gathered[stage] for stage in range(self.num_stages))
+        self._gathered.clear()
+        pipeline = Pipeline(self._next_number, epochs)
+        self._next_number += 1
+        self._pipelines[pipeline.number] = pipeline
+        return pipeline
+
+    def link(self, epoch: int, number: int) -> Pipeline | None:
+        """A member is linked. The pipeline if all are linked now; else None, also if it has ended."""
+        pipeline = self._pipelines.get(number)
+        if pipeline is None or epoch not in pipeline.epochs or pipeline.is_whole:
+            return None
+        pipeline.linked.add(epoch)
+        return pipeline if pipeline.is_whole else None
+
+    def end(self, epoch: int) -> list[int]:
+        """An instance's session has ended. The epochs of the other members of its pipeline, last stage first."""
+        self._gathered = {stage: other for stage, other in self._gathered.items() if other != epoch}
+        ended = [pipeline for pipeline in self._pipelines.values() if epoch in pipeline.epochs]
+        for pipeline in ended:
+            del self._pipelines[pipeline.number]
+        return [other for pipeline in ended for other in reversed(pipeline.epochs) if other != epoch]
+
+    def check_integrity(self) -> None:
+        """Check that no epoch is in two places.
+
+        Raises:
+            InvariantError: One is.
+        """
+        placed = [*self._gathered.values(), *(epoch for one in self._pipelines.values() for epoch in one.epochs)]
+        if len(placed) != len(set(placed)):
+            raise InvariantError("a stage is in two pipelines, or in one and waiting for one")
+
 
 logger = logging.getLogger(__name__)
 
@@ -24,23 +116,14 @@ class Forming:
         send: Sends a message to the instance of an epoch.
 
     Attributes:
+        table: The stages that joined, and the pipelines whose stages were told to link.
         max_model_len: Most tokens of a request in the last pipeline that was linked; None before the first.
     """
 
     def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
         self.max_model_len: int | None = None
-        self._pipelines = PipelineTable(num_stages)
+        self.table = PipelineTable(num_stages)
         self._roster, self._send = roster, send
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of each pipeline."""
-        return self._pipelines.num_stages
-
-    @property
-    def pipelines(self) -> list[Pipeline]:
-        """The pipelines whose stages were told to link."""
-        return self._pipelines.pipelines
 
     def join(self, instance: Instance) -> int | None:
         """A stage joined; if none is missing now, all are told to link.
@@ -49,15 +132,15 @@ class Forming:
             The epoch of an older instance of the same stage, whose session must end; None if there is none.
         """
         assert instance.stage is not None
-        older = self._pipelines.join(instance.epoch, instance.stage.stage)
-        pipeline = self._pipelines.form()
+        older = self.table.join(instance.epoch, instance.stage.stage)
+        pipeline = self.table.form()
         if pipeline is not None:
             self._tell(pipeline.number, [self._roster.expect(epoch) for epoch in pipeline.epochs])
         return older
 
     def link(self, message: Formed) -> bool:
         """A stage is linked. True if its whole pipeline is linked now."""
-        pipeline = self._pipelines.link(message.epoch, message.number)
+        pipeline = self.table.link(message.epoch, message.number)
         if pipeline is None:
             return False
         members = [self._roster.expect(epoch) for epoch in pipeline.epochs]
@@ -67,10 +150,6 @@ class Forming:
         self.max_model_len = min(member.facts.max_model_len for member in members)
         logger.info("instances %s are pipeline %d", ", ".join(member.name for member in members), pipeline.number)
         return True
-
-    def end(self, epoch: int) -> list[int]:
-        """A session has ended. The epochs of the other members of its pipeline, whose sessions end with it."""
-        return self._pipelines.end(epoch)
 
     def _tell(self, number: int, members: list[Instance]) -> None:
         secret = secrets.token_hex(SECRET_BYTES)
@@ -100,6 +179,6 @@ def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, fo
     stage, first = hello.stage, first or hello.facts
     if stage is None:
         return find_difference(first, hello.facts)
-    if forming is None or slot != stage.stage or stage.num_stages != forming.num_stages:
+    if forming is None or slot != stage.stage or stage.num_stages != forming.table.num_stages:
         return "the stages of a pipeline are the front's own: start this instance without --stage"
     return find_difference(replace(first, max_model_len=0), hello.facts)  # stages may differ in that

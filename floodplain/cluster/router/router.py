@@ -259,7 +259,7 @@ class Router:
             self._slots.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
         for entry in entries:
             self.requests.give_back(entry)
-        for other in [] if self._forming is None else self._forming.end(epoch):
+        for other in [] if self._forming is None else self._forming.table.end(epoch):
             self._end(other, "pipeline")
         if self.group_controller is not None:
             self.group_controller.end(epoch)
