@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import (
     Abort,

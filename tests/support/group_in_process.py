@@ -17,9 +17,9 @@ from floodplain.cluster.groups.droppable import open_droppable
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.instance.dialer import Dialer
 from floodplain.cluster.instance.instance import Replica
+from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
-from floodplain.cluster.router.streams import Caller
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request

@@ -11,8 +11,8 @@ from typing import Any
 from floodplain.cluster.instance.instance import Replica
 from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.migration.movable import open_movable
+from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Welcome, pack, read_router_message

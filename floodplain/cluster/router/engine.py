@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
 from floodplain.cluster.router.monitor import Monitor, Notice
+from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
-from floodplain.cluster.router.streams import Caller
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
