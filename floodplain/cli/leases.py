@@ -102,7 +102,7 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
     """A table of members, and one of leases.
 
     Args:
-        listing: A ``coordinator.answers.Listing``.
+        listing: A ``lending.wire.Listing`` as JSON.
         unix_s: Now.
     """
     borrowed: Counter[str] = Counter()

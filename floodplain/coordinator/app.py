@@ -14,17 +14,16 @@ from starlette.types import ASGIApp
 
 from floodplain import __version__
 from floodplain.coordinator import jobs
-from floodplain.coordinator.answers import Listing, NewsBody, ReplyBatch, ReplyBody, ServiceHealth
+from floodplain.coordinator.bodies import MessageBatch, Name, NewsQuery, ServiceHealth, answer_model
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
-from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing
 from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.core.codec import to_json
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
-from floodplain.lending.wire import encode_replies
+from floodplain.lending.wire import EncodedAnswer, EncodedReply, Listing, News, encode_replies
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames
@@ -72,10 +71,10 @@ class LeaseRoutes:
     def router(self) -> APIRouter:
         """Return a router with all endpoints."""
         router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
-        router.post("/messages", response_model=ReplyBatch)(self.take_messages)
-        router.get("/leases", response_model=Listing)(self.list_leases)
-        router.get("/changes", response_model=NewsBody)(self.wait_for_news)
-        router.delete("/members/{name}", response_model=ReplyBody)(self.forget_member)
+        router.post("/messages", response_model=answer_model(EncodedAnswer))(self.take_messages)
+        router.get("/leases", response_model=answer_model(Listing))(self.list_leases)
+        router.get("/changes", response_model=answer_model(News))(self.wait_for_news)
+        router.delete("/members/{name}", response_model=answer_model(EncodedReply))(self.forget_member)
         return router
 
     async def take_messages(self, batch: MessageBatch, request: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from floodplain.coordinator.requests import MessageBatch
+from floodplain.coordinator.bodies import MessageBatch
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, first_refused
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
@@ -80,12 +80,11 @@ def admit(batch: MessageBatch, caller: Caller) -> Sequence[Message]:
     Raises:
         ApiError: 403: it may not send one of them.
     """
-    messages = [message.to_core() for message in batch.messages]
-    refused = first_refused(caller, messages)
+    refused = first_refused(caller, batch.messages)
     if refused is not None:
         kind = type(refused).__name__.lower()
         raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
-    return messages
+    return batch.messages
 
 
 def _parse(body: bytes, caller: Caller) -> Sequence[Message]:

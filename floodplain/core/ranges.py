@@ -85,12 +85,15 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Bounds of a list or a dict: the most items."""
+    """Bounds of a list or a dict: the most items, and the least."""
 
     most: int
+    least: int = 0
 
     def problem(self, value: tuple[object, ...] | dict[object, object]) -> str | None:
         """Why a value does not fit; None if it does."""
+        if len(value) < self.least:
+            return f"fewer than {self.least} items"
         return None if len(value) <= self.most else f"more than {self.most} items"
 
 

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from floodplain.core.ranges import Length, OneOf
 from floodplain.leases.rows import Shard
-from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
+from floodplain.leases.states import (
+    IDENTITY,
+    REASON,
+    Deadline,
+    LeaseEvent,
+    LeaseId,
+    Name,
+    SentCount,
+    SentNumber,
+    Stamp,
+)
+
+MAX_SHARDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
     """A process starts, or joins anew after it was considered dead."""
 
-    name: str
-    instance: str
+    name: Name
+    instance: Annotated[str, IDENTITY]
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A process ends in an orderly way: it no longer counts on its leases, and a successor may join at once.
+    """A process ends in an orderly way.
+
+    It no longer counts on its leases, and a successor may join at once.
 
     Attributes:
         name: Its name.
@@ -26,45 +42,51 @@ class Leave:
         is_last: The name is never used again: the device is gone, too.
     """
 
-    name: str
-    generation: int
+    name: Name
+    generation: SentCount
     is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A member is alive. Renews everything that it lends and borrows; the reply lists all of that."""
+    """A member is alive; the answer lists all that it lends and borrows.
 
-    name: str
-    generation: int
+    Renews all of that.
+    """
+
+    name: Name
+    generation: SentCount
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Set the bytes that a producer offers, leased ones included; fewer than before withdraws some."""
+    """A producer sets the bytes that it offers, leased ones included.
 
-    name: str
+    Fewer than before withdraws some.
+    """
+
+    name: Name
     stamp: Stamp
-    offered_bytes: int
+    offered_bytes: SentCount
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A producer recalls ``num_bytes``: unleased ones immediately, the rest from consumers within ``deadline_s``."""
+    """A producer recalls bytes: unleased ones immediately, the rest from consumers within the deadline."""
 
-    name: str
+    name: Name
     stamp: Stamp
-    num_bytes: int
-    deadline_s: float
+    num_bytes: SentNumber
+    deadline_s: Deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """A producer has measured its device: others hold ``foreign_bytes``."""
+    """A producer has measured how many bytes of its device others hold."""
 
-    name: str
+    name: Name
     stamp: Stamp
-    foreign_bytes: int
+    foreign_bytes: SentCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +96,24 @@ class Request:
     Requests are numbered upwards; the same number twice is the same request.
     """
 
-    name: str
-    generation: int
-    number: int
-    shards: tuple[Shard, ...]
+    name: Name
+    generation: SentCount
+    number: SentNumber
+    shards: Annotated[tuple[Shard, ...], Length(MAX_SHARDS, 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A consumer reports on a lease: ``event`` is HOLD, REFUSE (with a reason) or RELEASE."""
+    """A consumer reports that it allocated, refused, or freed a lease.
 
-    name: str
-    lease_id: LeaseId
+    ``reason`` says why it refused.
+    """
+
+    name: Name
+    lease_id: Annotated[LeaseId, IDENTITY]
     stamp: Stamp
-    event: LeaseEvent
-    reason: str = ""
+    event: Annotated[LeaseEvent, OneOf(("hold", "refuse", "release"))]
+    reason: Annotated[str, REASON] = ""
 
 
 Message = Join | Leave | Heartbeat | Offer | Recall | Observe | Request | Report

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from floodplain.core.ranges import ADDED, ITEMS, Line, Pattern
-from floodplain.leases.states import IDENTITY, Deadline, Lease, LeaseId, Name, Number, Outcome, Stamp
+from floodplain.leases.states import IDENTITY, Deadline, Lease, LeaseId, Name, Number, Outcome, SentNumber, Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,17 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a request: bytes that must be on one device.
+    """Bytes that must be on one device: the named one, or any.
+
+    A part of a request.
 
     Attributes:
         num_bytes: How many.
         producer: The device's name; None if any will do.
     """
 
-    num_bytes: int
-    producer: str | None = None
+    num_bytes: SentNumber
+    producer: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)

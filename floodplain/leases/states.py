@@ -31,6 +31,9 @@ MAX_SECONDS = 86400.0
 Name = Annotated[str, NAME]
 Number = Annotated[int, Range(1, MAX_COUNT)]
 Deadline = Annotated[float, Range(0.0, MAX_SECONDS)]
+SentCount = Annotated[int, Range(0, 2**62 - 1)]
+"""A count in a member's message. A row may have a larger one, such as the sum of two."""
+SentNumber = Annotated[int, Range(1, 2**62 - 1)]
 
 
 class LeaseState(StrEnum):
@@ -114,15 +117,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A sender's incarnation and the newest revision that it has seen.
+    """The sender's generation, and the revision of the row that it has seen.
 
     Attributes:
         generation: The sender's incarnation, numbered by the coordinator at each join.
         revision: The last change of the row, lease or member, that the sender has seen.
     """
 
-    generation: int
-    revision: int
+    generation: SentCount
+    revision: SentCount
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class CoordinatorClient:
         return _understood(lambda: decode_news(body))
 
     def list_leases(self) -> Mapping[str, Any]:
-        """Return all members and leases that the coordinator knows, as an ``answers.Listing``.
+        """Return all members and leases that the coordinator knows, as the JSON of a ``Listing``.
 
         Raises:
             CoordinatorUnreachable: No coordinator answered.

@@ -7,11 +7,11 @@ of another version. ``decode_...`` returns values whose types and ranges are che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from floodplain.core.codec import WireError, from_json, to_json
-from floodplain.core.ranges import Pattern, Range
+from floodplain.core.ranges import ADDED, Pattern, Range
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import MAX_SECONDS, Lease
@@ -36,8 +36,28 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedReply(Reply):
+    """The outcome of a message, and the rows that it was about."""
+
+    leases_of: Annotated[int | None, ADDED] = field(
+        default=None,
+        metadata={
+            "description": "The leases are those of this earlier reply to the batch; absent if they are here.",
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAnswer:
+    """The replies in the order of the messages; and the seconds of silence after which a member is considered dead."""
+
+    ttl_s: Annotated[float, TTL]
+    replies: tuple[EncodedReply, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class News:
-    """Whether a member should ask for its leases now (``coordinator.news``).
+    """Whether the member should ask for its leases now, and the mark to send with the next request for news.
 
     Attributes:
         mark: To be sent with the next request for news.
@@ -48,20 +68,29 @@ class News:
     has_news: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _ListedMember:
-    """What a listing has of a member beyond its row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedMember(Member):
+    """A member, whether it is considered alive, and how much of its device is leased or owed."""
 
     is_living: bool
     leased_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _ListedLease:
-    """What a listing has of a lease beyond its row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedLease(Lease):
+    """A lease, when it was granted (Unix time), and how long its consumer has left if it is recalled."""
 
     granted_unix_s: Annotated[float, Range(0.0, MAX_UNIX_S)]
     due_in_s: Annotated[float, Range(-MAX_UNIX_S, MAX_SECONDS)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All members, and all leases that have not ended."""
+
+    ttl_s: Annotated[float, TTL]
+    members: tuple[ListedMember, ...]
+    leases: tuple[ListedLease, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +171,9 @@ def check_listing(value: object) -> Mapping[str, Any]:
     Raises:
         WireError: It is not.
     """
-    for name, kinds in (("members", (Member, _ListedMember)), ("leases", (Lease, _ListedLease))):
+    for name, kind in (("members", ListedMember), ("leases", ListedLease)):
         for one in _items(value, name):
-            for kind in kinds:
-                from_json(kind, one, f"one of the {name}", is_open=True)
+            from_json(kind, one, f"one of the {name}", is_open=True)
     assert isinstance(value, Mapping)
     return value
 

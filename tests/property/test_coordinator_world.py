@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from floodplain.coordinator import leadership
+from floodplain.coordinator.bodies import MessageBatch
 from floodplain.coordinator.jobs import forget, handle
-from floodplain.coordinator.requests import MessageBatch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Store
 from floodplain.core.codec import to_json
@@ -118,7 +118,7 @@ class ServedWorld(LeaseWorld):
     def _receive(self, process: Process, message: Message, sent_s: float) -> None:
         self.message = message
         body = json.dumps({"messages": [encode_message(message)]})
-        batch = [one.to_core() for one in MessageBatch.model_validate_json(body).messages]
+        batch = MessageBatch.model_validate_json(body).messages
         assert batch == [message]
         answered: Counter[tuple[str, Outcome]] = Counter()
         replies = self._ask(handle(batch, answered))
