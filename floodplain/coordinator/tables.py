@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NewType, get_args, get_type_hints
+
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
+
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease
 
 SCHEMA = 4
 """Read by coordinators older than versions, which refuse a store of another schema."""
@@ -23,36 +30,21 @@ BOOK = Table(
 )
 """One row. Every transaction of a leader begins by raising its beat, if its epoch is still the leader's own."""
 
-MEMBERS = Table(
-    "floodplain_members",
-    METADATA,
-    Column("name", String, primary_key=True),
-    Column("instance", String, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("revision", BigInteger, nullable=False),
-    Column("offered_bytes", BigInteger, nullable=False),
-    Column("last_request", BigInteger, nullable=False),
-    Column("is_gone", Boolean, nullable=False),
-    Column("is_lender", Boolean, nullable=False),
-    Column("hidden_bytes", BigInteger, nullable=False),
-)
+_COLUMN_TYPES: Mapping[Any, Any] = {int: BigInteger, float: Float, bool: Boolean, str: String}
 
-LEASES = Table(
-    "floodplain_leases",
-    METADATA,
-    Column("lease_id", String, primary_key=True),
-    Column("request", BigInteger, nullable=False),
-    Column("producer", String, nullable=False),
-    Column("consumer", String, nullable=False),
-    Column("num_bytes", BigInteger, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("state", String, nullable=False),
-    Column("revision", BigInteger, nullable=False),
-    Column("held_bytes", BigInteger, nullable=False),
-    Column("deadline_s", Float),
-    Column("reason", String, nullable=False),
-    Column("granted_unix_s", Float, nullable=False),
-)
+
+def _columns(kind: type[Member | Lease]) -> list[Column[Any]]:
+    """A column for each field of a row; the first is the key. A new field takes a migration, too (``schema.py``)."""
+    columns: list[Column[Any]] = []
+    for name, hint in get_type_hints(kind).items():
+        wanted, *others = get_args(hint) or (hint,)
+        wanted = str if isinstance(wanted, NewType) or issubclass(wanted, StrEnum) else wanted
+        columns.append(Column(name, _COLUMN_TYPES[wanted], primary_key=not columns, nullable=bool(others)))
+    return columns
+
+
+MEMBERS = Table("floodplain_members", METADATA, *_columns(Member))
+LEASES = Table("floodplain_leases", METADATA, *_columns(Lease), Column("granted_unix_s", Float, nullable=False))
 
 VERSION = Table("floodplain_version", MetaData(), Column("version_num", String(32), primary_key=True))
 """One row: the version of the other tables, maintained by alembic (``schema.py`` and ``migrations``)."""
