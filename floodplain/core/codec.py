@@ -11,7 +11,7 @@ unknown fields are ignored, and fields that older versions lack (``ranges.ADDED`
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -126,8 +126,10 @@ def _dataclass_reader(kind: Any, is_open: bool) -> _Read:
     names, needed = _hints(kind).keys(), _needed(kind)
 
     def read(value: Any) -> Any:
-        if not isinstance(value, dict) or not (needed <= value.keys() if is_open else names == value.keys()):
-            raise WireError(f" has not the fields of {kind.__name__}")
+        if type(value) is not dict:
+            raise WireError(" is not of type object")
+        if not (needed <= value.keys() if is_open else names == value.keys()):
+            raise WireError(_describe_fields(value, needed if is_open else names, names))
         found = {}
         for name, read_one in readers:
             if name in value:
@@ -141,6 +143,12 @@ def _dataclass_reader(kind: Any, is_open: bool) -> _Read:
             raise WireError(f": {error}") from None
 
     return read
+
+
+def _describe_fields(value: dict[str, Any], needed: Collection[str], names: Collection[str]) -> str:
+    """What is wrong with the fields of an object; an unknown one is not shown, because the sender chose its name."""
+    missing = [name for name in names if name in needed and name not in value]
+    return f" lacks {missing[0]}" if missing else f" has a field that is none of {', '.join(names)}"
 
 
 def _reader(hint: Any, bounds: tuple[Any, ...], is_open: bool) -> _Read:
@@ -169,16 +177,19 @@ def _reader(hint: Any, bounds: tuple[Any, ...], is_open: bool) -> _Read:
 
 
 def _tuple_reader(readers: list[_Read], has_any_length: bool, bounds: tuple[Any, ...]) -> _Read:
-    def read_all(value: Any) -> tuple[Any, ...]:
-        read = readers[0]
-        return tuple([read(item) for item in _check(value, (list,), bounds)])
-
-    def read_each(value: Any) -> tuple[Any, ...]:
-        if len(_check(value, (list,), bounds)) != len(readers):
+    def read(value: Any) -> tuple[Any, ...]:
+        _check(value, (list,), bounds)
+        if not has_any_length and len(value) != len(readers):
             raise WireError(f" has {len(value)} items, not {len(readers)}")
-        return tuple([read(item) for read, item in zip(readers, value, strict=True)])
+        found: list[Any] = []
+        try:
+            for read_one, item in zip(readers * len(value) if has_any_length else readers, value, strict=True):
+                found.append(read_one(item))
+        except WireError as error:
+            raise WireError(f"[{len(found)}]{error}") from None
+        return tuple(found)
 
-    return read_all if has_any_length else read_each
+    return read
 
 
 def _mapping_reader(key: Any, kind: Any, bounds: tuple[Any, ...], is_open: bool) -> _Read:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.ranges import ADDED, Pattern, Range
@@ -93,13 +93,6 @@ class Listing:
     leases: tuple[ListedLease, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """What an answer has beside its replies."""
-
-    ttl_s: Annotated[float, TTL]
-
-
 def encode_message(message: Message) -> dict[str, Any]:
     """Return a message as an object that ``json.dumps`` takes."""
     return {"kind": type(message).__name__.lower(), **to_json(message)}
@@ -131,20 +124,17 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
     Raises:
         WireError: It is malformed.
     """
+    answer = from_json(EncodedAnswer, value, "the answer", is_open=True)
+    if len(answer.replies) != len(names):
+        raise WireError(f"{len(answer.replies)} answers came to {len(names)} messages")
     replies: list[Reply] = []
-    for one in _items(value, "replies"):
-        reply = decode_reply(one)
-        shared = one.get("leases_of")
-        if shared is not None:
-            if type(shared) is not int or not 0 <= shared < len(replies):
-                raise WireError("leases_of of a reply is not the place of an earlier one")
-            reply = replace(reply, leases=replies[shared].leases, due_in_s=replies[shared].due_in_s)
-        replies.append(reply)
-    if len(replies) != len(names):
-        raise WireError(f"{len(replies)} answers came to {len(names)} messages")
-    for name, reply in zip(names, replies, strict=True):
-        _check_is_for(name, reply)
-    return Answer(from_json(_Term, value, "the answer", is_open=True).ttl_s, tuple(replies))
+    for place, (name, one) in enumerate(zip(names, answer.replies, strict=True)):
+        if one.leases_of is not None and one.leases_of >= place:
+            raise WireError(f"the answer.replies[{place}].leases_of is not the place of an earlier reply")
+        source = one if one.leases_of is None else replies[one.leases_of]
+        replies.append(Reply(one.outcome, one.member, source.leases, source.due_in_s, one.detail))
+        _check_is_for(name, replies[-1])
+    return Answer(answer.ttl_s, tuple(replies))
 
 
 def decode_reply(value: object) -> Reply:
@@ -171,19 +161,8 @@ def check_listing(value: object) -> Mapping[str, Any]:
     Raises:
         WireError: It is not.
     """
-    for name, kind in (("members", ListedMember), ("leases", ListedLease)):
-        for one in _items(value, name):
-            from_json(kind, one, f"one of the {name}", is_open=True)
-    assert isinstance(value, Mapping)
-    return value
-
-
-def _items(value: object, name: str) -> Sequence[Any]:
-    """The objects of a list in the answer. Their number has no bound: the client bounds the bytes."""
-    items = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(items, list) or not all(isinstance(one, Mapping) for one in items):
-        raise WireError(f"{name} of the answer are not a list of objects")
-    return items
+    from_json(Listing, value, "the listing", is_open=True)
+    return cast(Mapping[str, Any], value)
 
 
 def _check_is_for(name: str, reply: Reply) -> None:

@@ -148,7 +148,7 @@ def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPa
     fits, too_long = (answer(b" " * (size - 2) + b"{}") for size in (1000, 1001))
     chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n"
     with answering(fits, too_long, chunks + DRIP) as peer, closing(CoordinatorClient(peer.url)) as client:
-        with pytest.raises(NotACoordinator, match="replies of the answer are not a list"):
+        with pytest.raises(NotACoordinator, match="the answer lacks ttl_s"):
             client.send([BEAT])
         for _ in range(2):
             with pytest.raises(NotACoordinator, match="sends too much"):

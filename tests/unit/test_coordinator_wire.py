@@ -262,13 +262,29 @@ def test_a_batch_of_none_or_of_too_many_is_refused(number: int) -> None:
     "listing",
     [
         {},
-        {"members": []},
-        {"members": 1, "leases": []},
-        {"members": [], "leases": None},
-        {"members": [{}], "leases": []},
-        {"members": [], "leases": ["l1"]},
+        {"ttl_s": 1, "members": []},
+        {"members": [], "leases": []},
+        {"ttl_s": 1, "members": 1, "leases": []},
+        {"ttl_s": 1, "members": [], "leases": None},
+        {"ttl_s": 1, "members": [{}], "leases": []},
+        {"ttl_s": 1, "members": [], "leases": ["l1"]},
     ],
 )
 def test_a_listing_that_is_none_is_noticed(listing: dict[str, Any]) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(WireError, match=r"^the listing"):
         check_listing(listing)
+
+
+def test_an_error_says_the_path_of_a_field_and_what_is_allowed() -> None:
+    reply = to_json(Reply(Outcome.APPLIED))
+    member = {**to_json(Member("bob", "i1")), "is_living": True, "leased_bytes": 0}
+    listing = {"ttl_s": 1, "members": [member, {**member, "leased_bytes": -1}], "leases": []}
+    with pytest.raises(WireError, match=r"^the listing\.members\[1\]\.leased_bytes is not from 0 to "):
+        check_listing(listing)
+    del member["leased_bytes"]
+    with pytest.raises(WireError, match=r"^the listing\.members\[0\] lacks leased_bytes$"):
+        check_listing(listing)
+    with pytest.raises(WireError, match=r"^the answer lacks ttl_s$"):
+        decode_answer({"replies": [reply]}, ["bob"])
+    with pytest.raises(WireError, match=r"^the answer\.replies\[1\]\.outcome is none of applied, "):
+        decode_answer({"ttl_s": 1, "replies": [reply, {**reply, "outcome": "done"}]}, ["bob"] * 2)

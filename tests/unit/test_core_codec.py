@@ -93,15 +93,23 @@ def test_json_has_plain_values_alone() -> None:
         ({"inner": {"number": True, "name": None}}, "Whole.inner.number is not of type int"),
         ({"inner": {"number": 10, "name": None}}, "Whole.inner.number is not from 0 to 9"),
         ({"inner": {"number": 7, "name": None}}, "Whole.inner: 7 is taken"),
-        ({"maybe": []}, "Whole.maybe has not the fields of Inner"),
+        ({"maybe": []}, "Whole.maybe is not of type object"),
+        ({"maybe": {"name": None}}, "Whole.maybe lacks number"),
+        ({"maybe": {"number": 1, "name": None, "x" * 999: 1}}, "Whole.maybe has a field that is none of number, name"),
         ({"many": {}}, "Whole.many is not of type list"),
         ({"many": [{"number": 1, "name": None}] * 4}, "Whole.many is more than 3 items"),
-        ({"many": [{"number": 1, "name": "A"}]}, "Whole.many.name is not a string like [a-z]{1,3}"),
+        ({"many": [{"number": 1, "name": "A"}]}, "Whole.many[0].name is not a string like [a-z]{1,3}"),
         ({"pair": [1]}, "Whole.pair has 1 items, not 2"),
         ({"by_name": []}, "Whole.by_name is not of type object"),
-        ({"by_pair": [["b", 4]]}, "Whole.by_pair has 2 items, not 3"),
+        ({"by_pair": [["b", 4]]}, "Whole.by_pair[0] has 2 items, not 3"),
         ({"later": -1}, "Whole.later is not from 0 to 9.22337e+18"),
-        ({"more": 1}, "Whole has not the fields of Whole"),
+        ({"pair": [1, "2"]}, "Whole.pair[1] is not of type float"),
+        ({"by_pair": [["b", "c", 4], ["b", 5, 4]]}, "Whole.by_pair[1][1] is not of type str"),
+        (
+            {"more": 1},
+            "Whole has a field that is none of ticket, colour, seconds, is_last, inner, maybe, many, pair, by_name, "
+            "by_pair, later",
+        ),
     ],
 )
 def test_an_error_names_its_field(change: dict[str, Any], message: str) -> None:
