@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import read_json_object
-from floodplain.leases.pairs import AllowedPairs
+from floodplain.leases.choice import AllowedPairs
 from floodplain.leases.states import NAME
 
 KIND, VERSION = "floodplain placement", 1

@@ -18,8 +18,8 @@ from floodplain.coordinator.soundness import DamagedStore, check_rows, sound
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
+from floodplain.leases.choice import AllowedPairs
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.leases.pairs import AllowedPairs
 from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
 

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from floodplain.leases import borrowing, lending
-from floodplain.leases.ended_lenders import EndedLenders
+from floodplain.leases import rules
+from floodplain.leases.choice import AllowedPairs, choose_disallowed
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.leases.pairs import AllowedPairs, choose_disallowed
 from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Member, Reply
+from floodplain.leases.rules import EndedLenders
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
 from floodplain.leases.table import Changes, LeaseTable
 
@@ -146,7 +146,7 @@ class LeaseBook:
         if name not in self.rows.members:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")
         self.roster.end(name)
-        return lending.lose(self.rows, name)
+        return rules.lose(self.rows, name)
 
     def allow(self, pairs: AllowedPairs | None, now: float, deadline_s: float) -> list[Lease]:
         """Grant only along these pairs from now on; recall the leases that they do not allow, and return them.
@@ -160,7 +160,7 @@ class LeaseBook:
         """
         self.may_borrow_from = pairs
         disallowed = choose_disallowed(self.rows.leases.values(), pairs)
-        recalled = [lending.recall_lease(self.rows, lease, deadline_s) for lease in disallowed]
+        recalled = [rules.recall_lease(self.rows, lease, deadline_s) for lease in disallowed]
         self._time_recalls([lease.lease_id for lease in recalled], now)
         return recalled
 
@@ -201,15 +201,15 @@ class LeaseBook:
             case Leave():
                 return self.roster.leave(message)
             case Offer():
-                return self.roster.refusal(message.name, message.stamp) or lending.offer(self.rows, message)
+                return self.roster.refusal(message.name, message.stamp) or rules.offer(self.rows, message)
             case Recall():
-                return self.roster.refusal(message.name, message.stamp) or lending.recall(self.rows, message)
+                return self.roster.refusal(message.name, message.stamp) or rules.recall(self.rows, message)
             case Observe():
-                return self.roster.refusal(message.name, message.stamp) or lending.observe(self.rows, message)
+                return self.roster.refusal(message.name, message.stamp) or rules.observe(self.rows, message)
             case Request():
                 return self._request(message)
             case Report():
-                return borrowing.report(self.rows, message)
+                return rules.report(self.rows, message)
 
     def _request(self, message: Request) -> Reply:
         known = self.rows.members.get(message.name)
@@ -217,7 +217,7 @@ class LeaseBook:
             return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
         if not self.roster.is_life(known, message.generation):
             return Reply(Outcome.STALE, known, detail=f"{message.name} was taken for dead: join anew")
-        return borrowing.request(self.rows, message, self._free_for(message), self.limits)
+        return rules.request(self.rows, message, self._free_for(message), self.limits)
 
     def _free_for(self, request: Request) -> dict[str, int]:
         """Return unleased bytes of each heard producer from which this consumer may borrow, best first."""

@@ -1,4 +1,4 @@
-"""Chooses a request's devices, and the leases that a recall takes back. Pure, the same in every coordinator."""
+"""Chooses a request's devices, the leases that a recall takes back, and those that a placement disallows. Pure."""
 
 from __future__ import annotations
 
@@ -67,3 +67,18 @@ def choose_settled(owed: Iterable[Lease], num_bytes: int) -> list[Lease]:
 def _cost(lease: Lease, missing: int) -> tuple[bool, bool, int, str]:
     is_enough = lease.num_bytes >= missing
     return lease.held_bytes > 0, not is_enough, lease.num_bytes if is_enough else -lease.num_bytes, lease.lease_id
+
+
+AllowedPairs = Mapping[str, Sequence[str]]
+"""For each consumer the producers that it may borrow from, best first. A consumer without an entry borrows nothing."""
+
+
+def allows(pairs: AllowedPairs | None, consumer: str, producer: str) -> bool:
+    """Whether a consumer may borrow from a producer; if ``pairs`` is None, always."""
+    return pairs is None or producer in pairs.get(consumer, ())
+
+
+def choose_disallowed(leases: Iterable[Lease], pairs: AllowedPairs | None) -> list[Lease]:
+    """Return granted or held leases that the pairs do not allow."""
+    counted_on = (lease for lease in leases if lease.state in (LeaseState.GRANTED, LeaseState.HELD))
+    return [lease for lease in counted_on if not allows(pairs, lease.consumer, lease.producer)]

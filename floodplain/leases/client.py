@@ -1,7 +1,4 @@
-"""The interface through which a consumer in an engine borrows: a ``Borrower`` behind a network.
-
-It is defined at this level because its user (``memory``) lies below the coordinator's client.
-"""
+"""The interface through which a consumer in an engine borrows: a ``Borrower`` behind a network."""
 
 from __future__ import annotations
 

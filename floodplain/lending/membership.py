@@ -10,9 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from floodplain.leases.borrower import Borrower
-from floodplain.leases.lender import Lender
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Leave, Message
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseId

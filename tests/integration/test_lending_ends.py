@@ -16,7 +16,7 @@ import pytest
 
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.leases.lender import Lender
+from floodplain.leases.member import Lender
 from floodplain.lending import agent as agents
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool

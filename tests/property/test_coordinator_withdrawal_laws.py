@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from floodplain.coordinator import jobs
 from floodplain.coordinator.service import LeaseService
 from floodplain.leases import book
-from floodplain.leases.lender import Lender
+from floodplain.leases.member import Lender
 from floodplain.leases.messages import Join, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Reply, Shard

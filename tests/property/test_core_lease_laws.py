@@ -14,15 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
-from floodplain.leases import borrowing, lending, roster, states
-from floodplain.leases.borrower import Borrower
-from floodplain.leases.ended_lenders import EndedLenders
-from floodplain.leases.lender import Lender
+from floodplain.leases import roster, rules, states
 from floodplain.leases.limits import LeaseLimits
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
 from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Member, Reply
+from floodplain.leases.rules import EndedLenders
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.leases.table import LeaseTable
 from tests.support import lease_world
@@ -96,8 +94,8 @@ def test_everything_happens_in_that_world() -> None:
 
 
 def _settle_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    observe = lending.observe
-    patch.setattr(lending, "observe", lambda table, message: observe(table, replace(message, foreign_bytes=0)))
+    observe = rules.observe
+    patch.setattr(rules, "observe", lambda table, message: observe(table, replace(message, foreign_bytes=0)))
 
 
 def _settled_bytes_stay_put_up(patch: pytest.MonkeyPatch) -> None:
@@ -107,8 +105,8 @@ def _settled_bytes_stay_put_up(patch: pytest.MonkeyPatch) -> None:
         table.put_member(replace(table.members[message.name], offered_bytes=offered))
         return reply
 
-    original = lending.observe
-    patch.setattr(lending, "observe", observe)
+    original = rules.observe
+    patch.setattr(rules, "observe", observe)
 
 
 def _an_allocation_leaves_the_producers_row(patch: pytest.MonkeyPatch) -> None:
@@ -119,8 +117,8 @@ def _an_allocation_leaves_the_producers_row(patch: pytest.MonkeyPatch) -> None:
             table.put_member(row)
         return reply
 
-    original = borrowing.report
-    patch.setattr(borrowing, "report", report)
+    original = rules.report
+    patch.setattr(rules, "report", report)
 
 
 def _a_new_process_replaces_one_that_may_live(patch: pytest.MonkeyPatch) -> None:
@@ -139,8 +137,8 @@ def _requests_are_granted_whenever_they_come(patch: pytest.MonkeyPatch) -> None:
         table.put_member(replace(table.members[message.name], last_request=0))
         return original(table, message, free_bytes, limits)
 
-    original = borrowing.request
-    patch.setattr(borrowing, "request", request)
+    original = rules.request
+    patch.setattr(rules, "request", request)
 
 
 def _consumers_allocate_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
@@ -190,7 +188,7 @@ def _a_new_producer_has_promised_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _what_is_stale_is_applied(patch: pytest.MonkeyPatch) -> None:
-    for module in (roster, borrowing):
+    for module in (roster, rules):
         patch.setattr(module, "judge", lambda stamp, known: Outcome.APPLIED)
 
 
@@ -207,11 +205,11 @@ def _grants_are_lost_with_their_device(patch: pytest.MonkeyPatch) -> None:
             table.put_lease(lease.after(LeaseEvent.LOSE))
         return original(table, name)
 
-    original, changes = lending.lose, {state: dict(row) for state, row in TRANSITIONS.items()}
+    original, changes = rules.lose, {state: dict(row) for state, row in TRANSITIONS.items()}
     changes[LeaseState.GRANTED][LeaseEvent.LOSE] = LeaseState.LOST
     for module in (states, lease_world):
         patch.setattr(module, "TRANSITIONS", changes)
-    patch.setattr(lending, "lose", lose)
+    patch.setattr(rules, "lose", lose)
 
 
 def _consumers_keep_what_they_no_longer_hear_of(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +240,7 @@ def _words_of_consumers_settle_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def _consumers_get_whatever_there_is(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(borrowing, "_refuse_by_limits", lambda table, message, limits: None)
+    patch.setattr(rules, "_refuse_by_limits", lambda table, message, limits: None)
 
 
 BROKEN_RULES = [

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from floodplain.leases import lending
+from floodplain.leases import rules
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.ended_lenders import EndedLenders
 from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
 from floodplain.leases.rows import Member, Shard
+from floodplain.leases.rules import EndedLenders
 from floodplain.leases.states import OWED, Lease, LeaseEvent, LeaseId, LeaseState, Stamp
 
 TTL_S = 10.0
@@ -166,7 +166,7 @@ def test_consumers_word_settles_what_is_free_and_no_more(steps: list[tuple[str, 
 
 
 def _word_settles_everything(self: EndedLenders, name: str, freed: list[Lease]) -> None:
-    lending.settle(self._table, self._table.members[name], freed)
+    rules.settle(self._table, self._table.members[name], freed)
 
 
 def _breaks(steps: list[tuple[str, str]]) -> bool:

@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.borrower import Borrower
-from floodplain.leases.lender import Lender
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId, LeaseState

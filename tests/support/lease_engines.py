@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from floodplain.leases.borrower import Borrower
-from floodplain.leases.lender import Lender
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Leave, Message, Observe
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId

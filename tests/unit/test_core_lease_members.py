@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.borrower import Borrower
-from floodplain.leases.lender import Lender
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import LeaseId, LeaseState, Outcome

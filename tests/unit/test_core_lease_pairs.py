@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.leases.choice import allows, choose_disallowed
 from floodplain.leases.messages import Heartbeat
-from floodplain.leases.pairs import allows, choose_disallowed
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from tests.support.lease_desk import Desk
 

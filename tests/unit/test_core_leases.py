@@ -9,9 +9,8 @@ import pytest
 
 from floodplain.core.errors import InvariantError
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.borrower import Borrower
 from floodplain.leases.choice import choose_producers, choose_recalls
-from floodplain.leases.member import MemberSide
+from floodplain.leases.member import Borrower, MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply, Shard
 from floodplain.leases.states import (
