@@ -80,10 +80,10 @@ async def measure_operations(pid: int, port: int, rate: float, seconds: float, s
     """Operations, then as many requests that ask for nothing but an answer."""
     pairs = await connect_pairs(port, NUM_CONNECTIONS)
     clock = asyncio.get_running_loop().time
-    load, before, busy_s = Load(), transactions(port), cpu_s(pid)
+    load, before, busy_s = Load(), await asyncio.to_thread(transactions, port), cpu_s(pid)
     own_s = time.process_time()
     await run_open_loop(lambda i, due_s: pairs[i % len(pairs)].operate(load, due_s, clock), rate, seconds, seed)
-    busy_s, own_s, after = cpu_s(pid) - busy_s, time.process_time() - own_s, transactions(port)
+    busy_s, own_s, after = cpu_s(pid) - busy_s, time.process_time() - own_s, await asyncio.to_thread(transactions, port)
     connections = [await connect(port) for _ in range(NUM_CONNECTIONS)]
     locks = [asyncio.Lock() for _ in connections]
     idle: list[float] = []
@@ -125,9 +125,9 @@ async def measure_heartbeats(pid: int, port: int, num_devices: int, seconds: flo
             told["leases"] += await beat_host(connections[host], hosts[host])
             latencies_s.append(asyncio.get_running_loop().time() - due_s)
 
-    before, busy_s = transactions(port), cpu_s(pid)
+    before, busy_s = await asyncio.to_thread(transactions, port), cpu_s(pid)
     await run_open_loop(beat, len(hosts) / BEAT_S, seconds, seed)
-    busy_s, after = cpu_s(pid) - busy_s, transactions(port)
+    busy_s, after = cpu_s(pid) - busy_s, await asyncio.to_thread(transactions, port)
     return {
         "seed": seed,
         "devices": num_devices,
