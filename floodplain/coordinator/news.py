@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
 
-from floodplain.leases.news import concerned
-from floodplain.leases.states import Lease
+from floodplain.leases.states import Lease, LeaseState
 from floodplain.lending.wire import News
 from floodplain.web.errors import ApiError
 
@@ -138,3 +138,33 @@ def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
         told.set_result(None)
     else:
         told.set_exception(error)
+
+
+class _End(Enum):
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+_HAS_NEWS: Mapping[LeaseState, tuple[_End, ...]] = {
+    LeaseState.GRANTED: (),  # the answer to its request tells the consumer
+    LeaseState.HELD: (),
+    LeaseState.RECALLED: (_End.CONSUMER,),
+    LeaseState.REFUSED: (_End.PRODUCER,),
+    LeaseState.RELEASED: (_End.PRODUCER,),
+    LeaseState.EXPIRED: (_End.PRODUCER, _End.CONSUMER),
+    LeaseState.SETTLED: (),  # the producer has reported this itself
+    LeaseState.LOST: (_End.CONSUMER,),
+}
+
+
+def concerned(leases: Iterable[Lease]) -> set[str]:
+    """Return names of the members that should ask for their leases now, not at the next heartbeat.
+
+    One must free bytes, or one waits to see bytes free.
+
+    Args:
+        leases: Rows after their changes.
+    """
+    return {
+        lease.producer if end is _End.PRODUCER else lease.consumer for lease in leases for end in _HAS_NEWS[lease.state]
+    }

@@ -9,16 +9,30 @@ another epoch. No migration changes the columns that are read to take over: ``ep
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sql
 
 from floodplain.coordinator.tables import BOOK, METADATA, SCHEMA, VERSION
 from floodplain.core.errors import UserError
 
+if TYPE_CHECKING:
+    from alembic.config import Config
+
 logger = logging.getLogger(__name__)
 
 FIRST, NEWEST = "v1", "v2"
 _OURS = {*METADATA.tables, VERSION.name}
+_FIRST_BOOK = {
+    "id": 1,
+    "schema": SCHEMA,
+    "epoch": 0,
+    "beat": 0,
+    "leader": "",
+    "leader_url": "",
+    "ttl_s": 0.0,
+    "floor": 0,
+}
 UPGRADE_IDLE_S = 60
 """How long PostgreSQL waits between two statements of an upgrade: alembic loads its scripts between them."""
 UNVERSIONED_SCHEMA = 3
@@ -60,8 +74,6 @@ def upgrade(connection: sql.Connection) -> None:
     if not _is_versioned(connection):
         _stamp(connection, version)
     if version != NEWEST:
-        from floodplain.coordinator.upgrades import migrate
-
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{UPGRADE_IDLE_S}s'")
         migrate(connection, NEWEST)
@@ -76,8 +88,6 @@ def is_newest(connection: sql.Connection) -> bool:
 def _check(version: str) -> None:
     if version == NEWEST:
         return
-    from floodplain.coordinator.upgrades import known_versions
-
     if version not in known_versions():
         raise UserError(
             f"the store has tables of version {version}, and this coordinator knows {FIRST} to {NEWEST}: "
@@ -102,13 +112,29 @@ def _stamp(connection: sql.Connection, version: str) -> None:
     connection.execute(VERSION.insert().values(version_num=version))
 
 
-_FIRST_BOOK = {
-    "id": 1,
-    "schema": SCHEMA,
-    "epoch": 0,
-    "beat": 0,
-    "leader": "",
-    "leader_url": "",
-    "ttl_s": 0.0,
-    "floor": 0,
-}
+# -- alembic, which is imported only if tables are outdated ------------------------------------------------------------
+
+
+def known_versions() -> set[str]:
+    """Return the versions that have a script."""
+    from alembic.script import ScriptDirectory
+
+    return {script.revision for script in ScriptDirectory.from_config(_alembic_config()).walk_revisions()}
+
+
+def migrate(connection: sql.Connection, version: str) -> None:
+    """Upgrade tables that have a version to a later one, in the connection's transaction."""
+    from alembic import command
+
+    config = _alembic_config()
+    config.attributes["connection"] = connection
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    command.upgrade(config, version)
+
+
+def _alembic_config() -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "floodplain.coordinator:migrations")
+    return config

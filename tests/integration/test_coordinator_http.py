@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from floodplain.coordinator import app, jobs, message_route, worker
+from floodplain.coordinator import app, jobs, worker
 from floodplain.coordinator.app import MAX_BODY_BYTES
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
@@ -281,7 +281,7 @@ def test_a_batch_of_many_faults_becomes_a_few_errors(
         found.append(1 if isinstance(error, ApiError) else len(error.errors()))
         return error_response(error, *headers)
 
-    monkeypatch.setattr(message_route, "error_response", count)
+    monkeypatch.setattr(app, "error_response", count)
     response = httpx.post(f"{running.url}/v1/messages", json=wide)
     assert response.status_code == 400 and error_of(response)
     assert 0 < sum(found) <= 16
@@ -302,7 +302,7 @@ def test_long_batches_are_neither_read_nor_answered_on_the_event_loop(
 
         monkeypatch.setattr(module, name, noted)
 
-    noting(message_route, "parse_model")
+    noting(app, "parse_model")
     noting(app, "encode_replies")
     assert say(running, *[{"kind": "heartbeat", "name": "ann", "generation": 9}] * number).status_code == 200
     helpers = {"parse_model": "json-0", "encode_replies": "answers-0"}

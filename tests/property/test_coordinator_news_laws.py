@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.coordinator.news import NewsMarks
-from floodplain.leases.news import concerned
+from floodplain.coordinator.news import NewsMarks, concerned
 from floodplain.leases.states import OWED, Lease, LeaseId, LeaseState
 
 NAMES = [f"m{i}" for i in range(6)]

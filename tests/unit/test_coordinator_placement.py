@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from floodplain.cli import coordinator as cli_coordinator
-from floodplain.coordinator import jobs, reload, run
+from floodplain.coordinator import jobs, run
 from floodplain.coordinator.placement import KIND, VERSION, read_pairs
-from floodplain.coordinator.reload import PlacementFile
+from floodplain.coordinator.run import PlacementFile
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.coordinator.store import Store
@@ -184,7 +184,7 @@ def test_reloads_requested_while_one_runs_are_one_after_it(
         go.release()
         await placement._reading
 
-    monkeypatch.setattr(reload, "read_pairs", read)
+    monkeypatch.setattr(run, "read_pairs", read)
     service = leading(store, {})
     asyncio.run(asyncio.wait_for(ask(), HANG_S))
     assert (began[0], service.may_borrow_from) == (3, {"c": ["p3"]})

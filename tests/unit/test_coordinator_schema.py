@@ -12,7 +12,7 @@ import sqlalchemy as sql
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from floodplain.coordinator import schema, upgrades
+from floodplain.coordinator import schema
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
 from floodplain.coordinator.tables import METADATA, VERSION
@@ -131,15 +131,15 @@ def test_upgrade_that_fails_leaves_the_tables_to_the_old_leader(
         migrate(connection, version)
         raise StoreError("upgrade", None, ConnectionError("down"))
 
-    migrate = upgrades.migrate
-    monkeypatch.setattr(upgrades, "migrate", fail)
+    migrate = schema.migrate
+    monkeypatch.setattr(schema, "migrate", fail)
     execute(store_url, FIRST_TABLES)
     before = tables(store_url)
     with closing(Store.open(store_url)) as store:
         with pytest.raises(StoreError):
             lead(store)
         assert tables(store_url) == before
-        monkeypatch.setattr(upgrades, "migrate", migrate)
+        monkeypatch.setattr(schema, "migrate", migrate)
         assert len(lead(store).leases) == 2
 
 
@@ -193,7 +193,7 @@ def test_coordinator_whose_store_a_newer_one_upgraded_leads_no_more(store_url: s
 def test_migrations_make_the_tables_that_the_statements_are_for(store_url: str) -> None:
     with transaction(store_url) as connection:
         VERSION.create(connection)
-        upgrades.migrate(connection, schema.NEWEST)
+        schema.migrate(connection, schema.NEWEST)
         assert drift(connection) == []
         wider = sql.MetaData()
         for table in METADATA.tables.values():
@@ -207,4 +207,4 @@ def test_new_store_is_of_the_newest_version(store_url: str) -> None:
     with transaction(store_url) as connection:
         assert drift(connection) == []
         assert connection.execute(sql.select(VERSION.c.version_num)).scalars().all() == [schema.NEWEST]
-    assert {schema.FIRST, schema.NEWEST} <= upgrades.known_versions()
+    assert {schema.FIRST, schema.NEWEST} <= schema.known_versions()
