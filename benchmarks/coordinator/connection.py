@@ -19,7 +19,8 @@ class Connection(asyncio.Protocol):
         """(status, body) of the answer."""
         assert self._transport is not None and self._answered is None
         content = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(content)}"
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(head.encode() + b"\r\n\r\n" + content)
         try:
