@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from floodplain.core.sampling import SamplingParams
     from floodplain.engine.llm import LLM
-    from floodplain.lending.elastic import ElasticPool
-    from floodplain.lending.elastic_tensor import ElasticTensor, TensorLost
+    from floodplain.lending.elastic import ElasticPool, ElasticTensor, TensorLost
     from floodplain.memory.peer.memory import HostPeerMemory
 
 __version__ = "0.1.0"
@@ -22,8 +21,8 @@ _HOMES = {
     "LLM": "floodplain.engine.llm",
     "SamplingParams": "floodplain.core.sampling",
     "ElasticPool": "floodplain.lending.elastic",
-    "ElasticTensor": "floodplain.lending.elastic_tensor",
-    "TensorLost": "floodplain.lending.elastic_tensor",
+    "ElasticTensor": "floodplain.lending.elastic",
+    "TensorLost": "floodplain.lending.elastic",
     "HostPeerMemory": "floodplain.memory.peer.memory",
 }
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Leave, Message
 from floodplain.leases.rows import Reply, Shard
-from floodplain.leases.states import Lease, LeaseId
+from floodplain.leases.states import Lease, LeaseId, LeaseState
 from floodplain.lending.clock import lease_clock
-from floodplain.lending.recall_times import RecallTimes
 
 DEADLINE_S = 10.0
 """Seconds that consumers get at a recall."""
@@ -281,3 +280,20 @@ class Membership:
     def _known_rows(self) -> tuple[object, ...]:
         side = self._side
         return side.row, side.has_joined, tuple(known.lease for known in side.known.values())
+
+
+@dataclass(slots=True)
+class RecallTimes:
+    """Durations of recalls: from learning of one until the bytes were free (consumer), or seen free (producer)."""
+
+    began_s: dict[LeaseId, float] = field(default_factory=dict)
+    ended: list[float] = field(default_factory=list)
+
+    def update(self, leases: Collection[Lease], now: float) -> None:
+        """Start timing newly recalled leases, and end the recalls of leases that are gone from ``leases``."""
+        there = {lease.lease_id for lease in leases}
+        for lease in leases:
+            if lease.state is LeaseState.RECALLED:
+                self.began_s.setdefault(lease.lease_id, now)
+        for lease_id in self.began_s.keys() - there:
+            self.ended.append(now - self.began_s.pop(lease_id))

@@ -29,8 +29,7 @@ from hypothesis.stateful import (
 
 from floodplain.core.tiers import Tier
 from floodplain.leases.states import LeaseId, LeaseState
-from floodplain.lending.elastic import ElasticPool, PageMoves
-from floodplain.lending.elastic_tensor import ElasticTensor
+from floodplain.lending.elastic import ElasticPool, ElasticTensor, PageMoves
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import attach_device
 from floodplain.memory.host.device_file import PAGE_BYTES

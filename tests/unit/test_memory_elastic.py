@@ -14,9 +14,8 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import NoLenders
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
-from floodplain.lending import elastic_tensor
-from floodplain.lending.elastic import ElasticPool, PageMoves
-from floodplain.lending.elastic_tensor import ElasticTensor, TensorLost
+from floodplain.lending import elastic
+from floodplain.lending.elastic import ElasticPool, ElasticTensor, PageMoves, TensorLost
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 from tests.support.lease_client import DEADLINE_S, Clock, Coordinator, InProcessClient, Producer
@@ -292,7 +291,7 @@ def test_a_host_without_memory_leaves_the_bytes_where_they_are(street: Street, m
     street.move_to_peer()
     street.recall()
     with monkeypatch.context() as patch:
-        patch.setattr(elastic_tensor, "_copy_to_host", fail)
+        patch.setattr(elastic, "_copy_to_host", fail)
         with pytest.raises(RuntimeError, match="not enough memory"):
             street.pool.respond()
     assert street.elastic.location is Tier.PEER
