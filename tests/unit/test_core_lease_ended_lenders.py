@@ -8,11 +8,11 @@ from floodplain.leases.book import LeaseBook
 from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Report
 from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome, Stamp
-from tests.support.lease_desk import TTL_S, Desk
+from tests.support.lease_pair import TTL_S, LeasePair
 
 
-class LongDesk(Desk):
-    """A desk with a clock; members that send no messages are taken for dead."""
+class LongLivedPair(LeasePair):
+    """A pair with a clock; members that send no messages are taken for dead."""
 
     def __init__(self) -> None:
         super().__init__(LeaseLimits(forget_after_s=100.0))
@@ -37,108 +37,108 @@ class LongDesk(Desk):
 
 
 def test_leases_of_a_killed_lender_are_settled_after_its_consumers_release() -> None:
-    desk = LongDesk()
-    held, [granted] = desk.hold(1, 2), desk.grant(2, 3)
-    desk.wait(TTL_S + 1.1, "c")
-    assert not desk.row("p").instance and desk.row("p").offered_bytes == 5
-    desk.report(held, LeaseEvent.RELEASE)
-    desk.report(granted, LeaseEvent.REFUSE)
-    desk.wait(0.9 * TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED, LeaseState.REFUSED], "a driver may not have taken them back yet"
-    desk.wait(0.3 * TTL_S, "c")
-    assert desk.states == [] and desk.row("p").offered_bytes == 0
-    desk.wait(100.0, "c")
-    assert set(desk.book.rows.members) == {"c"}
+    pair = LongLivedPair()
+    held, [granted] = pair.hold(1, 2), pair.grant(2, 3)
+    pair.wait(TTL_S + 1.1, "c")
+    assert not pair.row("p").instance and pair.row("p").offered_bytes == 5
+    pair.report(held, LeaseEvent.RELEASE)
+    pair.report(granted, LeaseEvent.REFUSE)
+    pair.wait(0.9 * TTL_S, "c")
+    assert pair.states == [LeaseState.RELEASED, LeaseState.REFUSED], "a driver may not have taken them back yet"
+    pair.wait(0.3 * TTL_S, "c")
+    assert pair.states == [] and pair.row("p").offered_bytes == 0
+    pair.wait(100.0, "c")
+    assert set(pair.book.rows.members) == {"c"}
 
 
 def test_leases_released_before_the_lender_expired_are_settled_too() -> None:
-    desk = LongDesk()
-    desk.report(desk.hold(1, 2), LeaseEvent.RELEASE)
-    desk.wait(TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED]
-    desk.wait(1.3 * TTL_S, "c")
-    assert desk.states == []
+    pair = LongLivedPair()
+    pair.report(pair.hold(1, 2), LeaseEvent.RELEASE)
+    pair.wait(TTL_S, "c")
+    assert pair.states == [LeaseState.RELEASED]
+    pair.wait(1.3 * TTL_S, "c")
+    assert pair.states == []
 
 
 def test_a_live_lender_settles_leases_itself() -> None:
-    desk = LongDesk()
-    desk.report(desk.hold(1, 2), LeaseEvent.RELEASE)
-    desk.wait(5 * TTL_S, "c", "p")
-    assert desk.states == [LeaseState.RELEASED]
+    pair = LongLivedPair()
+    pair.report(pair.hold(1, 2), LeaseEvent.RELEASE)
+    pair.wait(5 * TTL_S, "c", "p")
+    assert pair.states == [LeaseState.RELEASED]
 
 
 def test_the_next_lender_of_the_name_settles_what_was_not_settled_yet() -> None:
-    desk = LongDesk()
-    lease = desk.hold(1, 2)
-    desk.wait(TTL_S + 1.1, "c")
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert desk.say(Join("p", "p-2")).outcome is Outcome.APPLIED
-    desk.wait(5 * TTL_S, "c", "p")
-    assert desk.states == [LeaseState.RELEASED]
-    assert [settled.state for settled in desk.observe(0).leases] == [LeaseState.SETTLED]
+    pair = LongLivedPair()
+    lease = pair.hold(1, 2)
+    pair.wait(TTL_S + 1.1, "c")
+    pair.report(lease, LeaseEvent.RELEASE)
+    assert pair.say(Join("p", "p-2")).outcome is Outcome.APPLIED
+    pair.wait(5 * TTL_S, "c", "p")
+    assert pair.states == [LeaseState.RELEASED]
+    assert [settled.state for settled in pair.observe(0).leases] == [LeaseState.SETTLED]
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_an_expired_lease_waits_for_its_own_consumers_word(is_killed: bool) -> None:
-    desk = LongDesk()
-    lease = desk.hold(1, 2)
-    desk.say(Leave("p", 1))
-    desk.wait(TTL_S + 1.1)
-    assert desk.states == [LeaseState.EXPIRED]
+    pair = LongLivedPair()
+    lease = pair.hold(1, 2)
+    pair.say(Leave("p", 1))
+    pair.wait(TTL_S + 1.1)
+    assert pair.states == [LeaseState.EXPIRED]
     if not is_killed:
-        desk.say(Join("c", "c-1"))
-        known = desk.book.rows.leases[lease.lease_id]
+        pair.say(Join("c", "c-1"))
+        known = pair.book.rows.leases[lease.lease_id]
         word = Report("c", lease.lease_id, Stamp(1, known.revision), LeaseEvent.RELEASE)
-        assert desk.say(word).outcome is Outcome.APPLIED
-    desk.wait(2 * TTL_S, "c")
-    assert desk.states == ([LeaseState.EXPIRED] if is_killed else [])
+        assert pair.say(word).outcome is Outcome.APPLIED
+    pair.wait(2 * TTL_S, "c")
+    assert pair.states == ([LeaseState.EXPIRED] if is_killed else [])
 
 
 def test_as_much_stays_owed_as_ended_leases_may_hold() -> None:
     """The first consumer is stopped and holds its bytes. The second has freed as many, without a report yet."""
-    desk = LongDesk()
-    desk.say(Join("d", "d-1"))
-    stopped = desk.hold(1, 2)
-    desk.wait(TTL_S + 1.1, "d", "p")
-    assert desk.book.rows.leases[stopped.lease_id].state is LeaseState.EXPIRED
-    desk.say(Join("c", "c-2"))
-    freed, other = desk.hold(2, 2), desk.hold(3, 4)
-    assert [settled.lease_id for settled in desk.observe(6).leases] == [stopped.lease_id]
-    assert desk.row("p").hidden_bytes == 2
-    desk.wait(TTL_S + 1.1, "c")
-    desk.report(freed, LeaseEvent.RELEASE)
-    desk.wait(2 * TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED, LeaseState.HELD], "the stopped consumer's bytes would have no lease"
-    desk.report(other, LeaseEvent.RELEASE)
-    desk.wait(2 * TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED] and desk.book.rows.leased_bytes("p") >= 2
+    pair = LongLivedPair()
+    pair.say(Join("d", "d-1"))
+    stopped = pair.hold(1, 2)
+    pair.wait(TTL_S + 1.1, "d", "p")
+    assert pair.book.rows.leases[stopped.lease_id].state is LeaseState.EXPIRED
+    pair.say(Join("c", "c-2"))
+    freed, other = pair.hold(2, 2), pair.hold(3, 4)
+    assert [settled.lease_id for settled in pair.observe(6).leases] == [stopped.lease_id]
+    assert pair.row("p").hidden_bytes == 2
+    pair.wait(TTL_S + 1.1, "c")
+    pair.report(freed, LeaseEvent.RELEASE)
+    pair.wait(2 * TTL_S, "c")
+    assert pair.states == [LeaseState.RELEASED, LeaseState.HELD], "the stopped consumer's bytes would have no lease"
+    pair.report(other, LeaseEvent.RELEASE)
+    pair.wait(2 * TTL_S, "c")
+    assert pair.states == [LeaseState.RELEASED] and pair.book.rows.leased_bytes("p") >= 2
 
 
 def test_ended_leases_hold_no_more_than_a_look_sees_nor_than_is_leased() -> None:
-    desk = LongDesk()
-    desk.say(Join("d", "d-1"))
-    desk.hold(1, 6)
-    desk.wait(TTL_S + 1.1, "d", "p")
-    desk.say(Join("c", "c-2"))
-    kept, _ = desk.hold(2, 2), desk.hold(3, 2)
-    desk.observe(4)
-    assert desk.row("p").hidden_bytes == 4, "others hold no more"
-    desk.report(kept, LeaseEvent.RELEASE)
-    desk.observe(2)
-    assert desk.row("p").hidden_bytes == 2
-    assert desk.book.forget("p").outcome is Outcome.APPLIED
-    assert desk.row("p").hidden_bytes == 0, "the device is gone"
+    pair = LongLivedPair()
+    pair.say(Join("d", "d-1"))
+    pair.hold(1, 6)
+    pair.wait(TTL_S + 1.1, "d", "p")
+    pair.say(Join("c", "c-2"))
+    kept, _ = pair.hold(2, 2), pair.hold(3, 2)
+    pair.observe(4)
+    assert pair.row("p").hidden_bytes == 4, "others hold no more"
+    pair.report(kept, LeaseEvent.RELEASE)
+    pair.observe(2)
+    assert pair.row("p").hidden_bytes == 2
+    assert pair.book.forget("p").outcome is Outcome.APPLIED
+    assert pair.row("p").hidden_bytes == 0, "the device is gone"
 
 
 def test_a_restart_begins_to_wait_anew() -> None:
-    desk = LongDesk()
-    lease = desk.hold(1, 2)
-    desk.wait(TTL_S + 1.1, "c")
-    desk.report(lease, LeaseEvent.RELEASE)
-    desk.wait(0.9 * TTL_S, "c")
-    rows = desk.book.rows
-    desk.book = LeaseBook(TTL_S, desk.now, rows.members.values(), rows.leases.values())
-    desk.wait(0.9 * TTL_S, "c")
-    assert desk.states == [LeaseState.RELEASED]
-    desk.wait(0.3 * TTL_S, "c")
-    assert desk.states == []
+    pair = LongLivedPair()
+    lease = pair.hold(1, 2)
+    pair.wait(TTL_S + 1.1, "c")
+    pair.report(lease, LeaseEvent.RELEASE)
+    pair.wait(0.9 * TTL_S, "c")
+    rows = pair.book.rows
+    pair.book = LeaseBook(TTL_S, pair.now, rows.members.values(), rows.leases.values())
+    pair.wait(0.9 * TTL_S, "c")
+    assert pair.states == [LeaseState.RELEASED]
+    pair.wait(0.3 * TTL_S, "c")
+    assert pair.states == []

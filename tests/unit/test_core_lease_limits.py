@@ -14,7 +14,7 @@ from floodplain.leases.states import (
     Outcome,
     Stamp,
 )
-from tests.support.lease_desk import Desk
+from tests.support.lease_pair import LeasePair
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
@@ -33,131 +33,131 @@ from tests.support.lease_desk import Desk
 )
 def test_a_request_beyond_a_quota_waits_or_is_refused(sizes: tuple[int, ...], outcome: Outcome) -> None:
     """The consumer has a lease of 3 bytes. It may have 3 leases, of at least 2 bytes each, 8 in total."""
-    desk = Desk(LeaseLimits(least_lease_bytes=2, max_leases=3, max_borrowed_bytes=8))
-    assert desk.grant(1, 3)
-    reply = desk.say(Request("c", 1, 2, tuple(Shard(size) for size in sizes)))
+    pair = LeasePair(LeaseLimits(least_lease_bytes=2, max_leases=3, max_borrowed_bytes=8))
+    assert pair.grant(1, 3)
+    reply = pair.say(Request("c", 1, 2, tuple(Shard(size) for size in sizes)))
     assert (reply.outcome, len(reply.leases)) == (outcome, len(sizes) if outcome is Outcome.APPLIED else 0)
-    assert reply.member == desk.row("c") and (not reply.detail) == (outcome is Outcome.APPLIED)
+    assert reply.member == pair.row("c") and (not reply.detail) == (outcome is Outcome.APPLIED)
 
 
 def test_owed_leases_count_until_they_are_settled() -> None:
-    desk = Desk(LeaseLimits(max_leases=1))
-    [lease] = desk.grant(1, 1)
-    desk.report(lease, LeaseEvent.HOLD)
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert desk.grant(2, 1) == []
-    desk.observe(0)
-    assert len(desk.grant(3, 1)) == 1
+    pair = LeasePair(LeaseLimits(max_leases=1))
+    [lease] = pair.grant(1, 1)
+    pair.report(lease, LeaseEvent.HOLD)
+    pair.report(lease, LeaseEvent.RELEASE)
+    assert pair.grant(2, 1) == []
+    pair.observe(0)
+    assert len(pair.grant(3, 1)) == 1
 
 
 def test_a_device_with_all_its_leases_lends_no_more() -> None:
-    desk = Desk(LeaseLimits(max_leases_on_device=3))
-    assert len(desk.grant(1, 1, 1)) == 2
-    assert desk.grant(2, 1, 1) == []
-    assert len(desk.grant(2, 1)) == 1
-    assert desk.grant(3, 1) == []
+    pair = LeasePair(LeaseLimits(max_leases_on_device=3))
+    assert len(pair.grant(1, 1, 1)) == 2
+    assert pair.grant(2, 1, 1) == []
+    assert len(pair.grant(2, 1)) == 1
+    assert pair.grant(3, 1) == []
 
 
 # -- answers to a batch ------------------------------------------------------------------------------------------------
 
 
 def test_a_member_with_many_heartbeats_in_a_batch_is_answered_once() -> None:
-    desk = Desk()
-    desk.grant(1, 1, 1)
+    pair = LeasePair()
+    pair.grant(1, 1, 1)
     request = Request("c", 1, 2, (Shard(1), Shard(1)))
     batch: list[Message] = [Heartbeat("c", 1), request, Join("c", "c-1"), Heartbeat("p", 1), request, Heartbeat("c", 1)]
-    replies = desk.book.handle_all(batch, 1.0)
+    replies = pair.book.handle_all(batch, 1.0)
     assert [reply.outcome for reply in replies] == [Outcome.APPLIED] * len(batch)
     first, asked, again, other, repeated, last = (reply.leases for reply in replies)
     assert first is again is last and asked is repeated and len(asked) == 2
-    assert set(first) == set(other) == set(desk.book.rows.leases.values()) and len(first) == 4
-    assert desk.book.count_told(batch) == 4 + 4 + 2
+    assert set(first) == set(other) == set(pair.book.rows.leases.values()) and len(first) == 4
+    assert pair.book.count_told(batch) == 4 + 4 + 2
 
 
 def test_a_batch_returns_leases_as_they_are_after_it() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 4)
+    pair = LeasePair()
+    [lease] = pair.grant(1, 4)
     held = Report("c", lease.lease_id, Stamp(1, 1), LeaseEvent.HOLD)
     batch: list[Message] = [Heartbeat("c", 1), held, Request("c", 1, 1, (Shard(4),)), Request("c", 1, 1, (Shard(4),))]
-    beat, _, *_ = desk.book.handle_all(batch, 1.0)
+    beat, _, *_ = pair.book.handle_all(batch, 1.0)
     assert [told.state for told in beat.leases] == [LeaseState.HELD]
-    recall = Recall("p", desk.row("p").stamp, 99, deadline_s=3.0)
-    beat, copy, recalled, again = desk.book.handle_all([batch[0], batch[2], recall, batch[2]], 2.0)
+    recall = Recall("p", pair.row("p").stamp, 99, deadline_s=3.0)
+    beat, copy, recalled, again = pair.book.handle_all([batch[0], batch[2], recall, batch[2]], 2.0)
     assert beat.due_in_s == recalled.due_in_s == {lease.lease_id: 3.0}
     assert [told.state for told in (*copy.leases, *again.leases)] == [LeaseState.HELD] * 2
-    assert desk.book.due_in_s(3.0) == {lease.lease_id: 2.0}
+    assert pair.book.due_in_s(3.0) == {lease.lease_id: 2.0}
 
 
 def test_a_lease_is_shown_to_its_ends_alone() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 4)
-    desk.say(Join("eve", "eve-1"))
-    reply = desk.say(Report("eve", lease.lease_id, Stamp(1, 1), LeaseEvent.RELEASE))
+    pair = LeasePair()
+    [lease] = pair.grant(1, 4)
+    pair.say(Join("eve", "eve-1"))
+    reply = pair.say(Report("eve", lease.lease_id, Stamp(1, 1), LeaseEvent.RELEASE))
     assert (reply.outcome, reply.leases, reply.member) == (Outcome.CONFLICT, (), None)
 
 
 def test_requests_of_a_new_life_are_not_answered_with_leases_of_an_old_one() -> None:
     """Both lives number from 1; the old lease is owed until its producer observes."""
-    desk = Desk()
-    [old] = desk.grant(1, 4)
-    desk.say(Leave("c", 1))
-    assert desk.say(Join("c", "c-2")).outcome is Outcome.APPLIED
-    [new] = desk.grant(1, 3)
+    pair = LeasePair()
+    [old] = pair.grant(1, 4)
+    pair.say(Leave("c", 1))
+    assert pair.say(Join("c", "c-2")).outcome is Outcome.APPLIED
+    [new] = pair.grant(1, 3)
     assert (new.generation, new.num_bytes, new.state) == (2, 3, LeaseState.GRANTED)
-    assert set(desk.book.rows.leases) == {old.lease_id, new.lease_id}
+    assert set(pair.book.rows.leases) == {old.lease_id, new.lease_id}
 
 
 # -- ended members -----------------------------------------------------------------------------------------------------
 
 
 def test_a_member_is_forgotten_when_it_ended_long_ago_and_owes_nothing() -> None:
-    desk = Desk(LeaseLimits(forget_after_s=5.0))
-    [lease] = desk.grant(1, 4)
-    desk.report(lease, LeaseEvent.HOLD)
-    desk.say(Leave("c", 1))
-    for desk.now in (1.0, 7.0):
-        desk.say(Heartbeat("p", 1))
-        desk.book.tick(desk.now)
-    assert "c" in desk.book.rows.members  # its lease is owed
-    desk.observe(0)
-    desk.book.take_changes()
-    desk.book.tick(desk.now)
-    assert set(desk.book.rows.members) == {"p"}
-    changes = desk.book.take_changes()
+    pair = LeasePair(LeaseLimits(forget_after_s=5.0))
+    [lease] = pair.grant(1, 4)
+    pair.report(lease, LeaseEvent.HOLD)
+    pair.say(Leave("c", 1))
+    for pair.now in (1.0, 7.0):
+        pair.say(Heartbeat("p", 1))
+        pair.book.tick(pair.now)
+    assert "c" in pair.book.rows.members  # its lease is owed
+    pair.observe(0)
+    pair.book.take_changes()
+    pair.book.tick(pair.now)
+    assert set(pair.book.rows.members) == {"p"}
+    changes = pair.book.take_changes()
     assert (changes.members, changes.forgotten) == ((), ("c",)) and changes.floor >= 1
 
 
 def test_messages_of_a_forgotten_life_are_stale() -> None:
-    desk = Desk(LeaseLimits(forget_after_s=5.0))
+    pair = LeasePair(LeaseLimits(forget_after_s=5.0))
     for life in range(1, 4):
-        desk.say(Leave("c", desk.row("c").generation))
-        for desk.now in (10.0 * life, 10.0 * life + 6):
-            desk.say(Heartbeat("p", 1))
-            desk.book.tick(desk.now)
-        old = desk.book.rows.floor
-        member = desk.say(Join("c", "c-1")).member
+        pair.say(Leave("c", pair.row("c").generation))
+        for pair.now in (10.0 * life, 10.0 * life + 6):
+            pair.say(Heartbeat("p", 1))
+            pair.book.tick(pair.now)
+        old = pair.book.rows.floor
+        member = pair.say(Join("c", "c-1")).member
         assert member is not None and member.stamp == Stamp(old + 1, old + 1)
-        assert desk.say(Heartbeat("c", old)).outcome is Outcome.STALE
-        assert desk.say(Leave("c", old)).outcome is Outcome.STALE
-        assert desk.say(Request("c", old, 9, (Shard(1),))).outcome is Outcome.STALE
+        assert pair.say(Heartbeat("c", old)).outcome is Outcome.STALE
+        assert pair.say(Leave("c", old)).outcome is Outcome.STALE
+        assert pair.say(Request("c", old, 9, (Shard(1),))).outcome is Outcome.STALE
 
 
 def test_a_full_book_forgets_the_first_ended_member_but_no_live_one() -> None:
-    desk = Desk(LeaseLimits(max_members=4, forget_after_s=1e9))
-    desk.say(Join("d", "d-1"))
-    assert desk.say(Join("e", "e-1")).outcome is Outcome.DEFERRED
-    desk.say(Leave("d", 1))
-    desk.book.tick(0.0)
-    assert desk.say(Join("e", "e-1")).outcome is Outcome.APPLIED
-    assert set(desk.book.rows.members) == {"p", "c", "e"}
+    pair = LeasePair(LeaseLimits(max_members=4, forget_after_s=1e9))
+    pair.say(Join("d", "d-1"))
+    assert pair.say(Join("e", "e-1")).outcome is Outcome.DEFERRED
+    pair.say(Leave("d", 1))
+    pair.book.tick(0.0)
+    assert pair.say(Join("e", "e-1")).outcome is Outcome.APPLIED
+    assert set(pair.book.rows.members) == {"p", "c", "e"}
 
 
 def test_a_crowd_of_consumers_leaves_room_for_lenders() -> None:
-    desk = Desk(LeaseLimits(max_members=4))
+    pair = LeasePair(LeaseLimits(max_members=4))
     for number in range(9):
-        desk.say(Join(f"c{number}", "i"))
-    joined = [desk.book.handle_all([Join(f"q{number}", "i")], 0.0, Producers())[0].outcome for number in range(2)]
-    assert (joined, len(desk.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
+        pair.say(Join(f"c{number}", "i"))
+    joined = [pair.book.handle_all([Join(f"q{number}", "i")], 0.0, Producers())[0].outcome for number in range(2)]
+    assert (joined, len(pair.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
 
 
 # -- permissions of tokens ---------------------------------------------------------------------------------------------
@@ -185,13 +185,13 @@ class Producers(Borrowers):
 @pytest.mark.parametrize("is_alive", [True, False])
 @pytest.mark.parametrize("has_offered", [True, False])
 def test_messages_for_a_lender_with_a_borrowers_token_are_refused(is_alive: bool, has_offered: bool) -> None:
-    desk = Desk()
+    pair = LeasePair()
     if not has_offered:
-        desk.book.handle_all([Join("q", "q-1")], 0.0, Producers())
+        pair.book.handle_all([Join("q", "q-1")], 0.0, Producers())
     lender = "p" if has_offered else "q"
     if not is_alive:
-        desk.say(Leave(lender, 1))
-    before = desk.row(lender)
+        pair.say(Leave(lender, 1))
+    before = pair.row(lender)
     lease = LeaseId("q.1.1.0")
     for generation in (1, 2, 99):
         batch: list[Message] = [
@@ -202,8 +202,8 @@ def test_messages_for_a_lender_with_a_borrowers_token_are_refused(is_alive: bool
             Request(lender, generation, 1, (Shard(1),)),
             Report(lender, lease, Stamp(generation, 1), LeaseEvent.RELEASE),
         ]
-        replies = desk.book.handle_all(batch, 1.0, Borrowers())
+        replies = pair.book.handle_all(batch, 1.0, Borrowers())
         assert {(reply.outcome, reply.member, reply.leases) for reply in replies} == {(Outcome.CONFLICT, None, ())}
-    assert desk.row(lender) == before
-    allowed = desk.book.handle_all([Join("new", "n-1"), Heartbeat("new", 1)], 1.0, Borrowers())
+    assert pair.row(lender) == before
+    allowed = pair.book.handle_all([Join("new", "n-1"), Heartbeat("new", 1)], 1.0, Borrowers())
     assert [reply.outcome for reply in allowed] == [Outcome.APPLIED] * 2

@@ -11,7 +11,7 @@ from floodplain.leases.states import LeaseId, LeaseState, Outcome
 TTL_S = 10.0
 
 
-class Desk:
+class LeasePair:
     """A book with a producer that has offered ten bytes, and a consumer with a lease of six of them, at second 0."""
 
     def __init__(self) -> None:
@@ -43,59 +43,59 @@ class Desk:
 
 def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
     """The heartbeat sent first arrives last: its list is the newer one, without the ended lease."""
-    desk = Desk()
-    [lease_id] = desk.granted(1.0)
+    pair = LeasePair()
+    [lease_id] = pair.granted(1.0)
     late, quick = Heartbeat("c", 1), Heartbeat("c", 1)
-    list_with_it = desk.book.handle(quick, 3.0)
-    desk.borrower.refused(lease_id, "no range is free")
-    desk.say_all(4.0)
-    desk.settle(4.0)
-    list_without_it = desk.book.handle(late, 5.0)
-    desk.side.learn(late, list_without_it, 2.0, 5.0)
-    desk.say_all(5.0)
-    desk.side.learn(quick, list_with_it, 3.0, 6.0)
-    assert desk.granted(6.0) == []
-    desk.borrower.ask([Shard(4)])
-    desk.say_all(7.0)
-    assert len(desk.granted(7.0)) == 1
+    list_with_it = pair.book.handle(quick, 3.0)
+    pair.borrower.refused(lease_id, "no range is free")
+    pair.say_all(4.0)
+    pair.settle(4.0)
+    list_without_it = pair.book.handle(late, 5.0)
+    pair.side.learn(late, list_without_it, 2.0, 5.0)
+    pair.say_all(5.0)
+    pair.side.learn(quick, list_with_it, 3.0, 6.0)
+    assert pair.granted(6.0) == []
+    pair.borrower.ask([Shard(4)])
+    pair.say_all(7.0)
+    assert len(pair.granted(7.0)) == 1
 
 
 def test_a_member_stopped_before_it_allocated_frees_at_once() -> None:
-    desk = Desk()
-    [lease_id] = desk.granted(TTL_S)  # it checks the lease, then is stopped
-    assert not desk.borrower.allocated(lease_id, TTL_S + 0.1)
-    assert desk.borrower.to_free() == {lease_id: float("-inf")}
-    desk.borrower.freed(lease_id)
-    assert desk.borrower.to_free() == {}
+    pair = LeasePair()
+    [lease_id] = pair.granted(TTL_S)  # it checks the lease, then is stopped
+    assert not pair.borrower.allocated(lease_id, TTL_S + 0.1)
+    assert pair.borrower.to_free() == {lease_id: float("-inf")}
+    pair.borrower.freed(lease_id)
+    assert pair.borrower.to_free() == {}
 
 
 def test_a_member_stopped_after_it_allocated_frees_an_expired_lease() -> None:
-    desk = Desk()
-    [lease_id] = desk.granted(TTL_S)
-    assert desk.borrower.allocated(lease_id, TTL_S)
-    desk.book.handle(Heartbeat("p", 1), TTL_S)
-    assert desk.book.tick(TTL_S + 0.1) == ["c"]
-    assert desk.borrower.to_free() == {}
-    desk.say(desk.side.greeting(), TTL_S + 1.0)
-    assert desk.borrower.to_free() == {lease_id: float("-inf")}
-    desk.borrower.freed(lease_id)
-    desk.say(desk.side.greeting(), TTL_S + 1.0)
-    desk.say_all(TTL_S + 1.0)
-    assert desk.side.known[lease_id].lease.state is LeaseState.RELEASED
+    pair = LeasePair()
+    [lease_id] = pair.granted(TTL_S)
+    assert pair.borrower.allocated(lease_id, TTL_S)
+    pair.book.handle(Heartbeat("p", 1), TTL_S)
+    assert pair.book.tick(TTL_S + 0.1) == ["c"]
+    assert pair.borrower.to_free() == {}
+    pair.say(pair.side.greeting(), TTL_S + 1.0)
+    assert pair.borrower.to_free() == {lease_id: float("-inf")}
+    pair.borrower.freed(lease_id)
+    pair.say(pair.side.greeting(), TTL_S + 1.0)
+    pair.say_all(TTL_S + 1.0)
+    assert pair.side.known[lease_id].lease.state is LeaseState.RELEASED
 
 
 def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
     """The member's clock is slow: it reads the TTL's end after the lease has been settled."""
-    desk = Desk()
-    [lease_id] = desk.granted(TTL_S)
-    desk.book.handle(Heartbeat("p", 1), TTL_S)
-    desk.book.tick(TTL_S + 0.1)
-    desk.settle(TTL_S + 0.1)
-    assert desk.borrower.allocated(lease_id, TTL_S)
+    pair = LeasePair()
+    [lease_id] = pair.granted(TTL_S)
+    pair.book.handle(Heartbeat("p", 1), TTL_S)
+    pair.book.tick(TTL_S + 0.1)
+    pair.settle(TTL_S + 0.1)
+    assert pair.borrower.allocated(lease_id, TTL_S)
     for _ in ("taken for dead", "joined anew"):
-        desk.say(desk.side.greeting(), TTL_S + 1.0)
-    assert lease_id not in desk.side.known
-    assert desk.borrower.to_free() == {lease_id: float("-inf")}
+        pair.say(pair.side.greeting(), TTL_S + 1.0)
+    assert lease_id not in pair.side.known
+    assert pair.borrower.to_free() == {lease_id: float("-inf")}
 
 
 class LenderDesk:
@@ -127,41 +127,41 @@ class LenderDesk:
 
 
 def test_an_offer_that_is_not_wanted_any_more_and_comes_late_is_stale() -> None:
-    desk = LenderDesk()
-    assert desk.lender.promised_bytes == 10
-    assert isinstance(desk.say_next(), Offer)
-    assert desk.lender.promised_bytes == 0, "its pool may have the bytes again"
-    assert desk.book.handle(desk.late, 0.0).outcome is Outcome.STALE
-    assert desk.say_next() is None
+    pair = LenderDesk()
+    assert pair.lender.promised_bytes == 10
+    assert isinstance(pair.say_next(), Offer)
+    assert pair.lender.promised_bytes == 0, "its pool may have the bytes again"
+    assert pair.book.handle(pair.late, 0.0).outcome is Outcome.STALE
+    assert pair.say_next() is None
 
 
 def test_an_offer_that_arrived_and_whose_answer_was_lost_is_withdrawn() -> None:
-    desk = LenderDesk()
-    assert desk.book.handle(desk.late, 0.0).outcome is Outcome.APPLIED
-    assert isinstance(desk.say_next(), Offer), "and learns that it is stale"
-    assert desk.lender.promised_bytes == 10
-    assert isinstance(desk.say_next(), Recall)
-    assert desk.lender.promised_bytes == desk.book.rows.members["p"].offered_bytes == 0
+    pair = LenderDesk()
+    assert pair.book.handle(pair.late, 0.0).outcome is Outcome.APPLIED
+    assert isinstance(pair.say_next(), Offer), "and learns that it is stale"
+    assert pair.lender.promised_bytes == 10
+    assert isinstance(pair.say_next(), Recall)
+    assert pair.lender.promised_bytes == pair.book.rows.members["p"].offered_bytes == 0
 
 
 def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
-    desk = LenderDesk()
-    assert not desk.lender.has_said_all
-    last = desk.lender.say_last(foreign_bytes=0)
-    assert last == Offer("p", desk.side.stamp, 0)
-    desk.say(last)
-    assert desk.lender.has_said_all and desk.book.handle(desk.late, 0.0).outcome is Outcome.STALE
+    pair = LenderDesk()
+    assert not pair.lender.has_said_all
+    last = pair.lender.say_last(foreign_bytes=0)
+    assert last == Offer("p", pair.side.stamp, 0)
+    pair.say(last)
+    assert pair.lender.has_said_all and pair.book.handle(pair.late, 0.0).outcome is Outcome.STALE
 
 
 def test_many_requests_are_sent_in_parts_after_reports_on_leases() -> None:
     """No request is left out for ever: those that do not fit are sent next."""
-    desk = Desk()
-    [lease] = desk.borrower.to_allocate(0.0)
-    desk.borrower.allocated(lease.lease_id, 0.0)
+    pair = LeasePair()
+    [lease] = pair.borrower.to_allocate(0.0)
+    pair.borrower.allocated(lease.lease_id, 0.0)
     for _ in range(7):
-        desk.borrower.ask([Shard(99)])
-    said = [desk.borrower.say(4) for _ in range(4)]
+        pair.borrower.ask([Shard(99)])
+    said = [pair.borrower.say(4) for _ in range(4)]
     assert all(len(part) <= 4 and isinstance(part[0], Report) for part in said)
     numbers = [message.number for part in said for message in part if isinstance(message, Request)]
     assert numbers == [2, 3, 4, 5, 6, 7, 8, 2, 3, 4]
-    assert len(desk.borrower.say()) == len(desk.borrower.say()) == 8
+    assert len(pair.borrower.say()) == len(pair.borrower.say()) == 8

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from floodplain.leases.choice import allows, choose_disallowed
 from floodplain.leases.messages import Heartbeat
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
-from tests.support.lease_desk import Desk
+from tests.support.lease_pair import LeasePair
 
 NAMES = st.sampled_from(["a", "b", "c"])
 LEASES = st.lists(st.tuples(NAMES, NAMES, st.sampled_from(list(LeaseState))), max_size=8)
@@ -33,24 +33,24 @@ def test_what_is_counted_on_is_allowed_or_chosen(
 
 
 def test_a_lease_that_is_no_longer_allowed_is_recalled_and_settled() -> None:
-    desk = Desk()
-    [held, kept] = [desk.grant(number, 4)[0] for number in (1, 2)]
-    desk.report(held, LeaseEvent.HOLD)
-    desk.report(kept, LeaseEvent.RELEASE)  # owed: there is nothing to recall
-    recalled = desk.book.allow({"c": ["q"]}, desk.now, 5.0)
+    pair = LeasePair()
+    [held, kept] = [pair.grant(number, 4)[0] for number in (1, 2)]
+    pair.report(held, LeaseEvent.HOLD)
+    pair.report(kept, LeaseEvent.RELEASE)  # owed: there is nothing to recall
+    recalled = pair.book.allow({"c": ["q"]}, pair.now, 5.0)
     assert [(each.lease_id, each.state) for each in recalled] == [(held.lease_id, LeaseState.RECALLED)]
-    assert desk.say(Heartbeat("c", 1)).due_in_s == {held.lease_id: 5.0}
-    assert desk.book.allow({"c": []}, desk.now + 1.0, 5.0) == []
-    assert desk.book.due_in_s(desk.now + 1.0) == {held.lease_id: 4.0}  # the deadline of the first recall
-    assert desk.row("p").offered_bytes == 10
-    assert desk.report(held, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
-    assert len(desk.observe(0).leases) == 2
-    assert desk.row("p").offered_bytes == 2
+    assert pair.say(Heartbeat("c", 1)).due_in_s == {held.lease_id: 5.0}
+    assert pair.book.allow({"c": []}, pair.now + 1.0, 5.0) == []
+    assert pair.book.due_in_s(pair.now + 1.0) == {held.lease_id: 4.0}  # the deadline of the first recall
+    assert pair.row("p").offered_bytes == 10
+    assert pair.report(held, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
+    assert len(pair.observe(0).leases) == 2
+    assert pair.row("p").offered_bytes == 2
 
 
 def test_leases_that_a_new_placement_allows_are_left_alone() -> None:
-    desk = Desk()
-    [granted] = desk.grant(1, 6)
+    pair = LeasePair()
+    [granted] = pair.grant(1, 6)
     for pairs in ({"c": ["q", "p"]}, None):
-        assert desk.book.allow(pairs, desk.now, 5.0) == []
-    assert desk.book.rows.leases[granted.lease_id] == granted
+        assert pair.book.allow(pairs, pair.now, 5.0) == []
+    assert pair.book.rows.leases[granted.lease_id] == granted

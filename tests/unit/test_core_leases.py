@@ -27,7 +27,7 @@ from floodplain.leases.states import (
     judge,
     judge_copy,
 )
-from tests.support.lease_desk import TTL_S, Desk
+from tests.support.lease_pair import TTL_S, LeasePair
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design" / "005-leases.md"
 
@@ -142,138 +142,138 @@ def test_a_recall_takes_what_costs_least() -> None:
 
 
 def test_a_lease_from_offer_to_settlement() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    assert desk.book.rows.unleased_bytes("p") == 4
-    assert desk.report(lease, LeaseEvent.HOLD).outcome is Outcome.APPLIED
-    reply = desk.say(Recall("p", desk.row("p").stamp, 10, deadline_s=3.0))
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    assert pair.book.rows.unleased_bytes("p") == 4
+    assert pair.report(lease, LeaseEvent.HOLD).outcome is Outcome.APPLIED
+    reply = pair.say(Recall("p", pair.row("p").stamp, 10, deadline_s=3.0))
     assert reply.due_in_s == {lease.lease_id: 3.0}
-    assert desk.row("p").offered_bytes == 6  # unleased bytes are withdrawn at once
-    assert desk.grant(2, 1) == []
-    assert desk.report(lease, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
-    assert desk.grant(2, 1) == []  # owed
-    assert desk.observe(6).leases == ()  # still there
-    assert [lease.state for lease in desk.observe(0).leases] == [LeaseState.SETTLED]
-    assert desk.row("p").offered_bytes == 0
-    assert desk.book.rows.leases == {}
+    assert pair.row("p").offered_bytes == 6  # unleased bytes are withdrawn at once
+    assert pair.grant(2, 1) == []
+    assert pair.report(lease, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
+    assert pair.grant(2, 1) == []  # owed
+    assert pair.observe(6).leases == ()  # still there
+    assert [lease.state for lease in pair.observe(0).leases] == [LeaseState.SETTLED]
+    assert pair.row("p").offered_bytes == 0
+    assert pair.book.rows.leases == {}
 
 
 def test_a_request_is_granted_once_and_not_again_after_its_leases_ended() -> None:
-    desk = Desk()
+    pair = LeasePair()
     request = Request("c", 1, 1, (Shard(3), Shard(3)))
-    first = desk.say(request)
-    assert desk.say(request).leases == first.leases
+    first = pair.say(request)
+    assert pair.say(request).leases == first.leases
     for lease in first.leases:
-        desk.report(lease, LeaseEvent.RELEASE)
-    desk.observe(0)
-    assert desk.say(request).outcome is Outcome.STALE
-    assert desk.book.rows.leases == {}
+        pair.report(lease, LeaseEvent.RELEASE)
+    pair.observe(0)
+    assert pair.say(request).outcome is Outcome.STALE
+    assert pair.book.rows.leases == {}
 
 
 def test_a_request_that_a_later_one_overtook_is_open_no_more() -> None:
     """Granted numbers only rise, so it can never be granted: the consumer must send a new request."""
-    desk, side = Desk(), MemberSide("b", "b-1", TTL_S)
+    pair, side = LeasePair(), MemberSide("b", "b-1", TTL_S)
     borrower = Borrower(side)
-    side.learn(Join("b", "b-1"), desk.say(Join("b", "b-1")), 0.0, 0.0)
+    side.learn(Join("b", "b-1"), pair.say(Join("b", "b-1")), 0.0, 0.0)
     for num_bytes in (11, 3):  # more than there is, then less
         borrower.ask([Shard(num_bytes)])
     for now in (1.0, 2.0):
         assert 1 in side.open_requests
         for message in borrower.say():
-            side.learn(message, desk.say(message), now, now)
+            side.learn(message, pair.say(message), now, now)
     assert not side.open_requests
     assert [lease.request for lease in borrower.to_allocate(2.0)] == [2]
     late = Request("b", side.stamp.generation - 1, borrower.ask([Shard(11)]), (Shard(11),))
-    side.learn(late, Reply(Outcome.STALE, replace(desk.row("b"), last_request=3)), 2.0, 2.0)
+    side.learn(late, Reply(Outcome.STALE, replace(pair.row("b"), last_request=3)), 2.0, 2.0)
     assert 3 in side.open_requests  # an answer to an earlier life does not apply
 
 
 def test_a_look_from_before_an_allocation_settles_nothing() -> None:
-    desk = Desk()
-    lease, other = desk.grant(1, 3, 3)
-    desk.report(other, LeaseEvent.RELEASE)
-    look = Observe("p", desk.row("p").stamp, 0)
-    desk.report(lease, LeaseEvent.HOLD)
-    assert desk.say(look).outcome is Outcome.STALE
+    pair = LeasePair()
+    lease, other = pair.grant(1, 3, 3)
+    pair.report(other, LeaseEvent.RELEASE)
+    look = Observe("p", pair.row("p").stamp, 0)
+    pair.report(lease, LeaseEvent.HOLD)
+    assert pair.say(look).outcome is Outcome.STALE
 
 
 def test_a_look_from_before_a_release_of_an_unreported_lease_is_stale() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    look = Observe("p", desk.row("p").stamp, 0)
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert desk.say(look).outcome is Outcome.STALE
-    assert [lease.state for lease in desk.observe(0).leases] == [LeaseState.SETTLED]
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    look = Observe("p", pair.row("p").stamp, 0)
+    pair.report(lease, LeaseEvent.RELEASE)
+    assert pair.say(look).outcome is Outcome.STALE
+    assert [lease.state for lease in pair.observe(0).leases] == [LeaseState.SETTLED]
 
 
 def test_a_look_from_before_an_expiry_settles_nothing() -> None:
     """The consumer allocated after the observation, its report was lost, and it stopped: it holds bytes."""
-    desk = Desk()
-    desk.grant(1, 6)
-    look = Observe("p", desk.row("p").stamp, 0)
-    desk.now = TTL_S
-    desk.say(Heartbeat("p", 1))
-    desk.now = TTL_S + 0.1
-    assert desk.book.tick(desk.now) == ["c"]
-    assert desk.say(look).outcome is Outcome.STALE
-    assert desk.book.rows.leased_bytes("p") == 6
-    assert [lease.state for lease in desk.observe(6).leases] == []
+    pair = LeasePair()
+    pair.grant(1, 6)
+    look = Observe("p", pair.row("p").stamp, 0)
+    pair.now = TTL_S
+    pair.say(Heartbeat("p", 1))
+    pair.now = TTL_S + 0.1
+    assert pair.book.tick(pair.now) == ["c"]
+    assert pair.say(look).outcome is Outcome.STALE
+    assert pair.book.rows.leased_bytes("p") == 6
+    assert [lease.state for lease in pair.observe(6).leases] == []
 
 
 def test_silence_for_a_ttl_expires_leases_and_withdraws_offers() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    desk.now = TTL_S
-    assert desk.book.tick(desk.now) == []
-    desk.say(Heartbeat("p", 1))
-    desk.now = TTL_S + 0.1
-    assert desk.book.tick(desk.now) == ["c"]
-    assert desk.book.rows.leases[lease.lease_id].state is LeaseState.EXPIRED
-    assert desk.say(Heartbeat("c", 1)).outcome is Outcome.STALE
-    assert desk.say(Join("c", "c-1")).member == Member("c", "c-1", generation=2, revision=desk.row("c").revision)
-    assert desk.row("p").offered_bytes == 10
-    desk.now += TTL_S + 0.1
-    desk.book.tick(desk.now)
-    assert desk.row("p").offered_bytes == 6  # owed bytes stay offered until they are seen free
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    pair.now = TTL_S
+    assert pair.book.tick(pair.now) == []
+    pair.say(Heartbeat("p", 1))
+    pair.now = TTL_S + 0.1
+    assert pair.book.tick(pair.now) == ["c"]
+    assert pair.book.rows.leases[lease.lease_id].state is LeaseState.EXPIRED
+    assert pair.say(Heartbeat("c", 1)).outcome is Outcome.STALE
+    assert pair.say(Join("c", "c-1")).member == Member("c", "c-1", generation=2, revision=pair.row("c").revision)
+    assert pair.row("p").offered_bytes == 10
+    pair.now += TTL_S + 0.1
+    pair.book.tick(pair.now)
+    assert pair.row("p").offered_bytes == 6  # owed bytes stay offered until they are seen free
 
 
 def test_after_the_last_of_a_name_leases_are_settled_by_their_consumers() -> None:
-    desk = Desk()
-    [held], [granted] = desk.grant(1, 2), desk.grant(2, 2)
-    desk.report(held, LeaseEvent.HOLD)
-    desk.say(Leave("p", 1, is_last=True))
-    assert [lease.state for lease in desk.book.rows.leases.values()] == [LeaseState.HELD, LeaseState.GRANTED]
+    pair = LeasePair()
+    [held], [granted] = pair.grant(1, 2), pair.grant(2, 2)
+    pair.report(held, LeaseEvent.HOLD)
+    pair.say(Leave("p", 1, is_last=True))
+    assert [lease.state for lease in pair.book.rows.leases.values()] == [LeaseState.HELD, LeaseState.GRANTED]
     for lease, event in ((held, LeaseEvent.RELEASE), (granted, LeaseEvent.REFUSE)):
-        reply = desk.report(lease, event)
+        reply = pair.report(lease, event)
         assert reply.outcome is Outcome.APPLIED and reply.leases[0].state is LeaseState.SETTLED
-    assert desk.row("p").offered_bytes == 0 and not desk.book.rows.leases
+    assert pair.row("p").offered_bytes == 0 and not pair.book.rows.leases
 
 
 def test_after_the_last_of_a_name_owed_and_expired_leases_are_settled() -> None:
-    desk = Desk()
-    [released], _ = desk.grant(1, 2), desk.grant(2, 2)
-    desk.report(released, LeaseEvent.RELEASE)
-    desk.say(Leave("p", 1, is_last=True))
-    assert [lease.state for lease in desk.book.rows.leases.values()] == [LeaseState.GRANTED]
-    desk.say(Leave("c", 1))
-    assert not desk.book.rows.leases and desk.row("p").offered_bytes == 0
+    pair = LeasePair()
+    [released], _ = pair.grant(1, 2), pair.grant(2, 2)
+    pair.report(released, LeaseEvent.RELEASE)
+    pair.say(Leave("p", 1, is_last=True))
+    assert [lease.state for lease in pair.book.rows.leases.values()] == [LeaseState.GRANTED]
+    pair.say(Leave("c", 1))
+    assert not pair.book.rows.leases and pair.row("p").offered_bytes == 0
 
 
 def test_a_process_takes_the_name_of_another_only_when_that_one_has_ended() -> None:
-    desk = Desk()
-    assert desk.say(Join("c", "c-2")).outcome is Outcome.DEFERRED
-    assert desk.say(Leave("c", 1)).outcome is Outcome.APPLIED
-    reply = desk.say(Join("c", "c-2"))
+    pair = LeasePair()
+    assert pair.say(Join("c", "c-2")).outcome is Outcome.DEFERRED
+    assert pair.say(Leave("c", 1)).outcome is Outcome.APPLIED
+    reply = pair.say(Join("c", "c-2"))
     assert reply.outcome is Outcome.APPLIED
-    assert desk.row("c").generation == 2
-    assert desk.say(Leave("c", 1)).outcome is Outcome.STALE
+    assert pair.row("c").generation == 2
+    assert pair.say(Leave("c", 1)).outcome is Outcome.STALE
 
 
 def test_a_restart_renews_the_ttls_of_members_and_recall_deadlines() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    desk.say(Recall("p", desk.row("p").stamp, 10, deadline_s=3.0))
-    rows = desk.book.rows
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    pair.say(Recall("p", pair.row("p").stamp, 10, deadline_s=3.0))
+    rows = pair.book.rows
     book = LeaseBook(TTL_S, 100.0, rows.members.values(), rows.leases.values())
     assert book.tick(100.0 + TTL_S) == []
     assert [late.lease_id for late in book.overdue(103.5)] == [lease.lease_id]
@@ -283,64 +283,64 @@ def test_a_restart_renews_the_ttls_of_members_and_recall_deadlines() -> None:
 
 
 def test_what_is_lost_with_a_device_is_lost_and_its_name_can_be_used_again() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    desk.report(lease, LeaseEvent.HOLD)
-    assert desk.book.forget("nobody").outcome is Outcome.CONFLICT
-    assert [lost.state for lost in desk.book.forget("p").leases] == [LeaseState.LOST]
-    assert desk.say(Join("p", "p-2")).outcome is Outcome.APPLIED
-    assert desk.row("p").offered_bytes == 0
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    pair.report(lease, LeaseEvent.HOLD)
+    assert pair.book.forget("nobody").outcome is Outcome.CONFLICT
+    assert [lost.state for lost in pair.book.forget("p").leases] == [LeaseState.LOST]
+    assert pair.say(Join("p", "p-2")).outcome is Outcome.APPLIED
+    assert pair.row("p").offered_bytes == 0
     late = Report("c", lease.lease_id, Stamp(lease.generation, lease.revision), LeaseEvent.RELEASE)
-    assert desk.say(late).outcome is Outcome.STALE
+    assert pair.say(late).outcome is Outcome.STALE
 
 
 def test_the_next_device_of_a_name_keeps_leases_that_may_be_allocated() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    assert [kept.state for kept in desk.book.forget("p").leases] == [LeaseState.RECALLED]
-    assert desk.say(Join("p", "p-2")).outcome is Outcome.APPLIED
-    assert desk.row("p").offered_bytes == 6
-    assert desk.say(Heartbeat("c", 1)).due_in_s == {lease.lease_id: 0.0}
-    assert desk.observe(0).leases == ()  # it may have been allocated since
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert [settled.state for settled in desk.observe(0).leases] == [LeaseState.SETTLED]
-    assert desk.row("p").offered_bytes == 0
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    assert [kept.state for kept in pair.book.forget("p").leases] == [LeaseState.RECALLED]
+    assert pair.say(Join("p", "p-2")).outcome is Outcome.APPLIED
+    assert pair.row("p").offered_bytes == 6
+    assert pair.say(Heartbeat("c", 1)).due_in_s == {lease.lease_id: 0.0}
+    assert pair.observe(0).leases == ()  # it may have been allocated since
+    pair.report(lease, LeaseEvent.RELEASE)
+    assert [settled.state for settled in pair.observe(0).leases] == [LeaseState.SETTLED]
+    assert pair.row("p").offered_bytes == 0
 
 
 def test_a_second_forget_of_a_device_without_successor_drops_its_leases() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
-    desk.book.forget("p")
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert [lost.state for lost in desk.book.forget("p").leases] == [LeaseState.LOST]
-    assert desk.book.rows.leases == {}
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
+    pair.book.forget("p")
+    pair.report(lease, LeaseEvent.RELEASE)
+    assert [lost.state for lost in pair.book.forget("p").leases] == [LeaseState.LOST]
+    assert pair.book.rows.leases == {}
 
 
 def test_offers_below_what_is_leased_are_refused_with_what_to_do() -> None:
-    desk = Desk()
-    desk.grant(1, 6)
-    reply = desk.say(Offer("p", desk.row("p").stamp, 5))
+    pair = LeasePair()
+    pair.grant(1, 6)
+    reply = pair.say(Offer("p", pair.row("p").stamp, 5))
     assert reply.outcome is Outcome.CONFLICT
     assert "recall" in reply.detail
-    assert desk.say(Offer("p", desk.row("p").stamp, 6)).outcome is Outcome.APPLIED
+    assert pair.say(Offer("p", pair.row("p").stamp, 6)).outcome is Outcome.APPLIED
 
 
 def test_consumers_borrow_from_allowed_producers_only() -> None:
-    desk = Desk()
-    desk.book.allow({"c": ["q"]}, 0.0, 5.0)
-    assert desk.grant(1, 1) == []
-    desk.book.allow({"c": ["q", "p"]}, 0.0, 5.0)
-    assert [lease.producer for lease in desk.grant(1, 1)] == ["p"]
-    desk.book.allow({}, 0.0, 5.0)
-    assert desk.grant(2, 1) == []
-    desk.book.allow(None, 0.0, 5.0)
-    assert [lease.producer for lease in desk.grant(2, 1)] == ["p"]
+    pair = LeasePair()
+    pair.book.allow({"c": ["q"]}, 0.0, 5.0)
+    assert pair.grant(1, 1) == []
+    pair.book.allow({"c": ["q", "p"]}, 0.0, 5.0)
+    assert [lease.producer for lease in pair.grant(1, 1)] == ["p"]
+    pair.book.allow({}, 0.0, 5.0)
+    assert pair.grant(2, 1) == []
+    pair.book.allow(None, 0.0, 5.0)
+    assert [lease.producer for lease in pair.grant(2, 1)] == ["p"]
 
 
 def test_reports_on_anothers_lease_or_of_anothers_event_conflict() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 6)
+    pair = LeasePair()
+    [lease] = pair.grant(1, 6)
     stamp = Stamp(lease.generation, lease.revision)
-    assert desk.say(Report("p", lease.lease_id, stamp, LeaseEvent.RELEASE)).outcome is Outcome.CONFLICT
-    assert desk.say(Report("c", lease.lease_id, stamp, LeaseEvent.SETTLE)).outcome is Outcome.CONFLICT
-    assert desk.book.rows.leases[lease.lease_id] == lease
+    assert pair.say(Report("p", lease.lease_id, stamp, LeaseEvent.RELEASE)).outcome is Outcome.CONFLICT
+    assert pair.say(Report("c", lease.lease_id, stamp, LeaseEvent.SETTLE)).outcome is Outcome.CONFLICT
+    assert pair.book.rows.leases[lease.lease_id] == lease

@@ -16,8 +16,8 @@ from floodplain.leases.states import (
 TTL_S = 10.0
 
 
-class Desk:
-    """A book with a producer that has offered bytes and a consumer, and short names for their messages."""
+class LeasePair:
+    """A producer that has offered bytes, and a consumer, in one book; short names for their messages."""
 
     def __init__(self, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
         self.book = LeaseBook(TTL_S, now=0.0, limits=limits)
