@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
@@ -16,16 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from floodplain import __version__
-from floodplain.coordinator import jobs
 from floodplain.coordinator.bodies import MessageBatch, Name, NewsQuery, ServiceHealth, answer_model
 from floodplain.coordinator.metrics import CoordinatorMetrics
+from floodplain.coordinator.service import BookView, TooManyLeases
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing, first_refused
 from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.core.codec import to_json
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
-from floodplain.leases.states import Outcome
 from floodplain.lending.wire import EncodedAnswer, EncodedReply, Listing, News, encode_replies
 from floodplain.web.bodies import parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
@@ -65,13 +63,9 @@ class LeaseRoutes:
 
     Args:
         worker: Passes their jobs to the book.
-
-    Attributes:
-        answered: How often each kind of message had each outcome.
     """
 
     def __init__(self, worker: LeaseWorker) -> None:
-        self.answered: Counter[tuple[str, Outcome]] = Counter()
         self._worker = worker
 
     def router(self) -> APIRouter:
@@ -90,8 +84,8 @@ class LeaseRoutes:
 
     async def answer(self, messages: Sequence[Message], caller: Caller) -> Response:
         """Return the response to messages that the caller may send; also called by ``MessageRoute``."""
-        replies = await self._worker.ask(jobs.handle(messages, self.answered, caller))
-        if isinstance(replies, jobs.TooManyLeases):
+        replies = await self._worker.ask(self._worker.service.handle(messages, caller))
+        if isinstance(replies, TooManyLeases):
             told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
             raise ApiError(413, told, code="answer_too_large")
         if len(replies) + sum(len(reply.leases) for reply in replies) <= FEW_ROWS:
@@ -104,8 +98,8 @@ class LeaseRoutes:
     async def list_leases(self, request: Request) -> Response:
         """List all members and leases."""
         _require_admin(request)
-        view = await self._worker.ask(jobs.look(self._worker.service))
-        return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._worker.service.ttl_s)))
+        view = await self._worker.ask(self._worker.service.look)
+        return await WRITERS.run(lambda: _json(_encode_view(view, self._worker.service.ttl_s)))
 
     async def wait_for_news(self, query: Annotated[NewsQuery, Query()], request: Request) -> Response:
         """Answer once a lease of that member is recalled, released or lost, or has expired; or when ``wait_s`` is over.
@@ -119,7 +113,7 @@ class LeaseRoutes:
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """Forget a device that will not come back: what was lent on it is lost."""
         _require_admin(request)
-        return _json(to_json(await self._worker.ask(jobs.forget(name))))
+        return _json(to_json(await self._worker.ask(lambda book, _: book.forget(name))))
 
 
 def create_app(
@@ -151,12 +145,12 @@ def create_app(
     install_error_handlers(app)
     routes = LeaseRoutes(worker)
     app.include_router(routes.router())
-    _add_service_routes(app, worker, routes.answered)
+    _add_service_routes(app, worker)
     gate = Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
     return OriginGate(gate, names)
 
 
-def _add_service_routes(app: FastAPI, worker: LeaseWorker, answered: Counter[tuple[str, Outcome]]) -> None:
+def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
     @app.get("/health", responses=ERRORS)
     async def health() -> ServiceHealth:
         """Whether the process is well, and whether it leads."""
@@ -170,10 +164,9 @@ def _add_service_routes(app: FastAPI, worker: LeaseWorker, answered: Counter[tup
         """Prometheus metrics, in the format that the scraper prefers."""
         view = None
         with suppress(NotLeading):
-            view = await worker.ask(jobs.look(worker.service))
-        metrics = CoordinatorMetrics(view, worker.service.totals, dict(answered))
+            view = await worker.ask(worker.service.look)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(metrics)
+        registry.register(CoordinatorMetrics(view, worker.service.totals))
         return await scrape(registry, request)
 
 
@@ -256,6 +249,26 @@ def _caller_of(request: Request) -> Caller:
 def _require_admin(request: Request) -> None:
     if not _caller_of(request).is_admin:
         raise ApiError(403, "this takes an admin's token", code="forbidden")
+
+
+def _encode_view(view: BookView, ttl_s: float) -> dict[str, Any]:
+    """Return a ``Listing`` for ``json.dumps``: members by name, leases by age."""
+    by_age = sorted(view.leases, key=lambda lease: (view.granted_at(lease), lease.lease_id))
+    return {
+        "ttl_s": ttl_s,
+        "members": [
+            {**to_json(member), "is_living": is_living, "leased_bytes": leased_bytes}
+            for member, is_living, leased_bytes in sorted(view.members, key=lambda row: row[0].name)
+        ],
+        "leases": [
+            {
+                **to_json(lease),
+                "granted_unix_s": view.granted_at(lease),
+                "due_in_s": view.due_in_s.get(lease.lease_id),
+            }
+            for lease in by_age
+        ],
+    }
 
 
 def _json(body: dict[str, Any]) -> Response:

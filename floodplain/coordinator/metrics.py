@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from floodplain.coordinator.jobs import BookView, count_leases
-from floodplain.coordinator.service import ServiceTotals
-from floodplain.leases.states import Outcome
+from floodplain.coordinator.service import BookView, ServiceTotals
+from floodplain.leases.states import ENDED, LeaseState
 
 PREFIX = "floodplain_coordinator_"
 
@@ -20,13 +19,10 @@ class CoordinatorMetrics(Collector):
     Args:
         view: The book; None if this coordinator does not lead, and so has no book.
         totals: Of the service.
-        answered: How often each kind of message had each outcome.
     """
 
-    def __init__(
-        self, view: BookView | None, totals: ServiceTotals, answered: Mapping[tuple[str, Outcome], int]
-    ) -> None:
-        self._view, self._totals, self._answered = view, totals, answered
+    def __init__(self, view: BookView | None, totals: ServiceTotals) -> None:
+        self._view, self._totals = view, totals
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
@@ -35,7 +31,7 @@ class CoordinatorMetrics(Collector):
         if self._view is not None:
             yield from self._book(self._view)
         messages: dict[tuple[str, ...], float] = {
-            (kind, outcome.value): count for (kind, outcome), count in self._answered.items()
+            (kind, outcome.value): count for (kind, outcome), count in dict(totals.outcomes).items()
         }
         yield _counter("messages", "Messages of members.", messages, "kind", "outcome")
         yield _counter("members_lost", "Members taken for dead.", {(): totals.num_taken_for_dead})
@@ -52,11 +48,13 @@ class CoordinatorMetrics(Collector):
         yield _gauge("members", "Members by whether they are taken for alive.", members, "state")
         offered = sum(member.offered_bytes for member, _, _ in view.members)
         yield _gauge("offered_bytes", "Bytes that are put up, leased ones included.", {(): offered})
-        counts = {(state.value,): count for state, count in count_leases(view).items()}
-        yield _gauge("leases", "Leases by state.", {key: num for key, (num, _) in counts.items()}, "state")
-        yield _gauge(
-            "leased_bytes", "Their bytes.", {key: num_bytes for key, (_, num_bytes) in counts.items()}, "state"
-        )
+        sizes = {
+            (state.value,): [lease.num_bytes for lease in view.leases if lease.state is state]
+            for state in LeaseState
+            if state not in ENDED
+        }
+        yield _gauge("leases", "Leases by state.", {key: len(some) for key, some in sizes.items()}, "state")
+        yield _gauge("leased_bytes", "Their bytes.", {key: sum(some) for key, some in sizes.items()}, "state")
 
 
 def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:

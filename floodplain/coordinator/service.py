@@ -9,18 +9,21 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.soundness import DamagedStore, check_rows, sound
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.core.errors import UserError
-from floodplain.leases.book import LeaseBook
+from floodplain.leases.book import UNRESTRICTED, LeaseBook, Speaker
 from floodplain.leases.choice import AllowedPairs
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.leases.states import Lease, LeaseId
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import Lease, LeaseId, Outcome
 from floodplain.leases.table import Changes
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ RECALL_S = 5.0
 """What consumers get to free leases that a new placement does not allow."""
 SERVE_S = 0.25
 """The most work in one transaction; a small part of the time in which a leader may answer after its last write."""
+MAX_TOLD_LEASES = 16_384
+"""The most leases in an answer: about 5 MB. A member that lends and borrows all that it may has a third of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,40 @@ class Unavailable:
     leader_url: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TooManyLeases:
+    """The answer to a batch whose replies would list too many leases; nothing of the batch is done.
+
+    Attributes:
+        num_leases: About how many the replies would list.
+    """
+
+    num_leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class BookView:
+    """The rows of a book at one moment; immutable, so that another thread can encode them.
+
+    Attributes:
+        members: All; each with whether it is considered alive, and its leased bytes.
+        leases: Those that have not ended.
+        due_in_s: For recalled leases, the seconds left.
+        granted_unix_s: When each was granted, without those granted in the same transaction.
+        taken_unix_s: When the rows were read.
+    """
+
+    members: Sequence[tuple[Member, bool, int]]
+    leases: Sequence[Lease]
+    due_in_s: Mapping[LeaseId, float]
+    granted_unix_s: Mapping[LeaseId, float]
+    taken_unix_s: float
+
+    def granted_at(self, lease: Lease) -> float:
+        """Return when a lease was granted, as Unix time."""
+        return self.granted_unix_s.get(lease.lease_id, self.taken_unix_s)
+
+
 @dataclass(slots=True)
 class ServiceTotals:
     """Counts since the start.
@@ -60,6 +99,7 @@ class ServiceTotals:
         num_taken_for_dead: Lives that ended by silence.
         num_overdue: Recalls whose deadline passed.
         num_forgotten: Rows of long ended members that were deleted.
+        outcomes: How often each kind of message had each outcome.
     """
 
     num_transactions: int = 0
@@ -69,6 +109,7 @@ class ServiceTotals:
     num_taken_for_dead: int = 0
     num_overdue: int = 0
     num_forgotten: int = 0
+    outcomes: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
 
 
 class LeaseService:
@@ -122,6 +163,32 @@ class LeaseService:
     def leader_url(self) -> str:
         """Return the leader's address as far as this coordinator knows; empty if there is none."""
         return self._url if self.is_leading else self._unavailable.leader_url
+
+    def handle(self, messages: Sequence[Message], speaker: Speaker = UNRESTRICTED) -> Job:
+        """Return a job that handles messages in their order; its answer is their replies, or ``TooManyLeases``.
+
+        Args:
+            messages: From members.
+            speaker: What the sender may do.
+        """
+
+        def job(book: LeaseBook, now: float) -> list[Reply] | TooManyLeases:
+            num_told = book.count_told(messages)
+            if num_told > MAX_TOLD_LEASES:
+                return TooManyLeases(num_told)
+            replies = book.handle_all(messages, now, speaker)
+            outcomes = ((type(m).__name__.lower(), r.outcome) for m, r in zip(messages, replies, strict=True))
+            self.totals.outcomes.update(outcomes)
+            return replies
+
+        return job
+
+    def look(self, book: LeaseBook, now: float) -> BookView:
+        """A job: return the rows."""
+        living, rows = book.roster.living, book.rows
+        members = [(member, name in living, rows.leased_bytes(name)) for name, member in rows.members.items()]
+        leases = list(rows.leases.values())
+        return BookView(members, leases, book.due_in_s(now), dict(self.granted_unix_s), time.time())
 
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
         """Do jobs in one transaction; return their values in order, or ``Unavailable`` for each.

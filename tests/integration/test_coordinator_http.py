@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from floodplain.coordinator import app, jobs, worker
+from floodplain.coordinator import app, service, worker
 from floodplain.coordinator.app import MAX_BODY_BYTES
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
@@ -199,7 +199,7 @@ def test_an_answer_of_too_many_leases_is_refused_and_nothing_done(
 ) -> None:
     request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 1}] * 3}
     offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
-    monkeypatch.setattr(jobs, "MAX_TOLD_LEASES", 5)
+    monkeypatch.setattr(service, "MAX_TOLD_LEASES", 5)
     with coordinating(store) as running:
         assert say(running, join("ann"), join("bob"), offer, request).status_code == 200
         refused = say(running, join("eve"), join("ann"), join("bob"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.exc import NoResultFound
 
-from floodplain.coordinator import jobs
 from floodplain.coordinator import store as store_module
 from floodplain.coordinator.run import coordinate
 from floodplain.coordinator.service import LeaseService
@@ -49,7 +47,7 @@ BYTES = st.tuples(st.floats(0, 1), st.sampled_from([0, 1, 16, 4096, 2**20]), st.
 
 
 def say(service: LeaseService, *messages: Message) -> None:
-    service.serve([jobs.handle(messages, Counter())])
+    service.serve([service.handle(messages)])
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ coordinator received. A batch with a stale change does not count.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from floodplain.coordinator import jobs
 from floodplain.coordinator.service import LeaseService
 from floodplain.leases import book
 from floodplain.leases.member import Lender
@@ -104,7 +102,7 @@ class Shop:
 
     def _say(self, *messages: Message) -> list[Reply]:
         self._service.tick()
-        (replies,) = self._service.serve([jobs.handle(messages, Counter())])
+        (replies,) = self._service.serve([self._service.handle(messages)])
         assert isinstance(replies, list), replies
         return replies
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,10 @@ import pytest
 
 from floodplain.coordinator import leadership
 from floodplain.coordinator.bodies import MessageBatch
-from floodplain.coordinator.jobs import forget, handle
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Store
 from floodplain.core.codec import to_json
 from floodplain.leases.messages import Message
-from floodplain.leases.states import Outcome
 from floodplain.leases.table import Changes
 from floodplain.lending.wire import decode_reply, encode_message
 from tests.support.lease_engines import TTL_S, Process
@@ -103,13 +102,13 @@ class ServedWorld(LeaseWorld):
                 self.time.after(self.random.random() * TTL_S, lambda one=one: self._begin(one))
         self.time.after(TICK_S, self._tick_all)
 
-    def _ask(self, job: Any) -> Any:
+    def _ask(self, job_of: Callable[[LeaseService], Any]) -> Any:
         """Try coordinators in turn, as clients do; None if all have exited, are paused, or do not lead."""
         for one in self.random.sample(self.coordinators, 2):
             if one.service is None or one.stopped_until_s > self.time.now:
                 continue
             led = one.service.is_leading
-            (answer,) = one.service.serve([job])
+            (answer,) = one.service.serve([job_of(one.service)])
             if not isinstance(answer, Unavailable):
                 return answer
             self.seen["a leader had to step down" if led else "one that stands by was asked"] += 1
@@ -120,8 +119,7 @@ class ServedWorld(LeaseWorld):
         body = json.dumps({"messages": [encode_message(message)]})
         batch = MessageBatch.model_validate_json(body).messages
         assert batch == [message]
-        answered: Counter[tuple[str, Outcome]] = Counter()
-        replies = self._ask(handle(batch, answered))
+        replies = self._ask(lambda service: service.handle(batch))
         if replies is not None:
             reply = decode_reply(json.loads(json.dumps(to_json(replies[0]))))
             self.seen[f"{type(message).__name__} {reply.outcome.value}"] += 1
@@ -129,7 +127,7 @@ class ServedWorld(LeaseWorld):
 
     def _forget(self, name: str) -> None:
         self.message = None
-        if self._ask(forget(name)) is None:
+        if self._ask(lambda _: lambda book, _: book.forget(name)) is None:
             self.time.after(1.0, lambda: self._forget(name))
         else:
             self.time.after(self.random.random() ** 3 * TTL_S, lambda: self._start(name, is_producer=True))

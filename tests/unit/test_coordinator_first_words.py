@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from floodplain.coordinator import jobs
 from floodplain.coordinator.service import LeaseService
 from floodplain.leases.messages import Heartbeat, Join, Message, Offer, Recall, Request
 from floodplain.leases.rows import Shard
@@ -46,7 +44,7 @@ class Pair:
 
     def say_at_once(self, *batches: tuple[Message, ...]) -> list[list[Outcome]]:
         """The outcomes of batches in one transaction."""
-        answers = self.leader.serve([jobs.handle(batch, Counter()) for batch in batches])
+        answers = self.leader.serve([self.leader.handle(batch) for batch in batches])
         return [[reply.outcome for reply in replies] for replies in answers]
 
 

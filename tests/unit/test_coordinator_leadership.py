@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from floodplain.coordinator import jobs, leadership
+from floodplain.coordinator import leadership
 from floodplain.coordinator.leadership import BEAT_S, LEASE_S, TAKEOVER_S, Tenure, Watch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Leadership
@@ -105,7 +105,7 @@ class Rivals:
     def ask(self, index: int, message: Message) -> bool:
         """Whether a service answers; checks that it leads if it does."""
         led, was_leading = self.stores[index].epoch, self.services[index].is_leading
-        (answer,) = self.services[index].serve([jobs.handle([message], Counter())])
+        (answer,) = self.services[index].serve([self.services[index].handle([message])])
         if isinstance(answer, Unavailable):
             self.seen["silent after a stop" if was_leading else "silent"] += 1
             return False

@@ -7,7 +7,6 @@ import asyncio
 import json
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import fields
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from floodplain.cli import coordinator as cli_coordinator
-from floodplain.coordinator import jobs, run
+from floodplain.coordinator import run
 from floodplain.coordinator.placement import KIND, VERSION, read_pairs
 from floodplain.coordinator.run import PlacementFile
 from floodplain.coordinator.service import LeaseService
@@ -84,7 +83,7 @@ def leading(store: Store, pairs: dict[str, list[str]] | None) -> LeaseService:
 
 
 def say(service: LeaseService, *messages: Message) -> list[Reply]:
-    (answer,) = service.serve([jobs.handle(messages, Counter())])
+    (answer,) = service.serve([service.handle(messages)])
     assert isinstance(answer, list)
     return answer
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from floodplain.coordinator import jobs
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import StoreError
 from floodplain.coordinator.worker import LeaseWorker
@@ -57,7 +56,7 @@ def leading(store: HookedStore, clock: Clock, ttl_s: float = 10.0) -> LeaseServi
 
 
 def say(service: LeaseService, *messages: Message) -> list[Reply] | Unavailable:
-    (answer,) = service.serve([jobs.handle(messages, Counter())])
+    (answer,) = service.serve([service.handle(messages)])
     assert isinstance(answer, list | Unavailable)
     return answer
 
@@ -146,7 +145,7 @@ class Street:
 
     def _send(self, messages: Sequence[Message]) -> list[Reply] | None:
         """No answer reports an uncommitted change, and no reported change is ever undone."""
-        replies, snap = self.service.serve([jobs.handle(messages, Counter()), snapshot])
+        replies, snap = self.service.serve([self.service.handle(messages), snapshot])
         if isinstance(replies, Unavailable):
             assert isinstance(snap, Unavailable)
             return None

@@ -98,7 +98,7 @@ def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
     assert pair.borrower.to_free() == {lease_id: float("-inf")}
 
 
-class LenderDesk:
+class LoneLender:
     """A book, and a lender that has joined and sent an offer that has not arrived."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class LenderDesk:
 
 
 def test_an_offer_that_is_not_wanted_any_more_and_comes_late_is_stale() -> None:
-    pair = LenderDesk()
+    pair = LoneLender()
     assert pair.lender.promised_bytes == 10
     assert isinstance(pair.say_next(), Offer)
     assert pair.lender.promised_bytes == 0, "its pool may have the bytes again"
@@ -136,7 +136,7 @@ def test_an_offer_that_is_not_wanted_any_more_and_comes_late_is_stale() -> None:
 
 
 def test_an_offer_that_arrived_and_whose_answer_was_lost_is_withdrawn() -> None:
-    pair = LenderDesk()
+    pair = LoneLender()
     assert pair.book.handle(pair.late, 0.0).outcome is Outcome.APPLIED
     assert isinstance(pair.say_next(), Offer), "and learns that it is stale"
     assert pair.lender.promised_bytes == 10
@@ -145,7 +145,7 @@ def test_an_offer_that_arrived_and_whose_answer_was_lost_is_withdrawn() -> None:
 
 
 def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
-    pair = LenderDesk()
+    pair = LoneLender()
     assert not pair.lender.has_said_all
     last = pair.lender.say_last(foreign_bytes=0)
     assert last == Offer("p", pair.side.stamp, 0)
