@@ -7,16 +7,17 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Chunk, Decision, PrefillChunk, StepPlan, TableUpdate, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
-from floodplain.runtime.moves import Moves
+from floodplain.runtime.arrivals import Arrivals
+from floodplain.runtime.departures import Departures
 from floodplain.runtime.state import LoopState
 
 
 class PlanBuilder:
     """Applies decisions to the loop's state; InvariantError for one that the view did not allow."""
 
-    def __init__(self, state: LoopState, moves: Moves) -> None:
+    def __init__(self, state: LoopState, departures: Departures, arrivals: Arrivals) -> None:
         self._state = state
-        self._moves = moves
+        self._departures, self._arrivals = departures, arrivals
         self._last_decodes: tuple[SeqId, ...] = ()
         self._admitted: set[SeqId] = set()  # the executor knows their requests
         self._tables: list[TableUpdate] = []
@@ -51,16 +52,16 @@ class PlanBuilder:
 
         Prefixes that are about to be fetched are held meanwhile, so that swap-outs do not take their slots.
         """
-        held = self._moves.back.hold_prefixes([order.seq_id for order in decision.resumptions])
-        moves = [self._moves.out.preempt(order, now) for order in decision.preemptions]
+        held = self._arrivals.hold_prefixes([order.seq_id for order in decision.resumptions])
+        moves = [self._departures.preempt(order, now) for order in decision.preemptions]
         for admission in decision.admissions:
             self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING))
-        moves += [self._moves.back.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
+        moves += [self._arrivals.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
         for backup in held:
             self._state.backups.release(backup)
-        moves += [self._moves.out.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
+        moves += [self._departures.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
         if decision.prefix_backup is not None:
-            moves.append(self._moves.out.save_prefixes(decision.prefix_backup))
+            moves.append(self._departures.save_prefixes(decision.prefix_backup))
         return [move for move in moves if move is not None]
 
     # -- decodes ---------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
@@ -13,56 +13,32 @@ from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
-from floodplain.runtime.sources import Source, find_sources
-from floodplain.runtime.state import LoopState
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    seq: Sequence
-    origin: Status
-    sources: tuple[Source, ...]
-    table: tuple[BlockId, ...]
-    loading: tuple[BlockId, ...]
-    backups: tuple[Backup, ...]
-
-    def count_leading(self, lost: Seq[int]) -> int:
-        """Blocks of the table before the first lost one: ``lost`` are places in ``loading``."""
-        missing = {self.loading[place] for place in lost}
-        return next((index for index, block in enumerate(self.table) if block in missing), len(self.table))
+from floodplain.core.transfers import InFlight
+from floodplain.runtime.state import Arrival, LoopState
 
 
 class Arrivals:
-    """Begins inbound transfers and settles them. Owns those in flight.
+    """Begins inbound transfers and settles them.
 
     Args:
         state: Of the loop.
-        next_id: Numbers transfers, never twice.
     """
 
-    def __init__(self, state: LoopState, next_id: Callable[[], int]) -> None:
+    def __init__(self, state: LoopState) -> None:
         self._state = state
-        self._next_id = next_id
-        self._in_flight: dict[int, _Arrival] = {}
 
-    def __len__(self) -> int:
-        """Transfers in flight."""
-        return len(self._in_flight)
-
-    def __contains__(self, transfer_id: int) -> bool:
-        """Whether a transfer is in flight."""
-        return transfer_id in self._in_flight
+    def _moves(self) -> Iterator[tuple[InFlight[Arrival | None], Arrival]]:
+        return ((move, move.cargo) for move in self._state.transfers if move.cargo is not None)
 
     def shared_tables(self) -> list[list[BlockId]]:
         """References of loading sequences to blocks that were on the device already."""
-        moves = self._in_flight.values()
-        return [[block for block in move.table if block not in set(move.loading)] for move in moves]
+        arrivals = [arrival for _, arrival in self._moves()]
+        return [[block for block in one.table if block not in set(one.loading)] for one in arrivals]
 
     def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
         """Replace moved blocks in the tables of loading sequences; no copy touches these blocks."""
-        for transfer_id, move in self._in_flight.items():
-            table = tuple(moved.get(block, block) for block in move.table)
-            self._in_flight[transfer_id] = replace(move, table=table)
+        for move, arrival in self._moves():
+            move.cargo = replace(arrival, table=tuple(moved.get(block, block) for block in arrival.table))
 
     def hold_prefixes(self, seq_ids: Iterable[SeqId]) -> list[Backup]:
         """Keep the backups that waiting ones of these requests are about to load; the caller releases them."""
@@ -70,7 +46,7 @@ class Arrivals:
         for seq_id in seq_ids:
             seq = self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
             if seq.status is Status.WAITING:
-                held += [source.backup for source in find_sources(self._state, seq) if source.backup is not None]
+                held += [source.backup for source in self._state.find_sources(seq) if source.backup is not None]
         for backup in held:
             self._state.backups.keep(backup)
         return held
@@ -85,7 +61,7 @@ class Arrivals:
             InvariantError: There are too few blocks.
         """
         state, seq = self._state, self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
-        sources = find_sources(state, seq)
+        sources = state.find_sources(seq)
         for source in sources:
             if source.block is not None and source.key is not None:
                 state.ledger.share(source.key)
@@ -95,24 +71,18 @@ class Arrivals:
             raise InvariantError(f"{len(backups)} blocks to load for sequence {seq_id}, fewer available")
         inbound = iter(loading)
         table = tuple(next(inbound) if source.block is None else source.block for source in sources)
-        move = _Arrival(seq, seq.status, tuple(sources), table, tuple(loading), backups)
+        arrival = Arrival(seq, seq.status, tuple(sources), table, tuple(loading))
         if seq.status is Status.WAITING:  # a swapped one keeps them already
             for backup in backups:
                 state.keep_backup(seq, backup)
         if not loading:
-            self._arrive(move, now)
+            self._arrive(arrival, now)
             return None
-        state.backups.begin_read(backups)
-        for backup in backups:
-            state.num_inbound_blocks[backup.location.tier] += 1
         state.enter(seq, Status.LOADING)
         seq.num_arriving = len(table)
-        transfer_id = self._next_id()
-        self._in_flight[transfer_id] = move
-        locations = tuple(backup.location for backup in backups)
-        return Transfer(transfer_id, TransferKind.SWAP_IN, seq_id, move.loading, locations, reason)
+        return state.transfers.begin(TransferKind.SWAP_IN, seq_id, loading, backups, reason, arrival)
 
-    def _arrive(self, move: _Arrival, now: float) -> None:
+    def _arrive(self, move: Arrival, now: float) -> None:
         state, seq = self._state, move.seq
         state.ledger.commit_load(move.loading)
         seq.blocks, seq.num_arriving = list(move.table), 0
@@ -138,30 +108,22 @@ class Arrivals:
             seq.backups.remove(backup)
             self._state.backups.release(backup)
 
-    def settle(self, transfer_id: int, lost: Seq[int], now: float) -> None:
-        """End a transfer: the blocks before the first lost one are kept.
+    def settle(self, arrival: Arrival, lost: Seq[int], now: float) -> None:
+        """Finish an inbound transfer that has ended: the blocks before the first lost one are kept.
 
         If no block is kept, the sequence returns to its status before the transfer.
         """
-        state, move = self._state, self._in_flight.pop(transfer_id)
-        for backup in move.backups:
-            state.num_inbound_blocks[backup.location.tier] -= 1
-        missing = tuple(move.backups[place] for place in lost)
-        for backup in missing:
-            state.backups.lose(backup)
-        state.backups.finish_read(move.backups)
-        is_wanted = move.seq.status is Status.LOADING
-        whole = self._keep_leading(move, move.count_leading(lost) if is_wanted else 0)
+        state, seq = self._state, arrival.seq
+        is_wanted = seq.status is Status.LOADING
+        whole = self._keep_leading(arrival, arrival.count_leading(lost) if is_wanted else 0)
         if whole.table:
             self._arrive(whole, now)
         elif is_wanted:
-            state.enter(move.seq, move.origin)
-            if move.origin is Status.WAITING:
-                state.release_backups(move.seq)
-        if missing:
-            state.drop_lost(missing)
+            state.enter(seq, arrival.origin)
+            if arrival.origin is Status.WAITING:
+                state.release_backups(seq)
 
-    def _keep_leading(self, move: _Arrival, num_blocks: int) -> _Arrival:
+    def _keep_leading(self, move: Arrival, num_blocks: int) -> Arrival:
         """The arrival reduced to the first ``num_blocks`` of its table; the other blocks are freed."""
         move.seq.num_arriving = 0
         loading, gone = set(move.loading), move.table[num_blocks:]

@@ -6,10 +6,7 @@ most its last, partly filled block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
@@ -23,33 +20,16 @@ from floodplain.core.tiers import Tier
 from floodplain.runtime.state import LoopState
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    seq_id: SeqId | None
-    blocks: tuple[BlockId, ...]
-    backups: tuple[Backup, ...]
-
-
 class Departures:
-    """Begins outbound transfers and settles them. Owns those in flight.
+    """Begins outbound transfers and settles them.
 
     Args:
         state: Of the loop.
-        next_id: Numbers transfers, never twice.
     """
 
-    def __init__(self, state: LoopState, next_id: Callable[[], int]) -> None:
+    def __init__(self, state: LoopState) -> None:
         self._state = state
-        self._next_id = next_id
-        self._in_flight: dict[int, _Departure] = {}
-
-    def __len__(self) -> int:
-        """Transfers in flight."""
-        return len(self._in_flight)
-
-    def __contains__(self, transfer_id: int) -> bool:
-        """Whether a transfer is in flight."""
-        return transfer_id in self._in_flight
+        self._tails = count()  # numbers the partial blocks that were copied
 
     def preempt(self, order: Preemption, now: float) -> Transfer | None:
         """Take a running sequence off the device.
@@ -93,8 +73,7 @@ class Departures:
             return None
         blocks = tuple(block for block, _ in missing)
         state.ledger.pin_cached(blocks)
-        state.num_outbound_blocks[order.tier] += len(blocks)
-        return self._start(TransferKind.BACKUP, _Departure(None, blocks, tuple(backups)), None)
+        return state.transfers.begin(TransferKind.BACKUP, None, blocks, backups, None, None)
 
     def _write_out(self, seq: Sequence, order: Preemption) -> Transfer | None:
         missing = self._keep_known(seq)
@@ -113,7 +92,7 @@ class Departures:
 
     def _tail_key(self, seq: Sequence) -> BlockKey:
         """A new unique key for the sequence's partial block, which is never shared."""
-        return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, self._next_id()))
+        return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, next(self._tails)))
 
     def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
         """Keep existing backups of up to ``most`` full blocks of which the sequence keeps none yet.
@@ -140,12 +119,11 @@ class Departures:
         backups = self._reserve([key for _, key in missing], tier)
         for backup in backups:
             state.keep_backup(seq, backup)
-            state.num_outbound_blocks[backup.location.tier] += 1
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
         state.stale_sharing.add(seq.seq_id)
         seq.num_leaving += len(blocks)
-        return self._start(kind, _Departure(seq.seq_id, blocks, tuple(backups)), reason)
+        return state.transfers.begin(kind, seq.seq_id, blocks, backups, reason, None)
 
     def _reserve(self, keys: list[BlockKey], tier: Tier) -> list[Backup]:
         """Allocate slots in ``tier``, and in other tiers for blocks that do not fit there.
@@ -158,28 +136,15 @@ class Departures:
             raise InvariantError(f"{len(keys)} blocks shall go to {tier}, which has fewer slots, with all others too")
         return backups
 
-    def _start(self, kind: TransferKind, move: _Departure, reason: Reason | None) -> Transfer:
-        transfer_id = self._next_id()
-        self._in_flight[transfer_id] = move
-        locations = tuple(backup.location for backup in move.backups)
-        return Transfer(transfer_id, kind, move.seq_id, move.blocks, locations, reason)
-
-    def settle(self, transfer_id: int, lost: Seq[int]) -> None:
-        """End a transfer: blocks at the places ``lost`` have no backup, the others have one."""
-        state, move = self._state, self._in_flight.pop(transfer_id)
-        state.ledger.unpin(move.blocks)
-        for backup in move.backups:
-            state.num_outbound_blocks[backup.location.tier] -= 1
-        missing, gone = tuple(move.backups[place] for place in lost), set(lost)
-        state.backups.commit_write(backup for place, backup in enumerate(move.backups) if place not in gone)
-        if missing:
-            state.backups.abort_write(missing)
-            state.drop_lost(missing)
-        seq = None if move.seq_id is None else state.sequences.get(move.seq_id)
+    def settle(self, transfer: Transfer) -> None:
+        """Unpin the blocks of an outbound transfer that has ended."""
+        state = self._state
+        state.ledger.unpin(transfer.blocks)
+        seq = None if transfer.seq_id is None else state.sequences.get(transfer.seq_id)
         if seq is not None:
-            seq.num_leaving -= len(move.blocks)
+            seq.num_leaving -= len(transfer.blocks)
             state.stale_rows.add(seq.seq_id)
-        self._note_unpinned(seq, move.blocks)
+        self._note_unpinned(seq, transfer.blocks)
 
     def _note_unpinned(self, seq: Sequence | None, blocks: tuple[BlockId, ...]) -> None:
         """Mark counts of exclusive blocks as stale, since unpinned blocks may have become exclusive."""

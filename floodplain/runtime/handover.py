@@ -21,8 +21,7 @@ from floodplain.core.request import Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.tiers import Tier
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.sources import Source, find_sources
-from floodplain.runtime.state import LoopState
+from floodplain.runtime.state import LoopState, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def _find_kv(state: LoopState, seq: Sequence) -> tuple[int, tuple[int, ...]]:
     """(leading tokens with KV, sources of their blocks); a waiting request has no KV of its own."""
     if seq.status is Status.RUNNING:
         return seq.num_computed, tuple(seq.blocks[: -(-seq.num_computed // state.ledger.block_tokens)])
-    found = find_sources(state, seq) if seq.status is Status.SWAPPED else []
+    found = state.find_sources(seq) if seq.status is Status.SWAPPED else []
     near = list(takewhile(_is_near, found))
     return near[-1].num_tokens if near else 0, tuple(_number(source) for source in near)
 

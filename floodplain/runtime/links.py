@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
+from floodplain.core.transfers import TransferLedger
+from floodplain.core.view import TierView
 from floodplain.runtime.line import Line
 
 _NOISE = 1.0
@@ -48,14 +51,30 @@ class Links:
             self._now[tier] = self._price(tier)
         return self._now[tier]
 
-    def as_of(self, step: int) -> Links:
-        """This object, reset to the links of the start if the last copy is more than ``FORGET_STEPS`` ago."""
+    def view_tiers(self, transfers: TransferLedger[Any], step: int) -> tuple[TierView, ...]:
+        """Swap space as policies see it when step ``step`` is planned, without tiers that have no slots now.
+
+        After ``FORGET_STEPS`` steps without a copy, prices return to those of the start.
+        """
         if self._last_step is None:
             self._last_step = step
         elif step - self._last_step > FORGET_STEPS:
             self._last_step = step
             self._forget()
-        return self
+        backups = transfers.backups
+        return tuple(
+            TierView(
+                tier,
+                backups.num_available(tier),
+                slots.num_slots,
+                self._block_bytes / self[tier].bandwidth,
+                self[tier].latency_s,
+                transfers.count_blocks(tier, Direction.OUTBOUND),
+                transfers.count_blocks(tier, Direction.INBOUND),
+            )
+            for tier, slots in backups.slots.items()
+            if slots.num_slots
+        )
 
     def learn(self, copied: CopyTime) -> None:
         """Learn from the time of copies; a duration of 0 is ignored."""

@@ -25,7 +25,8 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.moves import Moves
+from floodplain.runtime.arrivals import Arrivals
+from floodplain.runtime.departures import Departures
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import Counters, LoopState
 from floodplain.runtime.view import ViewBuilder
@@ -47,9 +48,9 @@ class Loop:
         self.policy = policy
         self._rng = Random(seed)
         self.relocations = Relocations(state)
-        self._moves = Moves(state)
+        self._departures, self._arrivals = Departures(state), Arrivals(state)
         self._views = ViewBuilder(state)
-        self._plans = PlanBuilder(state, self._moves)
+        self._plans = PlanBuilder(state, self._departures, self._arrivals)
         self._steps: deque[_Outstanding] = deque()
         self._ended: list[Sequence] = []  # finished, but outstanding steps still touch their blocks
         self.num_submitted = 0
@@ -158,7 +159,7 @@ class Loop:
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
 
     def _wait_or_stall(self) -> Wait:
-        if not self._steps and not self._moves.num_in_flight and not self.state.awaits_blocks:
+        if not self._steps and not self.state.transfers and not self.state.awaits_blocks:
             raise InvariantError(f"policy {self.policy.name} runs nothing while requests are alive")
         return Wait()
 
@@ -208,8 +209,19 @@ class Loop:
         return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
-        """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost."""
-        self._moves.settle(transfer_id, lost, now)
+        """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost.
+
+        Raises:
+            InvariantError: It is not in flight.
+        """
+        move, missing = self.state.transfers.end(transfer_id, lost)
+        if move.cargo is None:
+            self._departures.settle(move.transfer)
+        else:
+            self._arrivals.settle(move.cargo, lost, now)
+        if missing:
+            self.state.drop_lost(missing)
+            self.state.counters.num_failed_transfers += 1
 
     # -- the pool --------------------------------------------------------------------------------------------------
 
@@ -225,7 +237,7 @@ class Loop:
             if not moved.keys().isdisjoint(seq.blocks):
                 seq.blocks = [moved.get(block, block) for block in seq.blocks]
                 self.state.stale_tables.add(seq.seq_id)
-        self._moves.back.remap_blocks(moved)
+        self._arrivals.remap_blocks(moved)
 
     @property
     def counters(self) -> Counters:
@@ -235,7 +247,7 @@ class Loop:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is live, or a step or copy is outstanding."""
-        return bool(self.state.sequences or self._steps or self._moves.num_in_flight)
+        return bool(self.state.sequences or self._steps or self.state.transfers)
 
     def check_integrity(self) -> None:
         """Check all conservation laws.
@@ -244,7 +256,7 @@ class Loop:
             InvariantError: One is broken.
         """
         state = self.state
-        state.ledger.check_integrity(state.block_tables() + self._moves.back.shared_tables())
+        state.ledger.check_integrity(state.block_tables() + self._arrivals.shared_tables())
         state.backups.check_integrity()
         groups = [state.running, state.swapped, state.loading]
         for group in groups:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.hashing import BlockKey
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import LIMITS, Preemption
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
-from floodplain.core.tiers import Link, Tier
+from floodplain.core.tiers import Link
+from floodplain.core.transfers import TransferLedger
 from floodplain.policy.base import Policy
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.links import Links
@@ -74,6 +77,44 @@ class Counters:
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Source of one block of an absent sequence: on the device (``block``) or in swap space (``backup``).
+
+    ``key`` is None for the partly filled last block, which is never shared. ``num_tokens`` counts the leading tokens of
+    the sequence up to the end of this block.
+    """
+
+    key: BlockKey | None
+    block: BlockId | None
+    backup: Backup | None
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A sequence whose KV is swapped in.
+
+    Attributes:
+        seq: The sequence.
+        origin: Its status before.
+        sources: The source of each block of its table.
+        table: Blocks of the device.
+        loading: Those of them that the copy fills.
+    """
+
+    seq: Sequence
+    origin: Status
+    sources: tuple[Source, ...]
+    table: tuple[BlockId, ...]
+    loading: tuple[BlockId, ...]
+
+    def count_leading(self, lost: Seq[int]) -> int:
+        """Blocks of the table before the first lost one: ``lost`` are places in ``loading``."""
+        missing = {self.loading[place] for place in lost}
+        return next((index for index, block in enumerate(self.table) if block in missing), len(self.table))
+
+
 class LoopState:
     """All sequences by status, the ledgers, and what changed since the last view."""
 
@@ -88,6 +129,8 @@ class LoopState:
         self.config = config
         self.ledger = ledger
         self.backups = backups or BackupTable()
+        self.transfers: TransferLedger[Arrival | None] = TransferLedger(self.backups)
+        """Copies to and from swap space; only inbound ones are an arrival."""
         self.links = Links(links, config.block_bytes)
         self.sequences: dict[SeqId, Sequence] = {}
         self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window, policy.num_newest)
@@ -100,8 +143,6 @@ class LoopState:
         self.accounts = KeyAccounts()
         self.keeps_goals = policy.keeps_goals and (policy.chooses_admissions or bool(self.backups.slots))
         self._retries = Retries() if policy.chooses_admissions else None
-        self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_returning_blocks = 0
         """Blocks that requests cannot use yet, but that will be free or owned: a group's members have them, or KV is
         being copied into them."""
@@ -221,6 +262,20 @@ class LoopState:
         if seq.tail is not None:
             self.backups.release(seq.tail[0])
             seq.tail = None
+
+    def find_sources(self, seq: Sequence) -> list[Source]:
+        """Sources of the longest run of leading blocks that exist; at least one token is left to compute."""
+        block_tokens = self.ledger.block_tokens
+        sources: list[Source] = []
+        for key in seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens):
+            block = self.ledger.find(key)
+            backup = None if block is not None else self.backups.find_whole(key)
+            if block is None and backup is None:
+                break
+            sources.append(Source(key, block, backup, (len(sources) + 1) * block_tokens))
+        if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == len(sources):
+            sources.append(Source(None, None, *seq.tail))
+        return sources
 
     def is_on_device(self, backup: Backup) -> bool:
         """Whether the device has a readable block with the same content (``relocations.Keeper``)."""

@@ -10,7 +10,7 @@ from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
-from floodplain.core.view import SequenceView, TierView, View
+from floodplain.core.view import SequenceView, View
 from floodplain.runtime.state import LoopState
 from floodplain.runtime.watch import ContentWatch
 
@@ -55,7 +55,7 @@ class ViewBuilder:
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
             max_num_seqs=state.config.max_num_seqs,
-            tiers=self._tiers(step),
+            tiers=state.links.view_tiers(state.transfers, step),
             prices=state.prices.now,
             demand=state.demand.now,
             completion_step=state.completion_step,
@@ -209,23 +209,6 @@ class ViewBuilder:
             first_token_s=seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else None,
             next_copy=next_copy,
             is_arriving=is_arriving,
-        )
-
-    def _tiers(self, step: int) -> tuple[TierView, ...]:
-        state, block_bytes = self._state, self._state.config.block_bytes
-        links = state.links.as_of(step)
-        return tuple(
-            TierView(
-                tier,
-                state.backups.num_available(tier),
-                slots.num_slots,
-                block_bytes / links[tier].bandwidth,
-                links[tier].latency_s,
-                state.num_outbound_blocks[tier],
-                state.num_inbound_blocks[tier],
-            )
-            for tier, slots in state.backups.slots.items()
-            if slots.num_slots
         )
 
 

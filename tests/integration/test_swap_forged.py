@@ -68,8 +68,9 @@ class Forger:
         slots = one.slots
         if self.patience > 0 or self.forged is not None or not one.copies.coming or len({*slots.digests}) < 3:
             return
-        job, moves = one.dice.choice(one.copies.coming), one.engine.loop._moves.back._in_flight
-        index, move = one.dice.randrange(len(job.copy.slots)), moves[job.transfer_id]
+        job, moves = one.dice.choice(one.copies.coming), one.engine.loop.state.transfers
+        index, move = one.dice.randrange(len(job.copy.slots)), moves[job.transfer_id].cargo
+        assert move is not None
         slot = job.copy.slots[index]
         self.forge(slots, slot, one.dice)
         words = slots.words[slot].reshape(1, -1).numpy()

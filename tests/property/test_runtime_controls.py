@@ -14,10 +14,10 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
 from floodplain.core.sequence import Sequence
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.arrivals import Arrivals, _Arrival
+from floodplain.runtime.arrivals import Arrivals
 from floodplain.runtime.departures import Departures
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopState
+from floodplain.runtime.state import Arrival, LoopState
 from tests.support.loops import FakeExecutor
 from tests.support.stories import make_story_loop, tell
 
@@ -85,27 +85,33 @@ def an_executor_that_mixes_up_two_slots(monkeypatch: pytest.MonkeyPatch) -> None
     )  # fmt: skip
 
 
+def _ends_with(monkeypatch: pytest.MonkeyPatch, is_inbound: bool, change: Callable[[Seq[int]], Seq[int]]) -> None:
+    """Settle transfers of one direction as if other blocks had been lost."""
+    done = Loop.transfer_done
+
+    def transfer_done(self: Loop, transfer_id: int, lost: Seq[int], now: float) -> None:
+        is_changed = self.state.transfers[transfer_id].is_inbound is is_inbound
+        done(self, transfer_id, change(lost) if is_changed else lost, now)
+
+    monkeypatch.setattr(Loop, "transfer_done", transfer_done)
+
+
 def a_loop_that_commits_failed_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Departures.settle
-    monkeypatch.setattr(Departures, "settle", lambda self, transfer_id, lost: settle(self, transfer_id, ()))
+    _ends_with(monkeypatch, False, lambda lost: ())
 
 
 def a_loop_that_believes_a_failed_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Arrivals.settle
-    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, lost, now: settle(self, transfer_id, (), now))
+    _ends_with(monkeypatch, True, lambda lost: ())
 
 
 def a_loop_that_keeps_what_follows_a_lost_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves out only the last block, if that is lost."""
-    monkeypatch.setattr(_Arrival, "count_leading", lambda move, lost: len(move.table) - (len(move.table) - 1 in lost))
+    monkeypatch.setattr(Arrival, "count_leading", lambda move, lost: len(move.table) - (len(move.table) - 1 in lost))
 
 
 def a_loop_that_forgets_which_block_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It drops the right number of backups, but the wrong ones."""
-    settle = Departures.settle
-    monkeypatch.setattr(
-        Departures, "settle", lambda self, transfer_id, lost: settle(self, transfer_id, range(len(lost)))
-    )
+    _ends_with(monkeypatch, False, lambda lost: range(len(lost)))
 
 
 def a_loop_that_keeps_an_old_tail(monkeypatch: pytest.MonkeyPatch) -> None:

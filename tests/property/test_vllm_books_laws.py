@@ -135,8 +135,8 @@ def waits_for_a_void_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def void_some(books: SwapBooks) -> None:
         void(books)
-        for copy in books._copies.values():
-            copy.is_void = False
+        for move in books.transfers:
+            move.cargo.is_void = False
 
     monkeypatch.setattr(SwapBooks, "void_copies", void_some)
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from floodplain.core.backups import BackupTable
+from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
+from floodplain.core.transfers import InFlight, TransferLedger
 from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.memory.transfer import CopyResult
@@ -49,24 +50,27 @@ def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: Arrivals, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
         transfer = resume(self, seq_id, reason, now)
         if transfer is not None:
-            move = self._in_flight[transfer.transfer_id]
-            self._arrive(move, now)
-            self._in_flight[transfer.transfer_id] = replace(move, table=())
+            move = self._state.transfers[transfer.transfer_id]
+            assert move.cargo is not None
+            self._arrive(move.cargo, now)
+            move.cargo = replace(move.cargo, table=())
         return transfer
 
-    def settle(self: Arrivals, transfer_id: int, lost: Sequence[int], now: float) -> None:
-        move = self._in_flight.pop(transfer_id)
-        for backup in move.backups:
-            self._state.num_inbound_blocks[backup.location.tier] -= 1
-        self._state.backups.finish_read(move.backups)
-
     monkeypatch.setattr(Arrivals, "resume", hasty)
-    monkeypatch.setattr(Arrivals, "settle", settle)
+    monkeypatch.setattr(Arrivals, "settle", lambda self, arrival, lost, now: None)
 
 
 def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = TransferLedger.end
+
+    def end_well(
+        self: TransferLedger[object], transfer_id: int, lost: Sequence[int]
+    ) -> tuple[InFlight[object], tuple[Backup, ...]]:
+        return end(self, transfer_id, () if self[transfer_id].is_inbound else lost)
+
     settle = Arrivals.settle
-    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, lost, now: settle(self, transfer_id, (), now))
+    monkeypatch.setattr(TransferLedger, "end", end_well)
+    monkeypatch.setattr(Arrivals, "settle", lambda self, arrival, lost, now: settle(self, arrival, (), now))
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------

@@ -239,9 +239,9 @@ class BooksMachine(RuleBasedStateMachine):
             sizes[flight.transfer.kind.direction] += len(flight.blocks)
             leaving[flight.request.tracked] += len(flight.blocks) * (not flight.is_inbound)
         for direction in Direction:
-            moving = [self.books.count_moving(tier, direction) for tier in self.books.backups.slots]
+            moving = [self.books.transfers.count_blocks(tier, direction) for tier in self.books.backups.slots]
             assert sum(moving) == sizes[direction]
-        assert self.books.num_in_flight == len(self.flights)
+        assert len(self.books.transfers) == len(self.flights)
         assert all(request.tracked.num_leaving == leaving[request.tracked] for request in self.requests)
 
     @invariant()

@@ -55,11 +55,11 @@ def test_a_copy_is_settled_when_both_workers_have_reported_it() -> None:
     one, blocks, copy = office.send_away()
     office.tell({copy: (1, NONE)})
     office.tell({})
-    assert office.desk.books.num_in_flight == 1
+    assert len(office.desk.books.transfers) == 1
     assert all(block.ref_cnt == 1 for block in blocks)
     assert office.desk.books.count_restorable(one) == 0
     office.tell({copy: (1, NONE)})
-    assert office.desk.books.num_in_flight == 0
+    assert len(office.desk.books.transfers) == 0
     assert all(block.ref_cnt == 0 for block in blocks)
     assert office.desk.books.count_restorable(one) == 10
 
@@ -69,9 +69,9 @@ def test_the_number_of_steps_in_which_workers_report_does_not_matter(said: list[
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
     for words in said:
-        assert office.desk.books.num_in_flight == 1
+        assert len(office.desk.books.transfers) == 1
         office.tell({copy: words})
-    assert office.desk.books.num_in_flight == 0
+    assert len(office.desk.books.transfers) == 0
     assert office.desk.books.count_restorable(one) == 10
 
 
@@ -81,7 +81,7 @@ def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tupl
     one, blocks, copy = office.send_away()
     for words in said:
         office.tell({copy: words})
-    assert office.desk.books.num_in_flight == 0
+    assert len(office.desk.books.transfers) == 0
     assert all(block.ref_cnt == 0 for block in blocks)
     assert office.desk.books.count_restorable(one) == 0
     assert office.desk.books.backups.is_at_rest
@@ -100,7 +100,7 @@ def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, 
     assert orders == StepOrders((transfer,), {transfer.transfer_id: str(transfer.transfer_id)}, is_idle=True)
     assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
     office.tell({transfer.transfer_id: (1, frozenset({place}))})
-    assert office.desk.books.count_moving(Tier.HOST, Direction.INBOUND) == 3
+    assert office.desk.books.transfers.count_blocks(Tier.HOST, Direction.INBOUND) == 3
     office.tell({transfer.transfer_id: (1, NONE)})
     assert office.desk.books.count_restorable(one) == num_left
     assert office.desk.books.num_resumed == 0
@@ -123,7 +123,7 @@ def test_whatever_the_order_every_copy_is_settled_with_its_last_worker(
             report = report.merge(WorkerReport({copy: (1, losses[copy][-1])}))
         office.desk.note_report(report)
         words = words[num_now:]
-        assert office.desk.books.num_in_flight == sum(len(said) < num_workers for said in losses.values())
+        assert len(office.desk.books.transfers) == sum(len(said) < num_workers for said in losses.values())
     for copy, one in copies.items():
         lost = NONE.union(*losses[copy])
         assert office.desk.books.count_restorable(one) == (BLOCK_TOKENS * min(lost) if lost else 10)
@@ -143,7 +143,7 @@ def test_slots_are_whole_blocks_of_what_was_given() -> None:
     office = Office(num_workers=1, num_slots=0)
     one = office.arrive()
     assert not office.desk.books.swap_out(one, office.pool.give(1), 3, Reason.SLICE_ENDED)
-    assert (office.desk.books.num_refused, office.desk.books.num_in_flight) == (1, 0)
+    assert (office.desk.books.num_refused, len(office.desk.books.transfers)) == (1, 0)
 
 
 def test_links_learn_from_every_worker() -> None:

@@ -20,7 +20,7 @@ from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.prefix_watch import Found
-from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.runtime.links import Links
@@ -331,8 +331,8 @@ def test_swap_space_is_seen_with_what_its_link_costs() -> None:
     world.run(one, 13)
     world.send_away(one)
     links = Links([Link(Tier.HOST, bandwidth=1000.0, latency_s=0.25)], 500)
-    assert view_tiers(world.books, 500, links) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
+    assert links.view_tiers(world.books.transfers, STEP) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
     world.settle()
     world.books.fetch(one, world.run(one, 13), 4, 13)
-    assert view_tiers(world.books, 500, links) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
-    assert view_tiers(World(num_slots=0).books, 500, links) == ()
+    assert links.view_tiers(world.books.transfers, STEP) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
+    assert links.view_tiers(World(num_slots=0).books.transfers, STEP) == ()

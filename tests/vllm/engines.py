@@ -191,11 +191,11 @@ def expect_nothing_left(llm: LLM) -> None:
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     for _ in range(100):
-        if not desk.books.num_in_flight and not core.batch_queue:
+        if not len(desk.books.transfers) and not core.batch_queue:
             break
         core.step_fn()
     desk.books.backups.check_integrity()
-    assert desk.books.num_in_flight == 0 and len(desk.roster) == 0
+    assert len(desk.books.transfers) == 0 and len(desk.roster) == 0
     assert all(slots.num_taken == 0 for slots in desk.books.backups.slots.values())
     assert scheduler.finder.count_free() == scheduler.finder.num_blocks
     assert not scheduler.running and not len(scheduler.waiting)

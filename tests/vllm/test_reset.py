@@ -78,8 +78,8 @@ def index_of(request: Any) -> int:
 
 def count_copies(llm: LLM) -> Counter[str]:
     """Copies in flight by direction, and requests whose swap-in has ended and that are not scheduled yet."""
-    scheduler, copies = scheduler_of(llm), desk_of(llm).books._copies.values()
-    ways = Counter("back" if copy.is_inbound else "out" for copy in copies if not copy.is_void)
+    scheduler, moves = scheduler_of(llm), desk_of(llm).books.transfers
+    ways = Counter("back" if move.is_inbound else "out" for move in moves if not move.cargo.is_void)
     return ways + Counter("come" for _ in scheduler.finished_recving_kv_req_ids)
 
 

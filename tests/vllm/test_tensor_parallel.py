@@ -157,7 +157,7 @@ def test_blocks_that_are_free_too_early_would_be_seen_in_the_tokens(
         note_report(replace(report, ended={one: said for one, said in report.ended.items() if one not in early}))
 
     def is_outbound(transfer_id: int) -> bool:
-        return not books._copies[transfer_id].is_inbound
+        return not books.transfers[transfer_id].is_inbound
 
     llm.collective_rpc("set_fault", args=("lags",))
     monkeypatch.setattr(desk, "note_report", settle_early)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,8 +16,8 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Reason, Transfer, TransferKind
-from floodplain.core.tiers import Direction, SlotLedger, Tier
-from floodplain.plugins.vllm.copies import Copy
+from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.core.transfers import TransferLedger
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
@@ -30,6 +31,28 @@ class Holder(Protocol):
         """Drop a reference to each."""
 
 
+@dataclass(slots=True)
+class Copy:
+    """What the books keep with a transfer in flight.
+
+    Attributes:
+        tracked: The request.
+        blocks: vLLM's objects.
+        is_holding: The copy holds its blocks by references of its own.
+        is_void: The KV that it copies is invalid by now.
+    """
+
+    tracked: TrackedRequest
+    blocks: tuple[Any, ...]
+    is_holding: bool
+    is_void: bool = False
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """Return the blocks that it holds."""
+        return self.blocks if self.is_holding else ()
+
+
 class SwapBooks:
     """Owns the slots of swap space, and the backups of each request in them.
 
@@ -39,17 +62,17 @@ class SwapBooks:
 
     Attributes:
         backups: All copies, each of one request alone.
+        transfers: Copies under way.
     """
 
     def __init__(self, slots: Iterable[SlotLedger], block_tokens: int) -> None:
         self.backups = BackupTable(slots, retains=False)
+        self.transfers: TransferLedger[Copy] = TransferLedger(self.backups)
         self.num_resumed = self.num_refused = 0
         self._block_tokens = block_tokens
         self._holder: Holder | None = None
-        self._ids = count()
         self._serials = count()
         self._owner: dict[Backup, TrackedRequest] = {}  # of kept backups
-        self._copies: dict[int, Copy] = {}
         self._due: list[Transfer] = []
         self._owners: dict[int, str] = {}
 
@@ -60,19 +83,9 @@ class SwapBooks:
     # -- what is there ---------------------------------------------------------------------------------------------
 
     @property
-    def num_in_flight(self) -> int:
-        """Return the number of copies that have not ended."""
-        return len(self._copies)
-
-    def count_moving(self, tier: Tier, direction: Direction) -> int:
-        """Return the number of blocks under way from a tier (INBOUND), or to it."""
-        copies = [copy for copy in self._copies.values() if copy.kind.direction is direction]
-        return sum(backup.location.tier is tier for copy in copies for backup in copy.backups)
-
-    @property
     def held_blocks(self) -> list[Any]:
         """Return blocks that copies hold, once for each of those copies."""
-        return [block for copy in self._copies.values() for block in copy.held]
+        return [block for move in self.transfers for block in move.cargo.held]
 
     @property
     def num_draining_blocks(self) -> int:
@@ -154,7 +167,7 @@ class SwapBooks:
             self._owner[backup] = tracked
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
-        self._begin(Copy(tracked, kind, tuple(backups), tuple(blocks), is_holding=True), reason)
+        self._begin(kind, backups, Copy(tracked, tuple(blocks), is_holding=True), reason)
         return backups
 
     # -- back ------------------------------------------------------------------------------------------------------
@@ -162,10 +175,8 @@ class SwapBooks:
     def fetch(self, tracked: TrackedRequest, blocks: Sequence[Any], num_local: int, num_tokens: int) -> None:
         """Start to restore tokens ``num_local`` (whole blocks) to ``num_tokens`` of a request into its blocks."""
         first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
-        backups = tuple(tracked.known_backups[first:end])
-        self.backups.begin_read(backups)
-        copy = Copy(tracked, TransferKind.SWAP_IN, backups, tuple(blocks[first:end]), is_holding=False)
-        self._begin(copy, Reason.SLICE_BEGINS)
+        copy = Copy(tracked, tuple(blocks[first:end]), is_holding=False)
+        self._begin(TransferKind.SWAP_IN, tracked.known_backups[first:end], copy, Reason.SLICE_BEGINS)
 
     def note_start(self, tracked: TrackedRequest) -> None:
         """Record that a request runs again, and drop the copy of its tail: its next token would outdate that."""
@@ -204,19 +215,20 @@ class SwapBooks:
         until it has ended, and its request must not wait for it.
         """
         assert self._holder is not None
-        for copy in self._copies.values():
-            if copy.is_inbound and not copy.is_holding:
+        for move in self.transfers:
+            copy = move.cargo
+            if move.is_inbound and not copy.is_holding:
                 self._holder.touch(copy.blocks)
-            elif not copy.is_inbound:
+            elif not move.is_inbound:
                 self._holder.free_blocks(tuple(reversed(copy.held)))
-            copy.is_holding, copy.is_void = copy.is_inbound, True
+            copy.is_holding, copy.is_void = move.is_inbound, True
 
     def find_owner(self, arrival: str) -> str | None:
         """Return vLLM's name of the request of an inbound copy, by the copy's name from ``take_owners``.
 
         None if the request does not wait for it any more.
         """
-        copy = self._copies[int(arrival)]
+        copy = self.transfers[int(arrival)].cargo
         return None if copy.is_void else copy.tracked.request.request_id
 
     def take_due(self) -> list[Transfer]:
@@ -234,19 +246,14 @@ class SwapBooks:
 
     def settle(self, transfer_id: int, lost: frozenset[int]) -> None:
         """Finish a copy; blocks at the places ``lost`` did not arrive whole."""
-        copy = self._copies.pop(transfer_id)
         assert self._holder is not None
+        move, missing = self.transfers.end(transfer_id, sorted(lost))
+        copy = move.cargo
         self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
-        missing = [copy.backups[place] for place in sorted(lost)]
-        if copy.is_inbound:
+        if move.is_inbound:
             self.num_resumed += not lost and not copy.is_void
-            for backup in missing:
-                self.backups.lose(backup)
-            self.backups.finish_read(copy.backups)
         else:
-            copy.tracked.num_leaving -= len(copy.backups)
-            self.backups.commit_write(backup for place, backup in enumerate(copy.backups) if place not in lost)
-            self.backups.abort_write(missing)
+            copy.tracked.num_leaving -= len(copy.blocks)
         if missing:
             self._drop_lost(copy.tracked)
         self.backups.changed_keys.clear()  # each copy belongs to one request, so no answer depends on them
@@ -273,11 +280,9 @@ class SwapBooks:
         del self._owner[backup]
         self.backups.release(backup)
 
-    def _begin(self, copy: Copy, reason: Reason | None) -> None:
-        transfer_id = next(self._ids)
-        self._copies[transfer_id] = copy
-        if copy.is_inbound:
-            self._owners[transfer_id] = str(transfer_id)
-        locations = tuple(backup.location for backup in copy.backups)
-        ids = tuple(BlockId(block.block_id) for block in copy.blocks)
-        self._due.append(Transfer(transfer_id, copy.kind, copy.tracked.seq_id, ids, locations, reason))
+    def _begin(self, kind: TransferKind, backups: Sequence[Backup], copy: Copy, reason: Reason | None) -> None:
+        ids = [BlockId(block.block_id) for block in copy.blocks]
+        transfer = self.transfers.begin(kind, copy.tracked.seq_id, ids, backups, reason, copy)
+        if kind is TransferKind.SWAP_IN:
+            self._owners[transfer.transfer_id] = str(transfer.transfer_id)
+        self._due.append(transfer)

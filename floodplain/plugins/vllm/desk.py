@@ -119,4 +119,4 @@ class SwapDesk:
 
     def _is_idle(self) -> bool:
         """Whether there are no requests and no copies under way; a boundary comes before any new request."""
-        return not len(self.roster) and not self.books.num_in_flight
+        return not len(self.roster) and not len(self.books.transfers)

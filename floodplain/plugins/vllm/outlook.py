@@ -11,7 +11,7 @@ from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.lobby import Lobby
-from floodplain.plugins.vllm.rows import Blocks, Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.rows import Blocks, Limits, RowMaker, sort_rows
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
@@ -80,7 +80,7 @@ class Outlook:
             block_tokens=limits.block_tokens,
             max_batched_tokens=limits.max_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            tiers=view_tiers(desk.books, desk.block_bytes, desk.links.as_of(step)),
+            tiers=desk.links.view_tiers(desk.books.transfers, step),
             prices=prices,
             demand=demand,
             num_draining_blocks=desk.books.count_draining(present.deferred),

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
-from floodplain.core.tiers import Direction
-from floodplain.core.view import SequenceView, TierView
+from floodplain.core.view import SequenceView
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.tracked import TrackedRequest
-from floodplain.runtime.links import Links
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -176,26 +174,3 @@ class RowMaker:
 def sort_rows(rows: Iterable[SequenceView]) -> tuple[SequenceView, ...]:
     """Return the rows in order of their keys."""
     return tuple(sorted(rows, key=attrgetter("order_key")))
-
-
-def view_tiers(books: SwapBooks, block_bytes: int, links: Links) -> tuple[TierView, ...]:
-    """Return swap space as a policy sees it, without tiers that have no slots now.
-
-    Args:
-        books: Of swap space.
-        block_bytes: Of one block, over all layers of one worker.
-        links: The costs of copies.
-    """
-    return tuple(
-        TierView(
-            tier,
-            books.backups.num_available(tier),
-            slots.num_slots,
-            block_bytes / links[tier].bandwidth,
-            links[tier].latency_s,
-            books.count_moving(tier, Direction.OUTBOUND),
-            books.count_moving(tier, Direction.INBOUND),
-        )
-        for tier, slots in books.backups.slots.items()
-        if slots.num_slots
-    )

@@ -160,7 +160,7 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         """Whether copies are under way; if so, steps go on until they have ended."""
-        return self.desk.books.num_in_flight > 0
+        return len(self.desk.books.transfers) > 0
 
     def reset_cache(self) -> bool | None:
         """Drop all backups: KV that was computed with other weights is invalid."""
