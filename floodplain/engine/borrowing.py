@@ -9,7 +9,8 @@ from floodplain.engine.expansion import Expansion
 from floodplain.leases.client import LeaseClient, LeaseShare
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.peer_parts import PeerParts
-from floodplain.lending.peer_tier import LOOK_S, PeerTier
+from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.requests import LOOK_S
 from floodplain.memory.backend import Backend
 from floodplain.runtime.loop import Loop
 

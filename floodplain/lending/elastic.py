@@ -26,6 +26,7 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
+from floodplain.lending.requests import allocate_lease
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
 
@@ -248,11 +249,7 @@ class ElasticPool:
 
     def _allocate(self, lease: Lease) -> Extent | str:
         """Return the extent of a grant, or why there is none; the client is told."""
-        try:
-            extent = self._memory.allocate(lease.producer, lease.num_bytes)
-            reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
-        except UserError as error:
-            extent, reason = None, str(error)
+        extent, reason = allocate_lease(self._memory, lease)
         if extent is None:
             self._client.refused(lease.lease_id, reason)
             return reason

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.core.errors import UserError
 from floodplain.core.layer_places import stream_order
 from floodplain.leases.client import LeaseClient
-from floodplain.leases.rows import Shard
-from floodplain.leases.states import Lease, LeaseId
-from floodplain.lending.peer_tier import LOOK_S, MOST_PENDING, PeerTotals
+from floodplain.leases.states import LeaseId
+from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
@@ -59,11 +57,11 @@ class NearLayers:
         look_s: float = LOOK_S,
     ) -> None:
         self.totals = PeerTotals()
-        self._client, self._memory, self._slots = client, memory, slots
+        self._client, self._slots = client, slots
         self._count_wanted, self._on_count = count_wanted, on_count
         self._look_s = look_s
         self._next_look_s = float("-inf")
-        self._pending: set[int] = set()
+        self._requests = LeaseRequests(client, memory, slots.near.copy_bytes, self.totals)
         self._lock = threading.Lock()  # guards ``_held``, and which layer has which copy
         self._held: dict[LeaseId, _Copy] = {}
         self._bytes_s = 0.0
@@ -82,7 +80,7 @@ class NearLayers:
         self.hurry()
         self._follow_layers()
         self._give_back_spare()
-        self._ask()
+        self._requests.follow(self._count_wanted() - len(self._held))
         self._on_count(len(self._held), self._bytes_s)
 
     def hurry(self) -> float | None:
@@ -94,9 +92,7 @@ class NearLayers:
 
     def close(self) -> None:
         """Cancel all requests and return all leases."""
-        for number in self._pending:
-            self._client.cancel(number)
-        self._pending.clear()
+        self._requests.cancel()
         for lease_id in list(self._held):
             self._free(lease_id)
 
@@ -115,30 +111,15 @@ class NearLayers:
     # -- grants ------------------------------------------------------------------------------------------------------
 
     def _use_grants(self) -> None:
-        for lease in self._client.to_allocate():
-            if lease.request in self._pending:
-                self._pending.remove(lease.request)
-                self._use(lease)
-            else:
-                self._client.refused(lease.lease_id, "this engine has not asked for it")
-
-    def _use(self, lease: Lease) -> None:
-        try:
-            extent = self._memory.allocate(lease.producer, lease.num_bytes)
-            reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
-        except UserError as error:
-            extent, reason = None, str(error)
-        if extent is None:
-            self.totals.num_refused += 1
-            logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
-            self._client.refused(lease.lease_id, reason)
-            return
-        self._client.allocated(lease.lease_id)
-        if not self._bytes_s:
-            self._bytes_s = self._slots.near.measure_bandwidth(extent.tensor(torch.int32, self._words_shape))
-        with self._lock:
-            self._held[lease.lease_id] = _Copy(extent)
-        self.totals.num_granted += 1
+        for lease in self._requests.take_grants():
+            extent = self._requests.allocate(lease)
+            if extent is None:
+                continue
+            if not self._bytes_s:
+                self._bytes_s = self._slots.near.measure_bandwidth(extent.tensor(torch.int32, self._words_shape))
+            with self._lock:
+                self._held[lease.lease_id] = _Copy(extent)
+            self.totals.num_granted += 1
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
@@ -162,14 +143,3 @@ class NearLayers:
         for lease_id in spare[: max(0, num_surplus)]:
             if self._free(lease_id):
                 self.totals.num_returned += 1
-
-    def _ask(self) -> None:
-        """Request leases for missing copies, a few at a time; cancel requests that are not needed any more."""
-        self._pending &= set(self._client.pending())
-        num_missing = self._count_wanted() - len(self._held) - len(self._pending)
-        for _ in range(min(-num_missing, len(self._pending))):
-            self._client.cancel(self._pending.pop())
-        page_bytes = self._memory.page_bytes
-        shard = Shard(-(-self._slots.near.copy_bytes // page_bytes) * page_bytes)
-        for _ in range(min(num_missing, MOST_PENDING - len(self._pending))):
-            self._pending.add(self._client.ask([shard]))

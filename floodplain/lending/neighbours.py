@@ -16,8 +16,9 @@ from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.near_layers import NearLayers
-from floodplain.lending.peer_tier import LOOK_S, PeerTier
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.pool_lender import PoolLender
+from floodplain.lending.requests import LOOK_S
 from floodplain.web.bearer import read_secret
 
 MOST_RECALL_TIMES = 1000

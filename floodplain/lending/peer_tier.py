@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from dataclasses import dataclass
 
-from floodplain.core.errors import UserError
 from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
-from floodplain.leases.rows import Shard
-from floodplain.leases.states import Lease, LeaseId
+from floodplain.leases.states import LeaseId
 from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
+from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
 from floodplain.memory.peer.memory import PeerMemory
 from floodplain.memory.peer.slot_mover import SlotMover
 from floodplain.memory.peer.slots import PeerSlots
@@ -24,41 +22,11 @@ from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.02
-"""The default interval of polls of the leases: each poll may begin two relocations."""
 MOST_IN_FLIGHT = 2
 BLOCKS_PER_RELOCATION = 16
 """A relocation shares the links with other copies: a small one delays nothing for long."""
 MARGIN_S = 0.25
 """So long before a deadline the memory is freed even if not empty: a copy under way there must still end."""
-MOST_PENDING = 4
-"""The most chunks that are requested at a time."""
-
-
-@dataclass(slots=True)
-class PeerTotals:
-    """Counts since the start.
-
-    Attributes:
-        num_granted: Leases that became slots.
-        num_refused: Leases that could not be allocated.
-        num_returned: Leases that were emptied and returned.
-        num_forced: Leases whose memory was freed before it was empty.
-    """
-
-    num_granted: int = 0
-    num_refused: int = 0
-    num_returned: int = 0
-    num_forced: int = 0
-
-    def by_outcome(self) -> dict[str, int]:
-        """Return the counts by the names that metrics use."""
-        return {
-            "granted": self.num_granted,
-            "refused": self.num_refused,
-            "returned": self.num_returned,
-            "forced": self.num_forced,
-        }
 
 
 class PeerTier:
@@ -89,11 +57,11 @@ class PeerTier:
     ) -> None:
         self.totals = PeerTotals()
         self._look_s = look_s
-        self._client, self._memory, self._slots, self._mover = client, memory, slots, mover
+        self._client, self._slots, self._mover = client, slots, mover
         self._relocations = relocations
         self._idle = IdleChunks(idle_s, slots.chunk_slots, slots.max_chunks)
         self._next_look_s = float("-inf")
-        self._pending: set[int] = set()
+        self._requests = LeaseRequests(client, memory, slots.chunk_bytes, self.totals)
         self._lock = threading.Lock()  # guards the next two, which ``hurry`` changes, too
         self._held: dict[LeaseId, int] = {}
         self._forced: list[int] = []
@@ -133,8 +101,7 @@ class PeerTier:
     def close(self) -> None:
         """Return all leases."""
         self._mover.close()
-        for number in self._pending:
-            self._client.cancel(number)
+        self._requests.cancel()
         with self._lock:
             held, self._held = self._held, {}
         for lease_id, chunk in held.items():
@@ -212,31 +179,15 @@ class PeerTier:
     # -- grants ------------------------------------------------------------------------------------------------------
 
     def _use_grants(self) -> None:
-        for lease in self._client.to_allocate():
-            if lease.request in self._pending:
-                self._pending.remove(lease.request)
-                self._use(lease)
-            else:
-                self._client.refused(lease.lease_id, "this engine has not asked for it")
-
-    def _use(self, lease: Lease) -> None:
-        chunk = self._free_chunk()
-        try:
-            extent = None if chunk is None else self._memory.allocate(lease.producer, lease.num_bytes)
-            reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
-        except UserError as error:
-            extent, reason = None, str(error)
-        if chunk is None or extent is None:
-            self.totals.num_refused += 1
-            logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
-            self._client.refused(lease.lease_id, reason)
-            return
-        self._client.allocated(lease.lease_id)
-        self._slots.add(chunk, extent)
-        with self._lock:
-            self._held[lease.lease_id] = chunk
-        self._relocations.add_slots(Tier.PEER, self._slots.slots_of(chunk))
-        self.totals.num_granted += 1
+        for lease in self._requests.take_grants():
+            chunk = self._free_chunk()
+            extent = self._requests.allocate(lease, has_place=chunk is not None)
+            if chunk is not None and extent is not None:
+                self._slots.add(chunk, extent)
+                with self._lock:
+                    self._held[lease.lease_id] = chunk
+                self._relocations.add_slots(Tier.PEER, self._slots.slots_of(chunk))
+                self.totals.num_granted += 1
 
     def _free_chunk(self) -> int | None:
         """Return a chunk without memory of which no slot is taken any more; None if there is none."""
@@ -249,18 +200,11 @@ class PeerTier:
 
     def _ask(self) -> None:
         """Request or cancel chunks up to the wanted number, a few at a time; none while some are recalled."""
-        self._pending &= set(self._client.pending())
         if self._leaving:
             return
         num_chunks, between = len(self._held) + len(self._forced), self._relocations
         self._idle.note_room(num_chunks, between.num_available(Tier.PEER), between.is_needed)
-        num_missing = self._idle.num_wanted - num_chunks - len(self._pending)
-        for _ in range(min(-num_missing, len(self._pending))):
-            self._client.cancel(self._pending.pop())
-        page_bytes = self._memory.page_bytes
-        shard = Shard(-(-self._slots.chunk_bytes // page_bytes) * page_bytes)
-        for _ in range(min(num_missing, MOST_PENDING - len(self._pending))):
-            self._pending.add(self._client.ask([shard]))
+        self._requests.follow(self._idle.num_wanted - num_chunks)
 
     def _come_nearer(self) -> None:
         """Start to copy blocks from the host back to the PEER tier if the links are otherwise idle."""

@@ -11,7 +11,7 @@ from floodplain.core.layer_places import LayerPlaces, every_place, stream_order
 from floodplain.leases.client import LeaseShare
 from floodplain.leases.rows import Shard
 from floodplain.lending.near_layers import NearLayers
-from floodplain.lending.peer_tier import MOST_PENDING
+from floodplain.lending.requests import MOST_PENDING
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.property.test_layer_slots_laws import LAYOUT, World, world
@@ -174,7 +174,7 @@ def test_a_lease_without_a_request_is_refused(street: Street) -> None:
 
 
 def test_a_producer_that_cannot_be_reached_is_refused(street: Street, tmp_path: Path) -> None:
-    street.near._memory = HostPeerMemory(tmp_path / "elsewhere")
+    street.near._requests._memory = HostPeerMemory(tmp_path / "elsewhere")
     street.lend(1)
     street.expand(SOME)
     street.go_on()

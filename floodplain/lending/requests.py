@@ -1,0 +1,110 @@
+"""Requests of one borrower for leases of one size, and the memory of what it is granted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+from floodplain.leases.client import LeaseClient
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease
+from floodplain.memory.peer.memory import Extent, PeerMemory
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+"""The default interval of a borrower's polls of its leases: each poll may begin two relocations."""
+MOST_PENDING = 4
+"""The most leases that a borrower requests at a time."""
+
+
+@dataclass(slots=True)
+class PeerTotals:
+    """Counts since the start.
+
+    Attributes:
+        num_granted: Leases that became slots.
+        num_refused: Leases that could not be allocated.
+        num_returned: Leases that were emptied and returned.
+        num_forced: Leases whose memory was freed before it was empty.
+    """
+
+    num_granted: int = 0
+    num_refused: int = 0
+    num_returned: int = 0
+    num_forced: int = 0
+
+    def by_outcome(self) -> dict[str, int]:
+        """Return the counts by the names that metrics use."""
+        return {
+            "granted": self.num_granted,
+            "refused": self.num_refused,
+            "returned": self.num_returned,
+            "forced": self.num_forced,
+        }
+
+
+class LeaseRequests:
+    """The open requests of one borrower. One thread at a time.
+
+    Args:
+        client: Of the coordinator.
+        memory: Of other devices; each lease takes whole pages of it.
+        num_bytes: The least size of a lease.
+        totals: Counts the refused leases.
+    """
+
+    def __init__(self, client: LeaseClient, memory: PeerMemory, num_bytes: int, totals: PeerTotals) -> None:
+        self._client, self._memory, self._num_bytes, self._totals = client, memory, num_bytes, totals
+        self._pending: set[int] = set()
+
+    def follow(self, num_missing: int) -> None:
+        """Request or cancel leases, so that as many are requested as are missing; only a few at a time."""
+        self._pending &= set(self._client.pending())
+        num_missing -= len(self._pending)
+        for _ in range(min(-num_missing, len(self._pending))):
+            self._client.cancel(self._pending.pop())
+        page_bytes = self._memory.page_bytes
+        shard = Shard(-(-self._num_bytes // page_bytes) * page_bytes)
+        for _ in range(min(num_missing, MOST_PENDING - len(self._pending))):
+            self._pending.add(self._client.ask([shard]))
+
+    def take_grants(self) -> Iterator[Lease]:
+        """Yield the leases that these requests were granted; others are refused. Allocate or refuse each at once."""
+        for lease in self._client.to_allocate():
+            if lease.request in self._pending:
+                self._pending.remove(lease.request)
+                yield lease
+            else:
+                self._client.refused(lease.lease_id, "this engine has not asked for it")
+
+    def allocate(self, lease: Lease, *, has_place: bool = True) -> Extent | None:
+        """Allocate a granted lease; None if that fails, or if the borrower has no place for it. The client is told."""
+        extent, reason = allocate_lease(self._memory, lease) if has_place else (None, _no_room(lease))
+        if extent is None:
+            self._totals.num_refused += 1
+            logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
+            self._client.refused(lease.lease_id, reason)
+        else:
+            self._client.allocated(lease.lease_id)
+        return extent
+
+    def cancel(self) -> None:
+        """Cancel all requests. Safe to call twice."""
+        for number in self._pending:
+            self._client.cancel(number)
+        self._pending.clear()
+
+
+def allocate_lease(memory: PeerMemory, lease: Lease) -> tuple[Extent | None, str]:
+    """Return the memory of a granted lease; or None, and why there is none."""
+    try:
+        return memory.allocate(lease.producer, lease.num_bytes), _no_room(lease)
+    except UserError as error:
+        return None, str(error)
+
+
+def _no_room(lease: Lease) -> str:
+    return f"{lease.producer} has no room for {lease.num_bytes} bytes"
