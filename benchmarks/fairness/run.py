@@ -74,7 +74,7 @@ def machine() -> dict[str, str]:
 
 
 def without_folder(word: str) -> str:
-    """An argument as others can use it: where somebody keeps traces or results is not part of a measurement."""
+    """An argument without the folders of traces and results, which are not part of a measurement."""
     return Path(word).name if Path(word).is_absolute() else word
 
 

@@ -13,7 +13,7 @@ from ways import BASELINE
 from floodplain.observe.run_columns import COLUMNS, Runs, format_cell
 
 QUIET = "quiet"
-"""The load that shall put nobody under pressure."""
+"""The load without pressure."""
 
 
 def format_table(runs: Runs) -> str:

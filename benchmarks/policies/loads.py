@@ -51,7 +51,7 @@ def goals_s(kinds: Sequence[tuple[float, float]], line: StepLine) -> tuple[float
 class Load:
     """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
 
-    Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
+    Below capacity there is neither, so no request waits. ``prompts`` and ``outputs`` are so many times as long as
     in a chat, or of each kind of ``mix`` in turn; capacity is that of requests like these. All rates are ``scale``
     times what they would be.
     """

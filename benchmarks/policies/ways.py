@@ -89,7 +89,7 @@ SLICES = tuple(
     for policy, others in {"cfs": (4, 8, 32), "fair": (3, 8, 16, 24)}.items()
     for steps in others
 )
-"""Other slices for the policies under which nearly everybody takes turns."""
+"""Other slices for the policies under which nearly all requests take turns."""
 FIRST = tuple(
     Way(
         f"paced/nvlink, first tokens first up to a share of {share}",

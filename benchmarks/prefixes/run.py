@@ -60,7 +60,7 @@ class Row:
 
 
 class Bench:
-    """An engine whose pool holds two prompts of the longest kind, and prompts nobody has seen before."""
+    """An engine whose pool holds two prompts of the longest kind, and new prompts."""
 
     def __init__(self, flags: dict[str, object], longest: int, seed: int) -> None:
         shape = open_model(MODEL).config

@@ -29,7 +29,7 @@ BLOCK_TOKENS = 16
 RUNNING = (1, 8, 32, 128, 256)
 WAITING = (10, 1_000, 100_000)
 STEP_S = 0.03
-"""Of the device, in the loop's time: policies that take turns ask how long somebody has been silent."""
+"""Of the device, in the loop's time: policies that take turns read how long a stream has been silent."""
 NUM_LARGE_BLOCKS, LARGE_TARGET_S = 5_000_000, 0.2
 """Of a small model's pool in a machine's memory; an engine, and each forming of a pipeline, makes its ledger anew."""
 TARGET_BASE_US, TARGET_PER_SEQUENCE_US = 50.0, 1.5
@@ -114,7 +114,7 @@ def measure(scenario: str, loop: Loop, num_running: int, num_steps: int, num_rep
 
 
 def steady(num_running: int, num_waiting: int, num_steps: int, num_repeats: int) -> Timing:
-    """Everybody decodes, nobody comes or goes. Prompts differ in length, so block boundaries spread over the steps."""
+    """All requests decode; none arrives or ends. Prompts differ in length, so block boundaries are spread."""
     max_tokens = num_steps * num_repeats + 200
     blocks_each = (96 + max_tokens) // BLOCK_TOKENS + 1
     loop = make_loop(num_running, num_running * blocks_each)
@@ -137,7 +137,7 @@ def under_pressure(num_running: int, num_steps: int, num_repeats: int) -> Timing
 
 
 def long_prefixes(num_running: int, num_steps: int, num_repeats: int) -> Timing:
-    """Everybody, waiting ones too, shares a prefix of 8,192 tokens: 512 blocks to find for each of those in sight."""
+    """All requests, waiting ones too, share a prefix of 8,192 tokens: 512 blocks to find for each of those in sight."""
     max_tokens = num_steps * num_repeats + 200
     blocks_each = (96 + max_tokens) // BLOCK_TOKENS + 1
     loop = make_loop(num_running, 1024 + num_running * blocks_each)

@@ -25,11 +25,9 @@ class FaultyTransferEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """See ``TransferEngine``."""
         return self._engine.num_in_flight + len(self._failed)
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """See ``TransferEngine``."""
         if self._num_submitted in self._failing:
             self._failed.append(CopyResult(transfer_id, tuple(range(len(copy.blocks))), 0, problem="injected fault"))
         else:
@@ -37,20 +35,16 @@ class FaultyTransferEngine:
         self._num_submitted += 1
 
     def poll(self) -> list[CopyResult]:
-        """See ``TransferEngine``."""
         failed, self._failed = self._failed, []
         return failed + self._engine.poll()
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """See ``TransferEngine``."""
         return self.poll() or self._engine.wait(timeout_s)
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See ``TransferEngine``."""
         return self._engine.take_copy_times()
 
     def close(self) -> None:
-        """See ``TransferEngine``."""
         self._engine.close()
 
 
@@ -67,7 +61,6 @@ class HeldTransferEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """See ``TransferEngine``."""
         return self._engine.num_in_flight
 
     def release(self) -> None:
@@ -75,21 +68,16 @@ class HeldTransferEngine:
         self._is_released.set()
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """See ``TransferEngine``."""
         self._engine.submit(transfer_id, copy)
 
     def poll(self) -> list[CopyResult]:
-        """See ``TransferEngine``."""
         return self._engine.poll() if self._is_released.is_set() else []
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """See ``TransferEngine``."""
         return self._engine.wait(timeout_s) if self._is_released.wait(timeout_s) else []
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See ``TransferEngine``."""
         return self._engine.take_copy_times()
 
     def close(self) -> None:
-        """See ``TransferEngine``."""
         self._engine.close()

@@ -51,11 +51,9 @@ class LateTransferEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """See ``TransferEngine``."""
         return sum(map(len, self._queues.values())) + len(self._ended)
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """See ``TransferEngine``."""
         check_copy(copy, self.pool, self._slots)
         if copy.direction is Direction.INBOUND:
             for words in self.pool.words:
@@ -66,7 +64,6 @@ class LateTransferEngine:
         self._queues[copy.direction].append((self._num_polls, HostJob(transfer_id, copy)))
 
     def poll(self) -> list[CopyResult]:
-        """See ``TransferEngine``."""
         self._num_polls += 1
         while (directions := self._busy()) and self._dice.random() < self._haste:
             self._end_by_dice(self._dice.choice(directions))
@@ -84,7 +81,6 @@ class LateTransferEngine:
         return []
 
     def close(self) -> None:
-        """See ``TransferEngine``."""
         for direction in Direction:
             while self._queues[direction]:
                 self.land(direction)

@@ -46,7 +46,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """See ``anew.compare_rows``."""
     from tests.vllm.anew import compare_rows
 
     return compare_rows(monkeypatch)
