@@ -1,4 +1,8 @@
-"""One HTTP connection: uvicorn's protocol, with bounds on its time, its headers and its pipeline added."""
+"""One HTTP connection: uvicorn's protocol, with bounds on its time, its headers and its pipeline added.
+
+It alone uses private parts of uvicorn: ``_start_asgi_task``, ``_unset_keepalive_if_required``, attributes of a cycle.
+They were tried with uvicorn 0.54.0.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,12 @@ from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from floodplain.web.counted_transport import CountedTransport
 from floodplain.web.errors import ApiError, error_body
 from floodplain.web.limits import ConnectionLimits
-from floodplain.web.unchunked import unchunked
 
 
 class Reading(Enum):
@@ -67,7 +69,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin on a transport that counts the bytes that are sent."""
         assert isinstance(transport, asyncio.Transport)
-        self._counted = CountedTransport(transport)
+        self._counted = _CountedTransport(transport)
         super().connection_made(self._counted)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -129,7 +131,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         is_old = cycle.scope["http_version"] != "1.1"
-        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_old else app)  # type: ignore[arg-type]
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if is_old else app)  # type: ignore[arg-type]
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -254,3 +256,71 @@ def _refusal(status: int, message: str) -> bytes:
     body = json.dumps(error_body(ApiError(status, message))[1]).encode()
     head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     return STATUS_LINE[status] + head + body
+
+
+def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """``app`` for one request: a body without ``Content-Length`` ends with the connection, which is always closed.
+
+    For clients older than HTTP/1.1, which support neither chunks nor ``100 Continue``: uvicorn sends chunks to every
+    version. The cycle has not begun. Source: RFC 9112, 6.1 and 6.3; RFC 9110, 10.1.1.
+    """
+    cycle.keep_alive = cycle.waiting_for_100_continue = False
+    has_length = False
+
+    async def send(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(message)  # type: ignore[arg-type]
+
+    async def answer(scope: Scope, receive: Receive, _: Send) -> None:
+        await app(scope, receive, send)
+
+    return answer
+
+
+class _CountedTransport(asyncio.Transport):
+    """Counts the bytes written to ``transport``, and forwards every call to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._num_written_bytes = 0
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes that were written and are not yet sent."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes that were written and sent."""
+        return self._num_written_bytes - self.num_waiting_bytes
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self._num_written_bytes += len(data)
+        self._transport.write(data)
+
+    def write_eof(self) -> None:
+        self._transport.write_eof()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()

@@ -8,7 +8,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from floodplain.web.body_budget import BodyBudget, HeldBody
 from floodplain.web.errors import ApiError, error_response
-from floodplain.web.head import answer_head_as_get
 from floodplain.web.request_id import echo_request_id
 
 PROBES = frozenset({"/health", "/ready"})
@@ -60,7 +59,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope, send = answer_head_as_get(scope, echo_request_id(scope, send))
+        scope, send = _answer_head_as_get(scope, echo_request_id(scope, send))
         if self._drain.is_draining:
             send = _close_after(send)
         try:
@@ -85,6 +84,20 @@ class Gate:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
             scope[CLIENT_SCOPE_KEY] = client
         self._budget.check_length(headers.get(b"content-length", b"0"))
+
+
+def _answer_head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """Return the scope of the ``GET`` that a ``HEAD`` stands for, and a ``send`` that drops the body of the answer.
+
+    Status and headers, ``Content-Length`` included, are those of the ``GET``. Other methods pass unchanged.
+    """
+    if scope["method"] != "HEAD":
+        return scope, send
+
+    async def send_without_body(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return {**scope, "method": "GET"}, send_without_body
 
 
 def _close_after(send: Send) -> Send:
