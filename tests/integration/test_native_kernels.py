@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.memory.native import build, compiler
+from floodplain.memory.native import build
 from floodplain.model.attention.backend import AttentionShape
 from floodplain.model.attention.cpu import CpuAttention
 from floodplain.model.native.ops import NativeOps, native_ops
@@ -135,7 +135,7 @@ def test_without_a_compiler_one_line_is_logged(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(compiler, "COMPILERS", compilers)
+    monkeypatch.setattr(build, "COMPILERS", compilers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.load_library.cache_clear()
     try:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.files.home import user_folder
-from floodplain.memory.native import build, cache, compiler
+from floodplain.memory.native import build, cache
+from floodplain.memory.native.build import CompilerFailed
 from floodplain.memory.native.cache import LibraryCache
-from floodplain.memory.native.compiler import CompilerFailed
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return VALUE; }\n'
 CHEAP = ("-O0", "-fvisibility=hidden", "-shared", "-fPIC")
@@ -28,10 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", CHEAP)
-    monkeypatch.setattr(compiler, "FLAGS", CHEAP)
     yield tmp_path / "cache" / "floodplain"
     build.load_library.cache_clear()
-    compiler.compiler_version.cache_clear()
+    build._compiler_version.cache_clear()
 
 
 def answer(folder: Path, value: int = 7, name: str = "s") -> int | None:
@@ -105,7 +104,7 @@ def test_a_library_is_compiled_once_and_again_if_it_is_cut(folder: Path, monkeyp
     assert answer(folder, 7) == 7
     (stored,) = folder.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(build, "compile_library", lambda *_: pytest.fail("compiled again"))
+        patch.setattr(build, "_compile_library", lambda *_: pytest.fail("compiled again"))
         assert answer(folder, 7) == 7
     stored.write_bytes(stored.read_bytes()[:-1])
     assert answer(folder, 7) == 7
@@ -131,8 +130,8 @@ def test_a_compiler_that_hangs_or_fails_is_one_line(
     fake = folder.parent.parent / "c++"
     fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{command}\n')
     fake.chmod(0o700)
-    monkeypatch.setattr(build, "find_compiler", lambda: str(fake))
-    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(build, "_find_compiler", lambda: str(fake))
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.05)
     assert answer(folder) is None
     assert len(caplog.records) == 1
     assert "s.cpp cannot be compiled, nothing does its work, slower: " in caplog.text
@@ -141,7 +140,7 @@ def test_a_compiler_that_hangs_or_fails_is_one_line(
 def test_what_a_compiler_started_ends_with_it(tmp_path: Path) -> None:
     """Otherwise the reader would wait for the pipe that the child holds."""
     with pytest.raises(CompilerFailed, match=r"was stopped after 0.05 s"):
-        compiler._run(("sh", "-c", "sleep 1000 & wait"), 0.05, os.environ)
+        build._run(("sh", "-c", "sleep 1000 & wait"), 0.05, os.environ)
 
 
 def test_a_user_without_a_home_has_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
