@@ -10,12 +10,44 @@ from floodplain.model.network.config import ModelConfig, RopeConfig
 from floodplain.model.network.fields import Fields
 from floodplain.model.network.hf_rope import stretched_context, yarn_attention
 from floodplain.model.weights.checkpoint import StoredTensor
-from floodplain.model.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES
 from floodplain.model.weights.gguf_tokenizer import check_tokenizer_keys
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADS, _KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
 _HEAD_DIM = "llama.attention.key_length"
+_HARMLESS_KEYS = (
+    r"(?!general\.|llama\.|tokenizer\.|split\.|adapter\.).*"  # of no namespace that llama.cpp reads
+    r"|general\.(?!type$|architecture$).*"
+    r"|llama\.(tensor_data_layout|rope\.scaling\.finetuned)"
+    r"|tokenizer\.(chat_template(\..*)?|chat_templates|huggingface\.json)"
+    r"|tokenizer\.ggml\.(tokens|token_type|token_type_count|scores|merges|[a-z_]+_token_id|add_bos_token|add_eos_token)"
+)
+"""They change no logit, and no token unless ``gguf_tokenizer`` reads them: it reads those in the last two lines."""
+
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "llama.attention.causal": (True,),
+    "llama.attention.clamp_kqv": (0.0,),
+    "llama.attention.max_alibi_bias": (0.0,),
+    "llama.attention.scale": (0.0,),
+    "llama.attn_logit_softcapping": (0.0,),
+    "llama.embedding_scale": (0.0, 1.0),
+    "llama.expert_count": (0,),
+    "llama.expert_used_count": (0,),
+    "llama.final_logit_softcapping": (0.0,),
+    "llama.logit_scale": (0.0, 1.0),
+    "llama.pooling_type": (0,),
+    "llama.residual_scale": (0.0, 1.0),
+    "llama.rope.scaling.attn_factor": (1.0,),
+    "llama.rope.scaling.yarn_attn_factor": (1.0,),
+    "llama.rope.scaling.yarn_ext_factor": (1.0,),
+    "llama.rope.scaling.yarn_log_multiplier": (0.0,),
+    "llama.use_parallel_residual": (False,),
+    "tokenizer.ggml.add_sep_token": (False,),
+    "tokenizer.ggml.escape_whitespaces": (True,),
+    "tokenizer.ggml.remove_extra_whitespaces": (False,),
+    "tokenizer.ggml.treat_whitespace_as_suffix": (False,),
+}
+"""Keys that change nothing at these values; at all others the model is refused."""
 
 
 def parse_gguf_config(
@@ -76,7 +108,7 @@ def parse_gguf_config(
     if 0 < window < context:
         raise fields.refusal("llama.attention.sliding_window", f"is not supported: texts may have {context} tokens")
     check_tokenizer_keys(fields)
-    fields.refuse_unread((), NEUTRAL_VALUES, HARMLESS_KEYS)
+    fields.refuse_unread((), _NEUTRAL_VALUES, _HARMLESS_KEYS)
     return config
 
 

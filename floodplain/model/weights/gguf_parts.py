@@ -12,8 +12,7 @@ from floodplain.files.parsing import reason_of
 from floodplain.files.reading import is_file
 from floodplain.model.network.fields import Fields
 from floodplain.model.weights.checkpoint import StoredTensor
-from floodplain.model.weights.gguf_header import check_header
-from floodplain.model.weights.gguf_metadata import read_gguf
+from floodplain.model.weights.gguf_header import check_header, read_gguf
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gguf
 
-from floodplain.model.weights.gguf_metadata import read_gguf
+from floodplain.model.weights.gguf_header import read_gguf
 from floodplain.model.weights.open_model import packaged_smollm2
 
 
