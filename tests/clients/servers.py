@@ -54,7 +54,7 @@ def _vllm(port: int) -> list[str]:
     return [
         "-m", "vllm.entrypoints.openai.api_server", "--model", str(ROOT / "out" / "smollm2"), "--dtype", "float32",
         "--served-model-name", MODEL, "--port", str(port), "--max-model-len", "512", "--enforce-eager",
-        "--num-gpu-blocks-override", "64", "--block-size", "32",
+        "--num-gpu-blocks-override", "64", "--block-size", "32", "--gpu-memory-utilization", "0.3",
     ]  # fmt: skip
 
 
