@@ -18,7 +18,7 @@ from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.soundness import DamagedStore, check_rows, sound
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.core.errors import UserError
-from floodplain.leases.book import UNRESTRICTED, LeaseBook, Speaker
+from floodplain.leases.book import LeaseBook, Speaker
 from floodplain.leases.choice import AllowedPairs
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Message
@@ -164,12 +164,12 @@ class LeaseService:
         """Return the leader's address as far as this coordinator knows; empty if there is none."""
         return self._url if self.is_leading else self._unavailable.leader_url
 
-    def handle(self, messages: Sequence[Message], speaker: Speaker = UNRESTRICTED) -> Job:
+    def handle(self, messages: Sequence[Message], speaker: Speaker | None = None) -> Job:
         """Return a job that handles messages in their order; its answer is their replies, or ``TooManyLeases``.
 
         Args:
             messages: From members.
-            speaker: What the sender may do.
+            speaker: What the sender may do; None if tokens are not checked.
         """
 
         def job(book: LeaseBook, now: float) -> list[Reply] | TooManyLeases:

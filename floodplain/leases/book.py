@@ -36,18 +36,6 @@ class Speaker(Protocol):
         """Whether the sender's token is a producer's for that member."""
 
 
-class _Unrestricted:
-    def may_lend(self, _: str) -> bool:
-        return True
-
-    def is_producer(self, _: str) -> bool:
-        return False
-
-
-UNRESTRICTED: Speaker = _Unrestricted()
-"""The speaker if tokens are not checked."""
-
-
 class LeaseBook:
     """Handles members' messages: who is alive, what is offered, leased, recalled, and settled.
 
@@ -85,7 +73,7 @@ class LeaseBook:
         """Apply a message at ``now`` and return the reply."""
         return self.handle_all([message], now)[0]
 
-    def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = UNRESTRICTED) -> list[Reply]:
+    def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker | None = None) -> list[Reply]:
         """Apply messages in their order at ``now``; return a reply for each.
 
         Nothing that a member offers is granted before this book has received a message from the member: the member's
@@ -98,7 +86,7 @@ class LeaseBook:
         Args:
             messages: From members.
             now: The clock.
-            speaker: What the sender may do.
+            speaker: What the sender may do; None if tokens are not checked.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
         changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
@@ -177,10 +165,10 @@ class LeaseBook:
         return self.rows.take_changes()
 
     def _handle_one(
-        self, message: Message, now: float, speaker: Speaker, granted: dict[tuple[str, int, int], Reply]
+        self, message: Message, now: float, speaker: Speaker | None, granted: dict[tuple[str, int, int], Reply]
     ) -> Reply:
         known = self.rows.members.get(message.name)
-        if known is not None and known.is_lender and not speaker.may_lend(message.name):
+        if known is not None and known.is_lender and speaker is not None and not speaker.may_lend(message.name):
             return Reply(
                 Outcome.CONFLICT, detail=f"{message.name} lends, and its life is not a consumer's to speak for"
             )
@@ -192,10 +180,11 @@ class LeaseBook:
             granted[key] = reply
         return reply
 
-    def _dispatch(self, message: Message, now: float, speaker: Speaker) -> Reply:
+    def _dispatch(self, message: Message, now: float, speaker: Speaker | None) -> Reply:
         match message:
             case Join():
-                return self.roster.join(message, now, is_lender=speaker.is_producer(message.name))
+                is_lender = speaker is not None and speaker.is_producer(message.name)
+                return self.roster.join(message, now, is_lender=is_lender)
             case Heartbeat():
                 return self.roster.heartbeat(message, now)
             case Leave():
