@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 @asynccontextmanager
 async def polling(look: Callable[[], Awaitable[None]], period_s: float) -> AsyncIterator[None]:
-    """Call ``look``, and again ``period_s`` seconds after it has ended, until the context ends.
+    """Call ``look`` before the context begins, and again ``period_s`` seconds after each call, until the context ends.
 
     Raises:
         Exception: From ``look``, which is then not called again; the context ends with it.
@@ -17,8 +17,10 @@ async def polling(look: Callable[[], Awaitable[None]], period_s: float) -> Async
 
     async def look_often() -> None:
         while True:
-            await look()
             await asyncio.sleep(period_s)
+            await look()
+
+    await look()
 
     task = asyncio.create_task(look_often())
     try:

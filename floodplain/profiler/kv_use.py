@@ -48,13 +48,12 @@ class PeakUse:
 
 @asynccontextmanager
 async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
-    """Poll once, and then every ``period_s`` seconds while the context is open.
+    """Poll once before the context begins, and then every ``period_s`` seconds until it ends.
 
     Raises:
-        UserError: From ``read``; the context then ends with it.
+        UserError: From ``read``, which is then not called again; the context ends with it.
     """
     peak = PeakUse()
-    peak.note(await read())  # also if the context ends at once
 
     async def look() -> None:
         peak.note(await read())
