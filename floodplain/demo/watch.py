@@ -70,7 +70,11 @@ def to_columns(samples: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
 
 @asynccontextmanager
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
-    """Append samples to the context's list until the context ends, one at each end included."""
+    """Append samples to the context's list until the context ends, one at each end included.
+
+    Raises:
+        UserError: A server does not answer; the context ends with it, and without its last sample.
+    """
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
 
@@ -79,11 +83,9 @@ async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> 
         both = await asyncio.gather(get_text(producer, "/metrics"), get_text(consumer, "/metrics"))
         samples.append(sample_of(now_s, *both))
 
-    try:
-        async with polling(look, period_s):
-            yield samples
-    finally:
-        await look()
+    async with polling(look, period_s):
+        yield samples
+    await look()
 
 
 async def get_text(url: str, path: str) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from floodplain.core.errors import UserError
+from floodplain.demo import watch
 from floodplain.demo.leases import summarise
 from floodplain.demo.leases_load import DemoServer
 from floodplain.demo.watch import LendingSample, sample_of, to_columns
@@ -43,6 +47,48 @@ def test_a_sample_has_the_numbers_of_the_engines() -> None:
         time_s=1.5, pool_bytes=2000, used_bytes=1200, lent_bytes=340, num_waiting=3, num_recalls=2, recall_s=1.5,
         num_running=4, num_off_device=11, num_tokens=77, peer_bytes=8, host_bytes=9, num_forced=1, stall_s=0.25,
     )  # fmt: skip
+
+
+class Servers:
+    """Both servers of a watch. They answer until ``num_good`` reads were answered; no limit if None."""
+
+    def __init__(self, num_good: int | None = None) -> None:
+        self.num_reads, self._num_good = 0, num_good
+
+    async def get_text(self, url: str, path: str) -> str:
+        self.num_reads += 1
+        if self._num_good is not None and self.num_reads > self._num_good:
+            raise UserError(f"{url} does not answer any more: read {self.num_reads}")
+        return ""
+
+
+async def watched(period_s: float, ends_with: Exception | None = None) -> list[LendingSample]:
+    async with watch.watching("lender", "borrower", period_s) as samples:
+        await asyncio.sleep(0.02)
+        if ends_with is not None:
+            raise ends_with
+    return samples
+
+
+def test_a_watch_has_a_sample_at_each_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "get_text", Servers().get_text)
+    first, last = asyncio.run(watched(60.0))
+    assert last.time_s - first.time_s >= 0.02
+
+
+def test_no_server_is_asked_after_one_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers(num_good=4)
+    monkeypatch.setattr(watch, "get_text", servers.get_text)
+    with pytest.raises(UserError, match=r"read [56]$"):
+        asyncio.run(watched(0.0))
+    assert servers.num_reads <= 6
+
+
+def test_no_server_is_asked_after_the_scene_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers(num_good=2)
+    monkeypatch.setattr(watch, "get_text", servers.get_text)
+    with pytest.raises(ValueError, match="the load failed"):
+        asyncio.run(watched(60.0, ValueError("the load failed")))
 
 
 def test_rates_count_only_the_time_with_and_without_borrowed_memory() -> None:
