@@ -67,7 +67,8 @@ def _run(argv: list[str]) -> int:
         parser.print_help(sys.stderr)
         return BAD_USAGE
     leaf, words = _descend(parser, argv)
-    check_variables(os.environ, _find_flags)
+    if not _asks_for_help(argv):  # the flags of all verbs are many imports
+        check_variables(os.environ, _find_flags)
     args = resolve(leaf, argv[len(words) :], os.environ)
     args.verb = " ".join(words)
     start_logging(args.quiet)
@@ -76,6 +77,11 @@ def _run(argv: list[str]) -> int:
     except UserError as error:
         raise name_sources(error, args.sources) from error
     return status
+
+
+def _asks_for_help(argv: Sequence[str]) -> bool:
+    own = argv[: argv.index("--")] if "--" in argv else argv  # flags of another program may follow
+    return "-h" in own or "--help" in own
 
 
 def _available() -> list[str]:

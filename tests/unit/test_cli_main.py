@@ -119,7 +119,8 @@ def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"]])
-def test_help_loads_nothing_heavy(argv: list[str]) -> None:
+@pytest.mark.parametrize("variable", ["FLOODPLAIN_SHARED", "FLOODPLAIN_MODEL", "FLOODPLAIN_UNKNOWN"])
+def test_help_loads_nothing_heavy(argv: list[str], variable: str) -> None:
     """Checks the imports of a fresh interpreter: they make start-up slow."""
     program = (
         "import sys; from floodplain.cli.main import main\n"
@@ -128,7 +129,8 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
         "heavy = {'torch', 'numpy', 'fastapi', 'pydantic', 'uvicorn', 'transformers', 'yaml', 'matplotlib'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    environ = os.environ | {variable: "x"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     assert ("serve" if "--help" in argv else __version__) in done.stdout
 

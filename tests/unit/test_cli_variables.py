@@ -93,7 +93,8 @@ def test_every_verb_refuses_an_unknown_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLOODPLAIN_KV_MEMROY", "1GiB")
-    for words in (["doctor"], ["coordinator"], ["leases"], ["bench", "serve", "--model", "m"], ["serve", "m"]):
+    told = ["vllm", "serve", "m", "--", "--help"]  # another program's help is not ours
+    for words in (["doctor"], ["coordinator"], ["leases"], ["bench", "serve", "--model", "m"], ["serve", "m"], told):
         assert main(words) == 2
         assert capsys.readouterr().err == (
             "floodplain: unknown variable FLOODPLAIN_KV_MEMROY: did you mean FLOODPLAIN_KV_MEMORY?\n"
