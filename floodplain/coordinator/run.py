@@ -65,7 +65,7 @@ class PlacementFile:
 
 
 class CoordinatorServer(StoppableServer):
-    """A uvicorn server for a worker.
+    """The HTTP server of a coordinator.
 
     Args:
         worker: Not yet open.
