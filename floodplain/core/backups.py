@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Sequence
 
+from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
 from floodplain.core.tiers import Location, SlotLedger, Tier
@@ -49,8 +50,8 @@ class BackupTable:
 
     def __init__(self, slots: Iterable[SlotLedger] = (), *, retains: bool = True) -> None:
         self.slots: dict[Tier, SlotLedger] = {ledger.tier: ledger for ledger in slots}
-        self.changed_keys: set[BlockKey] = set()
-        """Contents whose whole backup appeared or vanished, or whose copies in began or ended; a reader clears it."""
+        self.changed_keys: ChangeLog[BlockKey] = ChangeLog()
+        """Contents whose whole backup appeared or vanished, or whose copies in began or ended."""
         self._retains = retains
         self._by_key: dict[BlockKey, Backup] = {}
         self._idle: dict[Tier, OrderedDict[Backup, None]] = {tier: OrderedDict() for tier in self.slots}

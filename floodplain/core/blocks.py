@@ -13,6 +13,7 @@ from itertools import islice, repeat, takewhile
 from operator import is_not
 
 from floodplain.core.block_state import BlockState
+from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
@@ -40,8 +41,8 @@ class BlockLedger:
         self.block_tokens = block_tokens
         self.quantum_blocks = quantum_blocks
         self.caches_prefixes = caches_prefixes
-        self.changed_keys: set[BlockKey] = set()
-        """Contents that appeared, vanished, or became or ceased to be merely cached, until a reader clears it."""
+        self.changed_keys: ChangeLog[BlockKey] = ChangeLog()
+        """Contents that appeared, vanished, or became or ceased to be merely cached."""
         self.settled_quanta: set[int] = set()
         """Quanta in which a use of a block has ended, until a reader clears it: some memory there may be idle."""
         self.sharing_version = 0

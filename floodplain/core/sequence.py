@@ -51,7 +51,6 @@ class Sequence:
         num_sampling: Output tokens that outstanding steps will sample.
         max_computed: Tokens that were computed when it was last preempted: below it, computing is recomputation.
         blocks: Its block table.
-        num_hit_blocks: Waiting: leading blocks that the prefix cache has, when the last view was built.
         backups: Backups of full blocks that are kept for it.
         tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
@@ -70,7 +69,7 @@ class Sequence:
 
     __slots__ = (
         "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
-        "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_hit_blocks", "num_leaving",
+        "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_leaving",
         "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "place", "request",
         "root", "seq_id", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
@@ -90,7 +89,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
-        self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.entered_step = 0
+        self.num_outstanding = self.num_sealed = self.entered_step = 0
         self.num_arriving = self.num_leaving = 0
         self.credit = self.place = 0.0
         self.is_decoding = False

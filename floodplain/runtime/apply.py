@@ -7,6 +7,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Chunk, Decision, PrefillChunk, StepPlan, TableUpdate, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
+from floodplain.core.view import View
 from floodplain.runtime.arrivals import Arrivals
 from floodplain.runtime.departures import Departures
 from floodplain.runtime.state import LoopState
@@ -22,10 +23,14 @@ class PlanBuilder:
         self._admitted: set[SeqId] = set()  # the executor knows their requests
         self._tables: list[TableUpdate] = []
 
-    def build(self, decision: Decision, step_id: int, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
-        """Returns (the plan, its decoding sequences, its sequences with chunks in the plan's order)."""
+    def build(self, view: View, decision: Decision, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
+        """Plan the step of a view as decided.
+
+        Returns:
+            (the plan, its decoding sequences, its sequences with chunks in the plan's order).
+        """
         self._tables = []
-        transfers = self._start_moves(decision, now)
+        transfers = self._start_moves(view, decision, now)
         for seq_id in sorted(self._state.stale_tables):
             self._send_table(seq_id)
         self._state.stale_tables.clear()
@@ -37,7 +42,7 @@ class PlanBuilder:
         self._state.preempted.clear()
         self._state.released.clear()
         plan = StepPlan(
-            step_id=step_id,
+            step_id=view.step,
             decodes=self._last_decodes,
             prefills=tuple(chunk for _, chunk in chunks),
             tables=tuple(self._tables),
@@ -47,15 +52,16 @@ class PlanBuilder:
         )
         return plan, decoding, [seq for seq, _ in chunks]
 
-    def _start_moves(self, decision: Decision, now: float) -> list[Transfer]:
+    def _start_moves(self, view: View, decision: Decision, now: float) -> list[Transfer]:
         """Apply preemptions first, since they free blocks; then prefix hits, before allocations can evict them.
 
         Prefixes that are about to be fetched are held meanwhile, so that swap-outs do not take their slots.
         """
         held = self._arrivals.hold_prefixes([order.seq_id for order in decision.resumptions])
         moves = [self._departures.preempt(order, now) for order in decision.preemptions]
+        cached = {row.seq_id: row.num_cached_tokens for row in view.waiting} if decision.admissions else {}
         for admission in decision.admissions:
-            self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING))
+            self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING), cached.get(admission.seq_id, 0))
         moves += [self._arrivals.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
         for backup in held:
             self._state.backups.release(backup)
@@ -92,7 +98,7 @@ class PlanBuilder:
             return
         active = set(self._last_decodes)
         stale = [s.seq_id for s in self._state.running if s.is_decoding and s.seq_id not in active]
-        self._state.stale_rows.update(stale)
+        self._state.row_changes.update(stale)
 
     # -- chunks ----------------------------------------------------------------------------------------------------
 
@@ -112,23 +118,24 @@ class PlanBuilder:
         samples = seq.num_scheduled == len(seq.tokens)
         seq.num_sampling += samples
         seq.is_decoding = samples
-        state.stale_rows.add(seq.seq_id)
+        state.row_changes.add(seq.seq_id)
         request = None if seq.seq_id in self._admitted else seq.request
         self._admitted.add(seq.seq_id)
         token_ids = tuple(seq.tokens[start : start + num_tokens])
         return seq, PrefillChunk(seq.seq_id, start, token_ids, samples, request)
 
-    def _share_prefix(self, seq: Sequence) -> None:
-        """Take the prefix blocks that the view counted."""
+    def _share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """Take the blocks of the cached prefix that the view shows."""
         ledger = self._state.ledger
-        for key in seq.keys[: seq.num_hit_blocks]:
+        num_blocks = num_tokens // ledger.block_tokens
+        for key in seq.keys[:num_blocks]:
             block = ledger.share(key)
             if block is None:
                 raise InvariantError(f"a prefix of sequence {seq.seq_id} vanished between view and plan")
             seq.blocks.append(block)
-        seq.num_computed = seq.num_scheduled = seq.num_hit_blocks * ledger.block_tokens
-        seq.num_sealed = seq.num_hit_blocks
-        if seq.num_hit_blocks:
+        seq.num_computed = seq.num_scheduled = num_tokens
+        seq.num_sealed = num_blocks
+        if num_blocks:
             self._state.stale_tables.add(seq.seq_id)
 
     # -- tables ----------------------------------------------------------------------------------------------------
@@ -141,7 +148,7 @@ class PlanBuilder:
             raise InvariantError(f"the decision needs {num_blocks} more blocks than there are")
         self._tables.append(TableUpdate(seq.seq_id, len(seq.blocks), tuple(blocks)))
         seq.blocks += blocks
-        self._state.stale_rows.add(seq.seq_id)
+        self._state.row_changes.add(seq.seq_id)
 
     def _send_table(self, seq_id: SeqId) -> None:
         seq = self._state.sequences.get(seq_id)

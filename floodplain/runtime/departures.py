@@ -121,7 +121,7 @@ class Departures:
             state.keep_backup(seq, backup)
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
-        state.stale_sharing.add(seq.seq_id)
+        state.sharing_changes.add(seq.seq_id)
         seq.num_leaving += len(blocks)
         return state.transfers.begin(kind, seq.seq_id, blocks, backups, reason, None)
 
@@ -143,7 +143,7 @@ class Departures:
         seq = None if transfer.seq_id is None else state.sequences.get(transfer.seq_id)
         if seq is not None:
             seq.num_leaving -= len(transfer.blocks)
-            state.stale_rows.add(seq.seq_id)
+            state.row_changes.add(seq.seq_id)
         self._note_unpinned(seq, transfer.blocks)
 
     def _note_unpinned(self, seq: Sequence | None, blocks: tuple[BlockId, ...]) -> None:
@@ -151,6 +151,6 @@ class Departures:
         state = self._state
         held = {block for block in blocks if state.ledger.refcount(block) == 1}
         if seq is not None and seq.status is Status.RUNNING and held.issubset(seq.blocks):
-            state.stale_sharing.add(seq.seq_id)
+            state.sharing_changes.add(seq.seq_id)
         elif held:
             state.ledger.sharing_version += 1

@@ -51,16 +51,16 @@ class Links:
             self._now[tier] = self._price(tier)
         return self._now[tier]
 
-    def view_tiers(self, transfers: TransferLedger[Any], step: int) -> tuple[TierView, ...]:
-        """Swap space as policies see it when step ``step`` is planned, without tiers that have no slots now.
-
-        After ``FORGET_STEPS`` steps without a copy, prices return to those of the start.
-        """
+    def note_step(self, step: int) -> None:
+        """Return to the prices of the start if the last copy is more than ``FORGET_STEPS`` before step ``step``."""
         if self._last_step is None:
             self._last_step = step
         elif step - self._last_step > FORGET_STEPS:
             self._last_step = step
             self._forget()
+
+    def view_tiers(self, transfers: TransferLedger[Any]) -> tuple[TierView, ...]:
+        """Swap space as policies see it, without tiers that have no slots now."""
         backups = transfers.backups
         return tuple(
             TierView(

@@ -20,7 +20,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.goals import NO_GOALS
 from floodplain.core.hashing import root_key
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
+from floodplain.core.plan import StepOutputs, StepPlan, StepResult, Wait
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
@@ -127,30 +127,27 @@ class Loop:
         Raises:
             InvariantError: The policy never runs anything although requests are live and nothing is under way.
         """
-        if len(self._steps) >= self.state.config.depth:
+        state = self.state
+        if len(self._steps) >= state.config.depth:
             return Wait()
-        for _ in range(2 + 2 * len(self.state.sequences)):
-            decision = self._decide(now)
-            if decision is None:
+        for _ in range(2 + 2 * len(state.sequences)):
+            if not (state.running or state.waiting or state.swapped) or not state.ledger.num_blocks:
                 return Wait()
-            plan, decoding, chunked = self._plans.build(decision, self.state.counters.num_steps, now)
+            state.trim_logs()
+            state.links.note_step(state.counters.num_steps)
+            view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
+            decision = self.policy.decide(view, now, self._rng)
+            plan, decoding, chunked = self._plans.build(view, decision, now)
             if plan.decodes or plan.prefills or plan.transfers:
-                self.state.counters.num_steps += 1
+                state.counters.num_steps += 1
                 if decision.reason is not None:
-                    self.state.counters.limited_steps[decision.reason.value] += 1
+                    state.counters.limited_steps[decision.reason.value] += 1
                 self._steps.append(_Outstanding(plan, decoding, chunked, now))
                 return plan
             self._postpone(plan)
             if not decision.preemptions and not decision.resumptions:
                 return self._wait_or_stall()
         raise InvariantError(f"policy {self.policy.name} preempts and resumes without end")
-
-    def _decide(self, now: float) -> Decision | None:
-        state = self.state
-        if not (state.running or state.waiting or state.swapped) or not state.ledger.num_blocks:
-            return None
-        view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
-        return self.policy.decide(view, now, self._rng)
 
     def _postpone(self, plan: StepPlan) -> None:
         """Keep preemptions, releases and tables of a plan without work for the next plan; it is not issued."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
@@ -116,7 +117,7 @@ class Arrival:
 
 
 class LoopState:
-    """All sequences by status, the ledgers, and what changed since the last view."""
+    """All sequences by status, the ledgers, and logs of what changed, from which views are updated."""
 
     def __init__(
         self,
@@ -150,10 +151,10 @@ class LoopState:
         """References to blocks that another loop copies, by holder (``runtime.migration``)."""
         self.num_incoming_blocks = 0
         """Loading blocks that are filled from another loop."""
-        self.stale_rows: set[SeqId] = set()
-        """Sequences whose row in the next view must be rebuilt."""
-        self.stale_sharing: set[SeqId] = set()
-        """Running sequences whose exclusive blocks must be recounted even if ``sharing_version`` is unchanged."""
+        self.row_changes: ChangeLog[SeqId] = ChangeLog()
+        """Sequences whose row in a view changed, other than by a token in every step."""
+        self.sharing_changes: ChangeLog[SeqId] = ChangeLog()
+        """Running sequences whose exclusive blocks changed although ``sharing_version`` did not."""
         self.stale_tables: set[SeqId] = set()
         """Sequences whose whole block table must go into the next plan."""
         self.completion_step = -1
@@ -162,6 +163,13 @@ class LoopState:
         """Preemptions of plans without work, which were not issued; they go into the next plan."""
         self.released: list[SeqId] = []
         """Ended sequences that no issued plan has reported yet."""
+
+    def trim_logs(self) -> None:
+        """Bound the logs of changes."""
+        for log in (self.row_changes, self.sharing_changes):
+            log.trim()
+        for keys in (self.ledger.changed_keys, self.backups.changed_keys):
+            keys.trim()
 
     @property
     def awaits_blocks(self) -> bool:
@@ -187,7 +195,7 @@ class LoopState:
         seq.move_to(status)
         if status is Status.RUNNING:
             seq.entered_step = self.counters.num_steps
-        self.stale_rows.add(seq.seq_id)
+        self.row_changes.add(seq.seq_id)
         if status is Status.WAITING:
             self.waiting.push(seq)
         elif status is not Status.FINISHED:
@@ -241,14 +249,14 @@ class LoopState:
         self.free_blocks(seq)
         self.release_backups(seq)
         del self.sequences[seq.seq_id]
-        self.stale_rows.add(seq.seq_id)
+        self.row_changes.add(seq.seq_id)
         self.released.append(seq.seq_id)
 
     def keep_backup(self, seq: Sequence, backup: Backup) -> None:
         """Keep a backup of one of its blocks for a sequence."""
         self.backups.keep(backup)
         seq.backups.append(backup)
-        self.stale_rows.add(seq.seq_id)
+        self.row_changes.add(seq.seq_id)
 
     def release_backups(self, seq: Sequence) -> None:
         """Release all backups that are kept for a sequence."""
@@ -293,7 +301,7 @@ class LoopState:
             for backup in [backup for backup in seq.backups if backup in gone]:
                 seq.backups.remove(backup)
                 self.backups.release(backup)
-                self.stale_rows.add(seq.seq_id)
+                self.row_changes.add(seq.seq_id)
             if seq.tail is not None and seq.tail[0] in gone:
                 self.release_tail(seq)
             if seq.status is Status.SWAPPED and not seq.backups and seq.tail is None:

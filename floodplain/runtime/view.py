@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from itertools import chain
 
+from floodplain.core.changes import ChangeReader
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import SeqId
@@ -28,6 +29,8 @@ class ViewBuilder:
         self._rows: dict[SeqId, SequenceView] = {}
         self._exclusive: dict[SeqId, tuple[int, int]] = {}  # (exclusive blocks, blocks held) when last counted
         self._running: tuple[SequenceView, ...] = ()
+        self._changes = ChangeReader(state.row_changes)
+        self._sharing_changes = ChangeReader(state.sharing_changes)
         self._sharing_version = -1
         self._watch = ContentWatch(state)
         self._head: tuple[Sequence, ...] | None = None
@@ -37,9 +40,10 @@ class ViewBuilder:
     def build(self, step: int, outstanding: Seq[StepPlan]) -> View:
         """The view for planning step ``step`` while the plans ``outstanding`` are not complete."""
         state, ledger = self._state, self._state.ledger
-        self._refresh_absent(step)
-        self._refresh_running(step)
-        view = View(
+        changed = self._changes.take(chain(self._rows, state.sequences))
+        self._refresh_absent(step, changed)
+        self._refresh_running(step, changed)
+        return View(
             step=step,
             running=self._running,
             waiting=self._waiting,
@@ -55,7 +59,7 @@ class ViewBuilder:
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
             max_num_seqs=state.config.max_num_seqs,
-            tiers=state.links.view_tiers(state.transfers, step),
+            tiers=state.links.view_tiers(state.transfers),
             prices=state.prices.now,
             demand=state.demand.now,
             completion_step=state.completion_step,
@@ -65,23 +69,21 @@ class ViewBuilder:
                 (chunk.start, len(chunk.token_ids)) for plan in outstanding for chunk in plan.prefills
             ),
         )
-        state.stale_rows.clear()
-        return view
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def _refresh_running(self, step: int) -> None:
+    def _refresh_running(self, step: int, changed: set[SeqId]) -> None:
         state = self._state
+        recounted = self._sharing_changes.take(self._exclusive)
         if self._sharing_version != state.ledger.sharing_version:
             self._sharing_version = state.ledger.sharing_version
             self._exclusive.clear()
-            state.stale_rows.update(seq.seq_id for seq in state.running)
-        for seq_id in state.stale_sharing:
+            changed.update(seq.seq_id for seq in state.running)
+        for seq_id in recounted:
             self._exclusive.pop(seq_id, None)
-        state.stale_rows |= state.stale_sharing
-        state.stale_sharing.clear()
-        if state.stale_rows:
-            for seq_id in state.stale_rows:
+        changed |= recounted
+        if changed:
+            for seq_id in changed:
                 seq = state.sequences.get(seq_id)
                 if seq is not None and seq.status is Status.RUNNING:
                     self._rows[seq_id] = self._running_row(seq, step)
@@ -115,15 +117,15 @@ class ViewBuilder:
 
     # -- elsewhere -------------------------------------------------------------------------------------------------
 
-    def _refresh_absent(self, step: int) -> None:
+    def _refresh_absent(self, step: int, changed: set[SeqId]) -> None:
         """Rebuild the rows of waiting and swapped sequences for which the restorable contents changed."""
         state = self._state
-        forgotten = self._watch.refresh()
+        forgotten = self._watch.refresh(changed)
         head = state.waiting.shown()
-        if head is self._head and not forgotten and not state.stale_rows:
+        if head is self._head and not forgotten and not changed:
             return
         forgotten |= self._watch.keep_only({seq.seq_id for seq in chain(head, state.swapped)})
-        for seq_id in forgotten | state.stale_rows:
+        for seq_id in forgotten | changed:
             self._rows.pop(seq_id, None)
         self._head = head
         rows = self._rows
@@ -140,7 +142,6 @@ class ViewBuilder:
         if not self._state.ledger.caches_prefixes:
             return self._make_row(seq, step)
         found = self._watch.find(seq)
-        seq.num_hit_blocks = found.num_hit_blocks
         return self._make_row(
             seq,
             step,

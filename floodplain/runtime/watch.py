@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from floodplain.core.backups import Backup
 from floodplain.core.block_state import BlockState
+from floodplain.core.changes import ChangeReader
 from floodplain.core.hashing import BlockKey
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence
@@ -50,19 +51,22 @@ class ContentWatch:
 
     def __init__(self, state: LoopState) -> None:
         self._state = state
+        self._changes = [ChangeReader(state.ledger.changed_keys), ChangeReader(state.backups.changed_keys)]
         self._found: dict[SeqId, Found] = {}
         self._watchers: dict[BlockKey, set[SeqId]] = {}
 
-    def refresh(self) -> set[SeqId]:
-        """Drop every result that may have changed since the last call; return the ids of their sequences."""
-        ledger, backups = self._state.ledger, self._state.backups
-        stale = {seq_id for seq_id in self._state.stale_rows if seq_id in self._found}
+    def refresh(self, changed: Set[SeqId]) -> set[SeqId]:
+        """Drop every result that may have changed since the last call; return the ids of their sequences.
+
+        Args:
+            changed: Sequences that have changed themselves.
+        """
+        stale = {seq_id for seq_id in changed if seq_id in self._found}
         watchers = self._watchers
-        for key in ledger.changed_keys | backups.changed_keys:
-            if key in watchers:
-                stale |= watchers[key]
-        ledger.changed_keys.clear()
-        backups.changed_keys.clear()
+        for changes in self._changes:
+            for key in changes.take(watchers):
+                if key in watchers:
+                    stale |= watchers[key]
         for seq_id in stale:
             self._forget(seq_id)
         return stale

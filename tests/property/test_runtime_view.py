@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.core import changes
 from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan
 from floodplain.core.sequence import Sequence
@@ -63,16 +65,20 @@ def content_of(view: View) -> list[list[tuple[object, ...]]]:
 
 
 class CheckedViews:
-    """Builds every view twice: incrementally, and anew."""
+    """Builds every view anew and incrementally, and some views by a second builder that reads at other times."""
 
     def __init__(self, state: LoopState) -> None:
         self._state = state
-        self.inner = ViewBuilder(state)
+        self._dice = Random(0)
+        self.inner, self.other = ViewBuilder(state), ViewBuilder(state)
 
     def build(self, step: int, outstanding: Seq[StepPlan]) -> View:
-        view = self.inner.build(step, outstanding)
-        assert content_of(view) == content_of(ViewBuilder(self._state).build(step, outstanding))
-        return view
+        builders = [self.inner, ViewBuilder(self._state)]
+        if self._dice.random() < 0.3:
+            builders.insert(self._dice.randrange(3), self.other)
+        contents = [content_of(builder.build(step, outstanding)) for builder in builders]
+        assert all(content == contents[0] for content in contents)
+        return self.inner.build(step, outstanding)
 
 
 def tell_checked(seed: int, depth: int, num_slots: int, caches: bool) -> None:
@@ -93,6 +99,13 @@ STORIES = given(
 @STORIES
 def test_a_view_that_was_carried_over_equals_a_new_one(seed: int, depth: int, num_slots: int, caches: bool) -> None:
     tell_checked(seed, depth, num_slots, caches)
+
+
+@pytest.mark.parametrize("most", [2, 16])
+def test_a_view_equals_a_new_one_although_logs_drop_changes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "MOST_CHANGES", most)
+    for seed in range(20):
+        tell_checked(seed, depth=1 + seed % 2, num_slots=40, caches=True)
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -136,14 +149,34 @@ def overlooks_copies_in(monkeypatch: pytest.MonkeyPatch) -> None:
     begin_read = BackupTable.begin_read
 
     def begin_quietly(self: BackupTable, backups: Iterable[Backup]) -> None:
-        before = set(self.changed_keys)
+        log, self.changed_keys = self.changed_keys, ChangeLog()
         begin_read(self, backups)
-        self.changed_keys.intersection_update(before)
+        self.changed_keys = log
 
     monkeypatch.setattr(BackupTable, "begin_read", begin_quietly)
 
 
+def changes_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first reader clears the log, as if it were the only one."""
+    since = ChangeLog.since
+
+    def take_since(self: ChangeLog[object], version: int) -> set[object] | None:
+        changed = since(self, version)
+        self._num_dropped = self.version
+        self._names.clear()
+        return changed or set()
+
+    monkeypatch.setattr(ChangeLog, "since", take_since)
+
+
+def drops_changes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    since = ChangeLog.since
+    monkeypatch.setattr(changes, "MOST_CHANGES", 4)
+    monkeypatch.setattr(ChangeLog, "since", lambda self, version: since(self, max(version, self._num_dropped)))
+
+
 MUTATIONS = [overlooks_sharing, overlooks_pauses, overlooks_new_backups, overlooks_copies_in, keeps_old_counts]
+MUTATIONS += [changes_by_reading, drops_changes_unnoticed]
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS)

@@ -256,7 +256,7 @@ class SwapBooks:
             copy.tracked.num_leaving -= len(copy.blocks)
         if missing:
             self._drop_lost(copy.tracked)
-        self.backups.changed_keys.clear()  # each copy belongs to one request, so no answer depends on them
+        self.backups.changed_keys.trim()
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:
         """Release a request's backups from the first lost one on: what follows a lost block is of no use."""

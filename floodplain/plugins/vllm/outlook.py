@@ -60,6 +60,7 @@ class Outlook:
             completion_step: The ``View``'s field.
         """
         limits, desk = self._limits, self._desk
+        desk.links.note_step(step)
         make = RowMaker(limits, self._blocks, desk.books, step)
         self._rows.drop(self._blocks.take_changed())
         swapped, waiting = self._absent_rows(make) if is_open else ((), ())
@@ -80,7 +81,7 @@ class Outlook:
             block_tokens=limits.block_tokens,
             max_batched_tokens=limits.max_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            tiers=desk.links.view_tiers(desk.books.transfers, step),
+            tiers=desk.links.view_tiers(desk.books.transfers),
             prices=prices,
             demand=demand,
             num_draining_blocks=desk.books.count_draining(present.deferred),
