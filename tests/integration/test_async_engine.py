@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -42,7 +43,9 @@ async def running(**flags: object) -> AsyncIterator[AsyncEngine]:
 
 
 def request_of(params: SamplingParams, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Request:
-    return Request(**{"request_id": "r", "prompt_token_ids": prompt, "params": params, "arrival_s": 0.0} | more)
+    """A request that arrives now, by the engine's clock."""
+    now = time.monotonic()
+    return Request(**{"request_id": "r", "prompt_token_ids": prompt, "params": params, "arrival_s": now} | more)
 
 
 async def collect(engine: AsyncEngine, params: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> list[OutputDelta]:

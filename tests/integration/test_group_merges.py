@@ -19,7 +19,7 @@ from tests.support.group_in_process import Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 120
 NUM_LASTING = 300
-"""Tokens of a stream that is still live when the groups have changed, however slow that is beside the steps."""
+"""Length of the streams: none finishes before the last change of the groups, also if changes are slow."""
 FLAGS = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 384, "max_batched_tokens": 512}
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + 3 * number)] for number in range(10)]
 
@@ -86,7 +86,7 @@ def test_groups_merge_and_restore_with_the_kv_of_all_requests(
 
 @pytest.mark.parametrize("state", [GroupState.PREPARING, GroupState.EXCHANGING], ids=str)
 def test_a_member_may_end_in_a_merge(folder: Path, state: GroupState) -> None:
-    """In PREPARING, its end ends only its own group; in EXCHANGING, both groups."""
+    """If it ends in PREPARING, the other group is kept; in EXCHANGING, no group is left."""
 
     async def play(one: Ring) -> None:
         await group(one, [1, 2], [3, 4])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from floodplain.coordinator import database
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId
@@ -341,4 +341,4 @@ def test_a_locked_file_is_an_error_until_it_is_unlocked(tmp_path: Path, monkeypa
 def test_closing_twice_is_closing_once(store: Store) -> None:
     store.close()
     store.close()
-    assert METADATA.tables.keys() == {"floodplain_book", "floodplain_members", "floodplain_leases"}
+    assert store._engine.pool.checkedin() == 0  # type: ignore[attr-defined]

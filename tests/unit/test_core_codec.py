@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NewType
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.core import codec
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import UserError
 from floodplain.core.ranges import ADDED, Length, Pattern, Range
@@ -71,9 +73,41 @@ ONE = Whole(
 )
 
 
+def is_read_as_written(whole: Whole) -> bool:
+    """Whether values and types survive: a string enum equals its text, and an int may equal a float."""
+    read = from_json(Whole, json.loads(json.dumps(to_json(whole), allow_nan=False)))
+    return read == whole and repr(read) == repr(whole)
+
+
 @given(wholes)
 def test_every_type_is_read_as_it_was_written(whole: Whole) -> None:
-    assert from_json(Whole, json.loads(json.dumps(to_json(whole), allow_nan=False))) == whole
+    assert is_read_as_written(whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (dict, lambda value: {}),
+        (int, lambda value: value + 1),
+        (float, int),
+        (str, str.title),
+        (bool, int),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_changed_value_of_any_type_is_noticed(
+    kind: type, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the round trip."""
+    check = codec._check
+
+    def damage(value: Any, kinds: tuple[type, ...], bounds: tuple[Any, ...]) -> Any:
+        checked = check(value, kinds, bounds)
+        return change(checked) if kinds[0] is kind else checked
+
+    monkeypatch.setattr(codec, "_check", damage)
+    with suppress(WireError, KeyError):
+        assert not is_read_as_written(ONE)
 
 
 def test_json_has_plain_values_alone() -> None:
