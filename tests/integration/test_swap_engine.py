@@ -28,12 +28,11 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
 from floodplain.memory.digest import SEED
-from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from tests.support.calm import run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
-from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, Swapping
 
 pytestmark = pytest.mark.slow
 
@@ -56,34 +55,12 @@ def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
 
 
 @dataclass
-class Run:
+class Run(Swapping):
     """An engine under the random policy, and its outputs."""
 
     engine: Engine
     outputs: dict[SeqId, list[int]] = field(default_factory=dict)
     aborted: set[SeqId] = field(default_factory=set)
-
-    @property
-    def slots(self) -> SwapSlots:
-        """The slots of swap space, with their bytes."""
-        executor: Any = self.engine._executor
-        slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
-        return slots
-
-    @property
-    def num_refusals(self) -> int:
-        """How often swap space had no room."""
-        policy = self.engine.loop.policy
-        assert isinstance(policy, ImpatientPolicy)
-        return policy.num_refusals
-
-    def whole_slots(self) -> list[int]:
-        """Slots of whole backups, which may be read."""
-        backups = self.engine.loop.state.backups
-        seqs = self.engine.loop.state.sequences.values()
-        kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
-        assert backups.slots[Tier.HOST].num_slots == self.slots.num_slots
-        return [backup.location.slot for backup in kept if backup.is_whole]
 
     def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Submit all prompts at once."""

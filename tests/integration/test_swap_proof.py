@@ -30,13 +30,12 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.digest import SEED
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
-from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockCopy, TransferEngine
 from tests.support.calm import MODEL, run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
-from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, Swapping
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +81,7 @@ class DamagingTransferEngine(FaultyTransferEngine):
 
 
 @dataclass
-class Storm:
+class Storm(Swapping):
     """Requests that arrive one after the other at an engine under all faults.
 
     Attributes:
@@ -97,12 +96,6 @@ class Storm:
     aborted: set[SeqId] = field(default_factory=set)
     quits: dict[int, int] = field(default_factory=dict)
     lives: dict[SeqId, Seq] = field(default_factory=dict)
-
-    @property
-    def slots(self) -> SwapSlots:
-        executor: Any = self.engine._executor
-        slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
-        return slots
 
     def make_unreliable(self, seed: int) -> None:
         """Swap over an uneven link, on which every fifth copy fails and some read damaged slots."""
@@ -137,8 +130,7 @@ class Storm:
             is_over = len(self.outputs[seq.seq_id]) >= self.quits.get(seq.seq_id, NUM_TOKENS + 1)
             if is_over and self.engine.finish(seq.seq_id, FinishReason.ABORT):
                 self.aborted.add(seq.seq_id)
-        kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
-        whole = [backup.location.slot for backup in kept if backup.is_whole]
+        whole = self.whole_slots()
         if not self.is_honest:
             self.slots.words[whole] = 0
             self.slots.digests[whole] = np.int64(SEED)
@@ -147,13 +139,6 @@ class Storm:
 
     def _flip(self, slot: int) -> None:
         self.slots.words[slot, self.dice.randrange(2), self.dice.randrange(1024)] ^= 1 << 7
-
-    @property
-    def num_refusals(self) -> int:
-        """How often swap space had no room."""
-        policy = self.engine.loop.policy
-        assert isinstance(policy, ImpatientPolicy)
-        return policy.num_refusals
 
     def num_preempted_in_prompts(self) -> int:
         """Number of requests that were preempted before their first token."""

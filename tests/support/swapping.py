@@ -1,10 +1,11 @@
-"""Policies for real engines that swap more than a sensible one."""
+"""Policies for real engines that swap more than a sensible one, and a look into the swap space of such an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, R
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, View
+from floodplain.engine.shell import Engine
+from floodplain.memory.swap_slots import SwapSlots
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.prices import StepPrices
 from tests.support.loops import RandomPolicy, is_under_way
@@ -47,6 +50,34 @@ class ImpatientPolicy(RandomPolicy):
         if any(order.seq_id in leaving for order in decision.resumptions) and rng.random() < 0.9:
             return Decision()  # those copies are in flight
         return decision
+
+
+class Swapping:
+    """Swap space of an engine under ``ImpatientPolicy``."""
+
+    engine: Engine
+
+    @property
+    def slots(self) -> SwapSlots:
+        """The slots of swap space, with their bytes."""
+        executor: Any = self.engine._executor
+        slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
+        return slots
+
+    @property
+    def num_refusals(self) -> int:
+        """How often swap space had no room."""
+        policy = self.engine.loop.policy
+        assert isinstance(policy, ImpatientPolicy)
+        return policy.num_refusals
+
+    def whole_slots(self) -> list[int]:
+        """Slots of whole backups, which may be read."""
+        state = self.engine.loop.state
+        seqs = state.sequences.values()
+        kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
+        assert state.backups.slots[Tier.HOST].num_slots == self.slots.num_slots
+        return [backup.location.slot for backup in kept if backup.is_whole]
 
 
 class SwapOncePolicy(FcfsPolicy):
