@@ -18,7 +18,7 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
 from floodplain.core.tiers import Location, SlotLedger, Tier
-from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
+from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads, moves_what_is_read
 from tests.support.examples import examples
 
 INDEX = st.integers(0, 63)
@@ -292,17 +292,6 @@ def move_tour(machine: BackupMachine) -> None:
 
 def test_a_tour_of_every_move() -> None:
     move_tour(BackupMachine())
-
-
-def moves_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish_move(table: BackupTable, backup: Backup, ok: bool) -> bool:
-        readers, backup.num_readers = backup.num_readers, 0
-        has_moved = original(table, backup, ok)
-        backup.num_readers = readers
-        return has_moved
-
-    original = BackupTable.finish_move
-    monkeypatch.setattr(BackupTable, "finish_move", finish_move)
 
 
 def keeps_what_lies_in_slots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.core.backups import Backup, BackupTable
+from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Decision, Relocation, StepPlan, Transfer, TransferKind
@@ -25,6 +25,7 @@ from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import LoopConfig, LoopState
+from tests.support.backup_faults import moves_what_is_read
 from tests.support.examples import examples
 from tests.support.loops import EOS, FakeExecutor, RandomPolicy, make_request, reference_output
 
@@ -243,24 +244,13 @@ def whatever_lies_in_a_chunk_it_counts_as_idle(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Relocations, "kept_slots", lambda between, tier: set())
 
 
-def slots_are_given_away_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
-    def finish_move(table: BackupTable, backup: Backup, ok: bool) -> bool:
-        readers, backup.num_readers = backup.num_readers, 0
-        has_moved = original(table, backup, ok)
-        backup.num_readers = readers
-        return has_moved
-
-    original = BackupTable.finish_move
-    patch.setattr(BackupTable, "finish_move", finish_move)
-
-
 @pytest.mark.parametrize(
     "breaking",
     [
         memory_goes_before_it_is_empty,
         what_is_torn_away_is_still_believed_in,
         whatever_lies_in_a_chunk_it_counts_as_idle,
-        slots_are_given_away_while_they_are_read,
+        moves_what_is_read,
     ],
 )
 def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

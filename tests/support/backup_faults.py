@@ -11,6 +11,18 @@ def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
 
 
+def moves_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish_move = BackupTable.finish_move
+
+    def hasty(self: BackupTable, backup: Backup, ok: bool) -> bool:
+        readers, backup.num_readers = backup.num_readers, 0
+        has_moved = finish_move(self, backup, ok)
+        backup.num_readers = readers
+        return has_moved
+
+    monkeypatch.setattr(BackupTable, "finish_move", hasty)
+
+
 def frees_slots_that_a_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     collect = BackupTable._collect
 
