@@ -29,7 +29,7 @@ from floodplain.policy.expansion import ExpansionDecision, ExpansionLimit
 from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, Disturb, Run, expanding
 from tests.support import forks
 from tests.support.calm import run_calmly
-from tests.support.lending import Neighbour, coordinating
+from tests.support.lending import Neighbour, coordinating, step_until
 from tests.support.parity import Reference
 from tests.support.shared_prompts import make_requests
 from tests.support.swapping import ImpatientPolicy
@@ -74,16 +74,6 @@ def borrowing(seed: int = 0, *, deadline_s: float = HANG_S, **flags: Any) -> Ite
 def near_of(engine: Engine) -> NearLayers:
     assert engine.neighbours is not None and engine.neighbours.near_layers is not None
     return engine.neighbours.near_layers
-
-
-def until(engine: Engine, condition: Callable[[], bool]) -> None:
-    """Step without requests until ``condition`` holds."""
-
-    def step() -> bool:
-        engine.step()
-        return condition()
-
-    wait_until(step)
 
 
 def count_near(run: Run) -> int:
@@ -137,7 +127,7 @@ def test_a_prompt_of_four_pools_from_a_neighbour() -> None:
     flags = long | {"kv_memory": 32 * BLOCK_BYTES, "kv_expansion": "6", "long_prompts": True}
     with borrowing(**flags) as (neighbour, run):
         neighbour.lend(NUM_PAGES)
-        until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed)
+        step_until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed)
         stats = run.drive([request])
         verdict = run.verdict(run_calmly([request], **(BASE | long)))
     assert verdict.is_equal, verdict
@@ -149,7 +139,7 @@ def test_a_recall_is_obeyed_at_once_by_a_loop_that_stands_still(
 ) -> None:
     with borrowing(policy="fcfs", kv_expansion="2.9", deadline_s=2 * HANG_S) as (neighbour, run):
         neighbour.lend(NUM_PAGES)
-        until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed > 4)
+        step_until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed > 4)
 
         def stand_still(run: Run, step: int) -> None:
             if step == 20:
@@ -182,7 +172,7 @@ def test_a_lender_that_is_killed_loses_nothing(requests: list[Request], expected
         url = stack.enter_context(coordinating())
         process, name = stack.enter_context(lending_process(url))
         run = stack.enter_context(expanding(0, coordinator=url, policy="cfs", kv_expansion="2.9", **PEER))
-        until(run.engine, lambda: count_near(run) > 4)
+        step_until(run.engine, lambda: count_near(run) > 4)
 
         client = stack.enter_context(closing(CoordinatorClient(url)))
 
@@ -220,7 +210,7 @@ def test_swap_space_and_layers_borrow_side_by_side(
         assert neighbours is not None and neighbours.peer_tier is not None
         peer, near = neighbours.peer_tier, near_of(run.engine)
         neighbour.lend(NUM_PAGES)
-        until(run.engine, lambda: count_near(run) > 4 and peer.totals.num_granted > 3)
+        step_until(run.engine, lambda: count_near(run) > 4 and peer.totals.num_granted > 3)
         rng = Random(2)
 
         def change_its_mind(run: Run, step: int) -> None:
@@ -243,7 +233,7 @@ def test_control_a_swap_in_leaves_stale_blocks(
     monkeypatch.setattr(NearCopies, "note_changed", lambda self, blocks: None)
     with borrowing(policy="cfs", slice=2, kv_expansion="2.9", kv_memory=20 * BLOCK_BYTES) as (neighbour, run):
         neighbour.lend(NUM_PAGES)
-        until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed)
+        step_until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed)
         run.drive(requests)
         assert run.engine.stats().preemptions["swap"] > 0
     assert not run.verdict(expected).is_equal

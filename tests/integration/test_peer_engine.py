@@ -22,11 +22,10 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.lending import peer_parts
 from floodplain.lending.peer_tier import PeerTier
-from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.memory.transfer import CopyResult
+from tests.support import swap_faults
 from tests.support.calm import run_calmly
-from tests.support.lending import Neighbour, coordinating
+from tests.support.lending import Neighbour, coordinating, step_until
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 from tests.support.waiting import HANG_S, wait_until
@@ -99,16 +98,6 @@ def serve(
     return tokens
 
 
-def until(engine: Engine, condition: Callable[[], bool]) -> None:
-    """Step without requests until ``condition`` holds."""
-
-    def step() -> bool:
-        engine.step()
-        return condition()
-
-    wait_until(step)  # lets the agent's thread run
-
-
 def verdict(expected: list[Reference], tokens: list[list[int]]) -> Verdict:
     """Judge the tokens of repeated requests."""
     return judge([expected[index % len(expected)] for index in range(len(tokens))], tokens)
@@ -120,7 +109,7 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
     with neighbourhood(monkeypatch) as (neighbour, engine):
         totals, mover = tier_of(engine).totals, tier_of(engine)._mover
         neighbour.lend(NUM_PAGES)
-        until(engine, lambda: totals.num_granted == NUM_PAGES)
+        step_until(engine, lambda: totals.num_granted == NUM_PAGES)
 
         story = cycle([2, NUM_PAGES, 0, 5, NUM_PAGES])
         target = next(story)
@@ -149,7 +138,7 @@ def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
     with neighbourhood(monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
         totals = tier_of(engine).totals
         neighbour.lend(NUM_PAGES)
-        until(engine, lambda: totals.num_granted == NUM_PAGES)
+        step_until(engine, lambda: totals.num_granted == NUM_PAGES)
 
         def stand_still(step: int) -> None:
             if step == 100:
@@ -161,7 +150,7 @@ def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
         assert totals.num_forced == NUM_PAGES
         outcomes = engine.stats().borrowed_leases
         assert (outcomes["forced"], outcomes["returned"]) == (totals.num_forced, totals.num_returned)
-        until(engine, lambda: not neighbour.agent.membership.lease_bytes())
+        step_until(engine, lambda: not neighbour.agent.membership.lease_bytes())
 
 
 def scribble(neighbour: Neighbour) -> None:
@@ -175,7 +164,7 @@ def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
 ) -> None:
     with neighbourhood(monkeypatch) as (neighbour, engine):
         neighbour.lend(NUM_PAGES)
-        until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
+        step_until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
         tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)
         assert verdict(expected, tokens).is_equal
         assert engine.stats().failed_transfers["digest_mismatch"] > 0
@@ -184,14 +173,9 @@ def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
 def test_without_digests_changed_bytes_reach_an_answer(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control."""
-
-    def trust(transfer_id: int, num_bytes: int, wanted: Any, found: Any) -> CopyResult:
-        return CopyResult(transfer_id, (), num_bytes, tuple(found.tolist()))
-
-    monkeypatch.setattr(host_transfer, "judge_inbound", trust)
+    swap_faults.believes_every_digest(monkeypatch)
     with neighbourhood(monkeypatch) as (neighbour, engine):
         neighbour.lend(NUM_PAGES)
-        until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
+        step_until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
         tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)
         assert verdict(expected, tokens).wrong

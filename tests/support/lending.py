@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingRea
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.host_devices import open_device
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that advances by a hundredth of a second at each reading. Rates have no meaning there."""
@@ -141,6 +141,16 @@ def borrowing(consumer: Consumer) -> Iterator[Consumer]:
         yield consumer
     finally:
         consumer.close()
+
+
+def step_until(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Step without requests until ``condition`` holds; between two steps the agent's thread runs."""
+
+    def step() -> bool:
+        engine.step()
+        return condition()
+
+    wait_until(step)
 
 
 class WildPolicy(LendingPolicy):
