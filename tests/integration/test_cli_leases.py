@@ -20,6 +20,7 @@ from floodplain.lending.client import CoordinatorClient
 from tests.support.coordinator_processes import run
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
 from tests.support.peer import answer, answering
+from tests.support.secret_files import secret_file
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +31,7 @@ GIB = 2**30
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
     """A coordinator that requires tokens and has two leases, one of them recalled."""
     folder = tmp_path_factory.mktemp("coordinator")
-    (folder / "tokens").write_text("root\nconsumer bob borrows\n")
-    (folder / "tokens").chmod(0o600)
-    tokens = TokenRing.from_file(folder / "tokens")
+    tokens = TokenRing.from_file(secret_file(folder, "root\nconsumer bob borrows\n"))
     with coordinating(open_store(folder), tokens=tokens, ttl_s=3600.0) as coordinator:
         with closing(CoordinatorClient(coordinator.url, "root")) as client:
             client.send([Join("gpu-0", "i1"), Join("bob", "i2"), Offer("gpu-0", Stamp(1, 1), 8 * GIB)])
@@ -43,10 +42,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordin
 
 @pytest.fixture
 def token(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_text("root\n")
-    path.chmod(0o600)
-    return str(path)
+    return str(secret_file(tmp_path, "root\n"))
 
 
 def test_leases_are_a_table_for_people_and_json_for_programs(running: RunningCoordinator, token: str) -> None:

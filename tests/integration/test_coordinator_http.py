@@ -18,6 +18,7 @@ from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.hooked_store import HookedStore
+from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S
 
 JSON = {"Content-Type": "application/json"}
@@ -40,9 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordin
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
     """A coordinator that requires tokens."""
     folder = tmp_path_factory.mktemp("guarded")
-    (folder / "tokens").write_text(TOKENS)
-    (folder / "tokens").chmod(0o600)
-    with coordinating(open_store(folder), tokens=TokenRing.from_file(folder / "tokens")) as coordinator:
+    with coordinating(open_store(folder), tokens=TokenRing.from_file(secret_file(folder, TOKENS))) as coordinator:
         yield coordinator
 
 

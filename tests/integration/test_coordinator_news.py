@@ -22,6 +22,7 @@ from floodplain.lending.membership import LentDevice
 from floodplain.lending.news_watch import NewsWatch
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
+from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until
 
 NEVER_S = 3600.0
@@ -120,7 +121,6 @@ def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("beatless")
 def test_without_news_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without news, the borrower gets no recall."""
     monkeypatch.setattr(NewsWatch, "want", lambda self, is_wanted: None)
     with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
         pair.lender.membership.lend(0)
@@ -165,9 +165,7 @@ def wait_for_news(running: RunningCoordinator, member: str, token: str = "", **q
 
 
 def test_tokens_watch_their_own_members_alone(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text("root\nproducer gpu-* lends\nconsumer bob borrows\n")
-    path.chmod(0o600)
+    path = secret_file(tmp_path, "root\nproducer gpu-* lends\nconsumer bob borrows\n")
     with coordinating(open_store(tmp_path), tokens=TokenRing.from_file(path)) as running:
         may = {(token, name) for token in ("root", "lends", "borrows", "guess", "") for name in ("gpu-1", "bob")
                if wait_for_news(running, name, token).status_code == 200}  # fmt: skip

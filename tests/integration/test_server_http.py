@@ -17,6 +17,7 @@ import pytest
 from floodplain.server.app import MAX_BODY_BYTES
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import ByteTokenizer, FakeEngine, RunningServer, serving
+from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 1000}
@@ -254,9 +255,8 @@ def test_texts_of_a_client_that_hung_up_are_left_alone() -> None:
 
 
 def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("ann secret-of-ann\n")
-    (tmp_path / "keys").chmod(0o600)
-    with serving(FakeEngine(), keys=KeyRing.from_file(tmp_path / "keys")) as running:
+    keys = KeyRing.from_file(secret_file(tmp_path, "ann secret-of-ann\n"))
+    with serving(FakeEngine(), keys=keys) as running:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret-of-ann"}):
             response = httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers)
             assert response.status_code == 401

@@ -14,6 +14,7 @@ import pytest
 
 from floodplain.server.auth import Client, KeyRing
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S
 
 KEYS = "ops secret-of-ops -5\nann secret-of-ann\nbatch secret-of-batch 3\n"
@@ -29,9 +30,7 @@ WAYS = [(path, stream) for path in BODIES for stream in (False, True)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(KEYS)
-    path.chmod(0o600)
+    path = secret_file(tmp_path_factory.mktemp("keys"), KEYS)
     with serving(FakeEngine(), keys=KeyRing.from_file(path)) as running:
         yield running
 

@@ -13,6 +13,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import serving
+from tests.support.secret_files import secret_file
 from tests.support.waiting import wait_until
 
 MODEL = "dummy:tiny-llama"
@@ -68,9 +69,8 @@ def test_second_time_comes_from_the_prefix_cache(served: Served) -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_prefix_is_found_by_its_own_key_unless_all_share(is_shared: bool, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("ann secret-a\nann secret-b\nbob secret-c\nsecret-d\n")
-    (tmp_path / "keys").chmod(0o600)
-    keys = KeyRing.from_file(tmp_path / "keys", share_prefixes=is_shared)
+    path = secret_file(tmp_path, "ann secret-a\nann secret-b\nbob secret-c\nsecret-d\n")
+    keys = KeyRing.from_file(path, share_prefixes=is_shared)
     config = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256, max_num_seqs=4)
     engine = AsyncEngine.from_config(config)
     found = []

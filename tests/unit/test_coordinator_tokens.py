@@ -14,6 +14,7 @@ from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe,
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
 from tests.support import lease_values
+from tests.support.secret_files import secret_file
 
 STAMP = Stamp(1, 1)
 
@@ -31,13 +32,6 @@ def messages(name: str) -> dict[str, Message]:
         Report(name, LeaseId("l"), STAMP, LeaseEvent.HOLD),
     ]
     return {type(message).__name__: message for message in each}
-
-
-def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
-    path = folder / "tokens"
-    path.write_text(text)
-    path.chmod(mode)
-    return path
 
 
 LIVES = {"Join", "Leave", "Heartbeat"}
@@ -97,7 +91,7 @@ def test_where_no_tokens_are_required_all_messages_are_allowed(message: Message)
 
 def test_a_line_is_an_admins_token_or_a_role_a_name_and_a_token(tmp_path: Path) -> None:
     text = "# tokens\nroot1\n\nproducer gpu-0 t1\n  consumer\tgpu-* t2 \nconsumer gpu-0 t1\nadmin ops t3\n"
-    ring = TokenRing.from_file(token_file(tmp_path, text))
+    ring = TokenRing.from_file(secret_file(tmp_path, text))
     callers = [ring.client_of(f"Bearer {token}".encode()) for token in ("root1", "t1", "t2", "t3")]
     assert [caller.grants for caller in callers if caller is not None] == [
         ((Role.ADMIN, "*"),),
@@ -110,7 +104,7 @@ def test_a_line_is_an_admins_token_or_a_role_a_name_and_a_token(tmp_path: Path) 
 
 def test_a_consumers_pattern_does_not_cover_a_name_of_anothers_lender(tmp_path: Path) -> None:
     text = "producer gpu-0 t1\nconsumer gpu-0 t1\nproducer gpu-8* t1\nconsumer gpu-* t2\nconsumer gpu-0 t3\n"
-    ring = TokenRing.from_file(token_file(tmp_path, text))
+    ring = TokenRing.from_file(secret_file(tmp_path, text))
     said = {
         (token, name): {kind for kind, message in messages(name).items() if caller.may_say(message)}
         for token in ("t1", "t2", "t3")
@@ -137,19 +131,19 @@ def test_a_producers_or_an_admins_line_allows_lending() -> None:
 )
 def test_a_malformed_file_is_refused_in_one_line_that_shows_no_token(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"TOKEN,? or ROLE NAME TOKEN") as caught:
-        TokenRing.from_file(token_file(tmp_path, text))
+        TokenRing.from_file(secret_file(tmp_path, text))
     assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
 
 
 def test_a_role_alone_on_its_line_is_no_token(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="line 2"):
-        TokenRing.from_file(token_file(tmp_path, "token\nconsumer\n"))
+        TokenRing.from_file(secret_file(tmp_path, "token\nconsumer\n"))
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
 def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run chmod 600"):
-        TokenRing.from_file(token_file(tmp_path, "t", mode))
+        TokenRing.from_file(secret_file(tmp_path, "t", mode))
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -169,7 +163,7 @@ def test_no_other_header_gets_in(header: bytes) -> None:
 
 
 def test_a_token_outside_ascii_is_known_by_its_utf_8(tmp_path: Path) -> None:
-    ring = TokenRing.from_file(token_file(tmp_path, "s\u00e9cret\n"))
+    ring = TokenRing.from_file(secret_file(tmp_path, "s\u00e9cret\n"))
     assert ring.client_of("Bearer s\u00e9cret".encode()) == UNRESTRICTED
     assert ring.client_of("Bearer s\u00e9cret".encode("latin-1")) is None
 

@@ -9,24 +9,18 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.server.auth import Client, KeyRing, check_exposure
-
-
-def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
-    path = folder / "keys"
-    path.write_text(text)
-    path.chmod(mode)
-    return path
+from tests.support.secret_files import secret_file
 
 
 def test_a_line_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
-    keys = KeyRing.from_file(key_file(tmp_path, "# keys\nsecret1\n\nann secret2\nann secret3\n"))
+    keys = KeyRing.from_file(secret_file(tmp_path, "# keys\nsecret1\n\nann secret2\nann secret3\n"))
     clients = [keys.client_of(f"Bearer {key}".encode()) for key in ("secret1", "secret2", "secret3", "secret4")]
     assert clients == [Client("key-2"), Client("ann"), Client("ann"), None]
 
 
 def test_a_line_that_begins_with_admin_is_an_admins(tmp_path: Path) -> None:
     plain = "admin secret-2\nadmin secret-3 7\nadmin secret-4 tpot=9\nann secret-5\nkey-6\n"
-    keys = KeyRing.from_file(key_file(tmp_path, f"admin ops secret-of-ops -5 ttft=200\n{plain}"))
+    keys = KeyRing.from_file(secret_file(tmp_path, f"admin ops secret-of-ops -5 ttft=200\n{plain}"))
     ops = Client("ops", -5, best_goals=Goals(ttft_s=0.2), is_admin=True)
     assert keys.client_of(b"Bearer secret-of-ops") == ops
     others = [keys.client_of(f"Bearer {line.split()[1 if ' ' in line else 0]}".encode()) for line in plain.splitlines()]
@@ -35,7 +29,7 @@ def test_a_line_that_begins_with_admin_is_an_admins(tmp_path: Path) -> None:
 
 
 def test_a_key_may_have_a_ceiling_of_priority(tmp_path: Path) -> None:
-    keys = KeyRing.from_file(key_file(tmp_path, "ops secret1 -5\nbatch secret2 3\n"))
+    keys = KeyRing.from_file(secret_file(tmp_path, "ops secret1 -5\nbatch secret2 3\n"))
     ops, batch = keys.client_of(b"Bearer secret1"), keys.client_of(b"Bearer secret2")
     assert ops is not None and batch is not None
     assert [ops.priority(-5), ops.priority(None), ops.priority(7)] == [-5, 0, 7]
@@ -43,7 +37,7 @@ def test_a_key_may_have_a_ceiling_of_priority(tmp_path: Path) -> None:
 
 
 def test_a_key_may_have_floors_for_goals(tmp_path: Path) -> None:
-    keys = KeyRing.from_file(key_file(tmp_path, "ops s1 -5 ttft=200 tpot=50\nann s2 tpot=100\nbob s3\n"))
+    keys = KeyRing.from_file(secret_file(tmp_path, "ops s1 -5 ttft=200 tpot=50\nann s2 tpot=100\nbob s3\n"))
     ops, ann, bob = (keys.client_of(f"Bearer s{number}".encode()) for number in (1, 2, 3))
     assert ops is not None and ann is not None and bob is not None
     assert ops == Client("ops", -5, best_goals=Goals(ttft_s=0.2, tpot_s=0.05))
@@ -66,13 +60,13 @@ def test_a_priority_beyond_the_ceiling_of_its_key_is_refused(client: Client, ask
 def test_a_name_may_not_be_that_of_a_key_without_one(tmp_path: Path) -> None:
     """Otherwise two keys would be one client and share prefixes."""
     with pytest.raises(UserError, match="line 2: the name key-1 is for keys without a name"):
-        KeyRing.from_file(key_file(tmp_path, "secret-a\nkey-1 secret-b\n"))
+        KeyRing.from_file(secret_file(tmp_path, "secret-a\nkey-1 secret-b\n"))
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
 def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run chmod 600"):
-        KeyRing.from_file(key_file(tmp_path, "k", mode))
+        KeyRing.from_file(secret_file(tmp_path, "k", mode))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> No
 )
 def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KEY") as caught:
-        KeyRing.from_file(key_file(tmp_path, text))
+        KeyRing.from_file(secret_file(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.files.reading import FileContent
 from floodplain.web.bearer import find_bearer, read_secret, read_secret_lines
+from tests.support.secret_files import secret_file
 
 SECRETS = st.binary(min_size=1, max_size=12).filter(lambda secret: secret == secret.strip())
-
-
-def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
-    path = folder / "secrets"
-    path.write_text(text)
-    path.chmod(mode)
-    return path
 
 
 def test_lines_keep_their_numbers_where_others_are_skipped(tmp_path: Path) -> None:
