@@ -55,22 +55,14 @@ def test_what_an_ended_request_was_given_stays_on_its_key() -> None:
     assert accounts.credits == {"a": 25.0}
 
 
-def test_being_away_saves_nothing_up() -> None:
+@pytest.mark.parametrize(("given", "credit"), [(5.0, 200.0), (500.0, 500.0)])
+def test_being_away_neither_saves_work_up_nor_wipes_it_out(given: float, credit: float) -> None:
     accounts = KeyAccounts()
     accounts.arrive("a", [])
     accounts.arrive("b", [])
-    accounts.depart("b", 5.0)
+    accounts.depart("b", given)
     accounts.arrive("b", [("a", 200.0)])
-    assert accounts.credits["b"] == 200.0
-
-
-def test_nor_does_it_wipe_out_what_one_was_given() -> None:
-    accounts = KeyAccounts()
-    accounts.arrive("a", [])
-    accounts.arrive("b", [])
-    accounts.depart("b", 500.0)
-    accounts.arrive("b", [("a", 200.0)])
-    assert accounts.credits["b"] == 500.0
+    assert accounts.credits["b"] == credit
 
 
 def test_when_no_key_is_active_credits_start_anew() -> None:
