@@ -51,7 +51,6 @@ def test_ten_faults(cluster: GroupCluster) -> None:
 
 
 def test_wrong_tokens_are_seen_if_chunks_are_not_verified(cluster: GroupCluster) -> None:
-    """Negative control: unverified damage to KV gives wrong tokens."""
     cluster.wait_for_calm()
     cluster.blind()
     cluster.damage("kv")

@@ -176,7 +176,6 @@ def test_it_does_not_wait_for_ever(street: Street, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_its_last_words_leases_stay_owed(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: leases stay owed without ``retire``."""
     monkeypatch.setattr(Membership, "retire", lambda _: False)
     street.consumer.close()
     street.engine.close()

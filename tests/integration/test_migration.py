@@ -116,7 +116,6 @@ def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.Mon
 
 
 def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without a copy of the last block, tokens differ."""
     real = Puller.copy
 
     async def tell(some: Moving) -> None:

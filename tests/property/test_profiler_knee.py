@@ -106,7 +106,6 @@ def test_noise_moves_the_knee_by_no_more_than_itself(
 @settings(max_examples=examples(50))
 @given(SETTINGS, LIMITS)
 def test_what_never_saturates_is_served_with_all_that_fits(how: KneeSettings, limit: int) -> None:
-    """Negative control: a curve without a knee."""
     knee, _ = search(float, how, limit)
     largest = min(how.max_batch, limit - 1)
     assert not knee.is_saturated

@@ -164,8 +164,6 @@ def test_a_test_that_is_content_with_too_little_is_surely_wrong_too_often() -> N
 
 
 def test_answers_without_repeats_are_wrong_more_often() -> None:
-    """Negative control: one try at each rate."""
-
     def wrong_part(test: RepeatedTries) -> float:
         ended = search_often(test, (0.05, 3.0))
         return sum(found.rate != oracle.best(RATES) for found, oracle in ended) / len(ended)

@@ -118,7 +118,6 @@ def test_drop_wins_in_bursts_that_outlast_its_pause() -> None:
 
 
 def test_without_its_pause_drop_would_win_at_once() -> None:
-    """Control: the pause decides the short burst above."""
     offers = offers_for(WIDE, 24, 2.0, pause_s=0.0)
     assert choose_relief(burst(offers[0].tokens_per_s, 4, 0.1), offers).lever is Lever.DROP
 

@@ -72,7 +72,6 @@ def test_a_slice_lasts_as_long_as_the_copies_of_the_next_one(name: str, block_s:
 def test_slices_of_the_set_length_end_before_the_copies(
     name: str, block_s: float, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: slices of the configured length."""
     for module in (fair, paced):
         monkeypatch.setattr(module, "slice_for", lambda view, num_blocks, settings, *_: Slice(settings.slice_steps))
     run, seen = run_burst.__wrapped__(name, block_s)
@@ -82,7 +81,6 @@ def test_slices_of_the_set_length_end_before_the_copies(
 
 @pytest.mark.slow
 def test_over_a_quick_link_slices_have_the_set_length() -> None:
-    """Control: the link is the reason."""
     run, seen = run_burst("paced", QUICK.block_s)
     assert run.counters.limited_steps[Reason.LINK_BUSY.value] == 0
     assert min(num_steps for num_steps, _ in seen) == SETTINGS.slice_steps

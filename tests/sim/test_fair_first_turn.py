@@ -70,7 +70,6 @@ def test_nor_where_prompts_begin_alike() -> None:
 
 @pytest.mark.slow
 def test_under_cfs_some_do() -> None:
-    """Control: ``cfs``."""
     shape = Shape(num_requests=50, interval_ms=10, num_prompt=11, max_tokens=24, block_tokens=16, slice_steps=4)
     assert sum(newcomers_that_passed(shape.run("cfs")[0])) > 30
     assert not any(newcomers_that_passed(shape.run("fair")[0]))

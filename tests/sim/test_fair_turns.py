@@ -224,7 +224,6 @@ def test_a_key_that_arrives_late_or_again_gets_its_half_from_then_on() -> None:
 
 @pytest.mark.slow
 def test_without_the_lift_a_late_key_silences_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: no lift."""
     arrive = KeyAccounts.arrive
     monkeypatch.setattr(KeyAccounts, "arrive", lambda self, client, live_work: arrive(self, client, []))
     a, b = shares_after((2.0, 8.0), window_s=1.0)[-1]

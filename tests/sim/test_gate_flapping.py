@@ -72,7 +72,6 @@ def comes_without_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_steps", MOST_OPENINGS)
 @pytest.mark.parametrize("name", SHARING)
 def test_without_hysteresis_it_opens_more_often(name: str, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: no hysteresis."""
     comes_without_room_to_grow(monkeypatch)
     load, num_openings = WITHOUT_HYSTERESIS[gate_steps(name, num_steps)]
     assert max(openings(name, num_steps, load)) > num_openings > MOST_OPENINGS[gate_steps(name, num_steps)]

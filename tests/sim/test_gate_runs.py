@@ -166,8 +166,6 @@ def test_over_a_link_too_slow_for_fetches_saving_changes_no_hit_or_time(
 
 
 def test_evicting_copied_blocks_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: copied blocks are evicted before blocks used earlier."""
-
     def put_first(self: BlockLedger, blocks: list[BlockId]) -> None:
         for block in reversed(blocks):
             self._cached.move_to_end(block, last=False)

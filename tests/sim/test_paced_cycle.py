@@ -184,7 +184,6 @@ LONG = Load(
 
 @pytest.mark.slow
 def test_if_the_shortest_silence_ranks_first_some_exceed_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the ranking reversed."""
     by_silence = paced._by_silence
     assert 0.3 < max(one.num_steps / one.bound for one in LONG.run().judged()) <= 1
     monkeypatch.setattr(paced, "_by_silence", lambda *args: by_silence(*args)[::-1])

@@ -50,7 +50,6 @@ def test_and_so_are_the_goals_of_requests(factor: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.1, 1.3])
 def test_under_cfs_it_is_not(factor: float) -> None:
-    """Control: ``cfs``."""
     assert share_of_all(factor, 1 / 12, "cfs") < 0.8
 
 

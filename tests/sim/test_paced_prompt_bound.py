@@ -106,7 +106,6 @@ LONG = Load(num_prompt=600, max_tokens=32, factor=1.5)
 
 @pytest.mark.slow
 def test_first_tokens_first_is_not() -> None:
-    """Control: first tokens first."""
     (run, reasons), (line, _) = LONG.run("paced", FIRST), LONG.run("fcfs", FIRST)
     assert LONG.prompt_share > 0.6
     assert run.elapsed_s > 1.2 * line.elapsed_s

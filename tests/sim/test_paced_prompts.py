@@ -105,7 +105,6 @@ def test_long_prompts_lengthen_silence_by_their_share_and_a_turn_at_most(factor:
 
 @pytest.mark.slow
 def test_without_their_share_prompts_make_steps_long_and_silence_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: prompts take all the room of a step."""
     monkeypatch.setattr(batching, "prefill_cap", lambda view, share: view.max_batched_tokens)
     run = overload.__wrapped__(*CASES[1])
     assert max(steps_in_turns_s(run)) > 5 * step_bound_s()

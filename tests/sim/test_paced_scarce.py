@@ -103,7 +103,6 @@ def test_a_stream_larger_than_the_rotation_gets_turns_and_blocks_none() -> None:
 
 
 def test_a_core_that_never_shrinks_stops_it_and_all_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the core never shrinks."""
     monkeypatch.setattr(paced, "_let_in", lambda view, first, core, num_steps: (core, []))
     silence_s, wait_s = serve_a_long_one()
     assert silence_s > 2 * MAX_GAP_S

@@ -54,7 +54,6 @@ def test_no_first_token_is_later_than_in_line_by_over_a_slice_and_a_step(factor:
 def test_newcomers_ranked_last_while_any_is_out_wait_longer_than_in_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control: newcomers rank last."""
     judge = paced._judge
 
     def rank_last(
@@ -111,7 +110,6 @@ def test_an_overload_is_called_a_crowd_and_newcomers_wait_while_it_lasts() -> No
 
 @pytest.mark.slow
 def test_without_a_limit_on_gaps_the_device_is_never_crowded() -> None:
-    """Control: no limit on gaps."""
     run, _ = overload(3, 150, UNCROWDED)
     assert run.max_gap_s > 2 * MAX_GAP_S
     assert run.counters.limited_steps[Reason.CROWDED.value] == 0

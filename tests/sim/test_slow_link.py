@@ -47,7 +47,6 @@ def test_over_a_slow_link_timely_chooses_admissions_without_turns() -> None:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_over_a_quick_link_there_are_turns(name: str) -> None:
-    """Control: a quick link."""
     run = burst(replace(SLOW, block_s=QUICK_S), make_policy(name, SharingSettings(slice_steps=4)), REQUESTS)
     assert run.counters.preemptions["swap"] > 20
     assert run.counters.limited_steps[Reason.SWAP_SLOW.value] == 0

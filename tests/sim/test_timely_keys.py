@@ -78,7 +78,6 @@ def test_a_key_within_its_share_is_never_in_line_because_of_a_burst(loads: Loads
 
 @pytest.mark.slow
 def test_without_keys_the_same_burst_keeps_most_of_them_in_line() -> None:
-    """Control: no keys."""
     by_client, _ = play(ONE_LIGHT, has_keys=False)
     show("no keys", by_client)
     assert count_on_time(by_client["light"]) < 0.5 * len(by_client["light"])

@@ -57,7 +57,6 @@ def test_over_any_link_more_attain_their_goals_and_the_device_loses_nothing(bloc
 
 @pytest.mark.slow
 def test_turns_that_ignore_the_latency_of_copies_attain_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: turns over this link in spite of their price."""
     priced = play(LATE)
     monkeypatch.setattr(gate, "copying_pays", lambda view: True)
     free = play(LATE)

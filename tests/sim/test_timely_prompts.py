@@ -68,7 +68,6 @@ def test_short_prompts_are_on_time_and_long_ones_lose_a_tenth_at_most(num_stream
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fcfs", "paced"])
 def test_other_policies_serve_short_prompts_after_long_ones(name: str) -> None:
-    """Control: other policies."""
     found = play(name, 0)
     print(f"\n{name}: TTFT at most {max_ttft_s(found):.2f} s")
     assert all((one.ttft_s or 0.0) > 10 * TTFT_S for one in found["short"])

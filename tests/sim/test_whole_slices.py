@@ -77,7 +77,6 @@ def test_an_admitted_request_has_room_for_a_slice(name: str, load: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fair", "paced"])
 def test_without_the_rule_requests_are_preempted_within_a_slice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: no protection of requests within their slice."""
     for module in (fair, paced):
         monkeypatch.setattr(module, "rows_in_slice", lambda view, slice_steps: [])
     seen = [num_steps for _, num_steps, _ in turned_out.__wrapped__(name, "twice")]
@@ -89,8 +88,6 @@ def test_without_the_rule_requests_are_preempted_within_a_slice(name: str, monke
 def test_without_reserved_room_requests_are_preempted_within_a_slice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control: no reserved room."""
-
     def nothing_due(view: View, row: SequenceView, num_steps: int) -> int:
         return 0
 

@@ -111,7 +111,6 @@ def test_the_likeliest_victims_are_written_first(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_reversed_victims_are_noticed_as_out_of_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: victims in reverse order."""
     write = SwapBudget.write_behind
 
     def write_safest(self: SwapBudget, victims: Iterable[SequenceView]) -> tuple[BackupOrder, ...]:

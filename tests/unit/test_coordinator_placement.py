@@ -142,7 +142,6 @@ def test_a_coordinator_with_a_placement_recalls_what_it_does_not_allow(store: St
 
 
 def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
-    """Negative control."""
     service = leading(store, {"c": ["p", "q"]})
     lend(service)
     service.tick()

@@ -318,7 +318,6 @@ def test_modules_of_a_member_need_only_the_standard_library() -> None:
 
 @pytest.mark.parametrize(("present", "missing"), [("torch", "numpy"), ("numpy", "torch")])
 def test_the_data_plane_does_not_import_without_torch_or_numpy(present: str, missing: str) -> None:
-    """Negative control."""
     with pytest.raises(AssertionError, match=f"imports {missing}"):
         run(IMPORT_ON_A_BARE_IMAGE, present, "floodplain.model.sampler", *modules("memory"))
 

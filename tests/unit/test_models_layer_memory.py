@@ -103,7 +103,6 @@ def test_other_layers_still_run(loaded: Loaded) -> None:
 
 
 def test_pages_that_are_not_filled_would_show(loaded: Loaded) -> None:
-    """Negative control: unfilled pages change the logits."""
     loaded.use_elsewhere(loaded.dropped.unmap())
     loaded.dropped.map(loaded.other_pages())
     loaded.dropped.is_filled = True

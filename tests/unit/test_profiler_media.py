@@ -97,7 +97,6 @@ def test_an_odd_run_and_a_slow_warm_up_change_nothing() -> None:
 
 
 def test_without_a_warm_up_and_with_one_run_it_would() -> None:
-    """Negative control."""
     odd = World(slow=lambda n: 5.0 if n > 3 else 0.0).profile(warmup=0, repeats=1)
     assert odd.knee.batch != World().profile().knee.batch
     assert odd.at_knee.spread is None
