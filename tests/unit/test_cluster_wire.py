@@ -244,8 +244,9 @@ def test_both_readers_give_a_frame_or_their_error_for_any_bytes(data: bytes) -> 
 )
 def test_both_readers_read_what_their_format_packs(body: dict[str, Any], integers: list[int]) -> None:
     assert read_bytes(CONTROL.pack(body, integers), 2**17) == (body, tuple(integers))
-    frame = read_blocking(STAGE.pack(body, integers, 3) + b"xyz")
-    assert (frame.body, frame.integers.tolist(), frame.data.tobytes()) == (body, integers, b"xyz")
+    long = [number << 32 for number in integers]
+    frame = read_blocking(STAGE.pack(body, long, 3) + b"xyz")
+    assert (frame.body, frame.integers.tolist(), frame.data.tobytes()) == (body, long, b"xyz")
 
 
 @pytest.mark.parametrize(
