@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from tests.vllm.engines import Load
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +28,13 @@ os.environ |= {
     "OMP_WAIT_POLICY": "passive",  # threads that wait for work leave the cores to others
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
 }
+
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+
+def pytest_report_header() -> str:
+    return "" if find_spec("vllm") else "vllm: not in this environment, which make test-vllm sets up"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +57,47 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
     return folder
+
+
+# -- one engine of a module: its ``LOAD``, and ``FLAGS`` beside those of ``make_crowded`` ------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(llama: Path) -> Path:
+    """The served model; a module may override it."""
+    return llama
+
+
+@pytest.fixture(scope="module")
+def load(request: pytest.FixtureRequest) -> Load:
+    found: Load = request.module.LOAD
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, load: Load) -> dict[int, list[int]]:
+    """Tokens of stock vLLM, by index of the request."""
+    from tests.vllm.engines import serve_calmly
+
+    return serve_calmly(folder, load, skip_tokenizer_init=True)
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, folder: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+    from tests.vllm.engines import close, make_crowded
+
+    llm = make_crowded(folder, skip_tokenizer_init=True, **getattr(request.module, "FLAGS", {}))
+    yield llm
+    close(llm)
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    """The engine with its own policy and books; nothing is left in use after the test."""
+    from tests.vllm.engines import as_made
+
+    with as_made(engine):
+        yield engine
 
 
 @pytest.fixture

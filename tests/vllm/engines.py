@@ -92,7 +92,7 @@ def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
 def make_crowded(model: Path, **flags: Any) -> LLM:
     """Ours with a pool for less than half of 16 requests, and prompts in chunks of 64 tokens."""
     small = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
-    return make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **small, **flags)
+    return make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **(small | flags))
 
 
 @contextmanager
@@ -168,6 +168,25 @@ def drive(llm: LLM, load: Load, *, each_step: Callable[[int], None] = lambda ste
         assert run.num_steps < 20_000, "it does not end"
     del scheduler.note_step
     return run
+
+
+def drive_with_aborts(
+    llm: LLM, load: Load, expected: dict[int, list[int]], *, seed: int, number: int, period: int,
+    on_abort: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve a load, and abort ``number`` random requests, one every ``period`` steps; others keep their tokens."""
+    dice, aborted = Random(seed), set[int]()
+
+    def abort(step: int) -> None:
+        if step % period == period // 2 and len(aborted) < number:
+            victim = dice.choice([index for index in range(len(load)) if index not in aborted])
+            aborted.add(victim)
+            on_abort()
+            llm.llm_engine.abort_request([str(victim)])
+
+    tokens = drive(llm, load, each_step=abort).tokens
+    assert len(aborted) == number
+    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - number
 
 
 def finished_tokens(llm: LLM) -> dict[int, list[int]]:

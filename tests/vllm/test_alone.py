@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.register import SCHEDULER
 from tests.vllm.engines import (

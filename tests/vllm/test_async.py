@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from vllm import LLM, SamplingParams
 
 from floodplain.plugins.vllm.books import SwapBooks
@@ -24,11 +20,12 @@ from tests.vllm.ahead import plan_ahead
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     Load,
+    as_made,
     close,
     drive,
-    expect_nothing_left,
+    drive_with_aborts,
+    make_crowded,
     make_load,
-    make_ours,
     scheduler_of,
     serve_calmly,
 )
@@ -78,9 +75,8 @@ def expected(load: StoppedLoad, calm: dict[int, list[int]]) -> dict[int, list[in
 def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         plan_ahead(patch)
-        flags = {"num_gpu_blocks_override": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
-        settings = {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}
-        llm = make_ours(llama, settings, async_scheduling=True, skip_tokenizer_init=True, **flags)
+        flags = {"num_gpu_blocks_override": 32, "enable_prefix_caching": True}
+        llm = make_crowded(llama, async_scheduling=True, skip_tokenizer_init=True, **flags)
         yield llm
         close(llm)
 
@@ -102,11 +98,9 @@ def early(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def llm(engine: LLM) -> Iterator[LLM]:
-    """The engine with its own policy; afterwards nothing is left in use."""
-    policy = scheduler_of(engine).policy_object
-    yield engine
-    expect_nothing_left(engine)
-    scheduler_of(engine).policy_object = policy
+    """The engine with its own policy and books; nothing is left in use after the test."""
+    with as_made(engine):
+        yield engine
     assert engine.reset_prefix_cache()
 
 
@@ -125,16 +119,7 @@ def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
     llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int], ages: list[int], seed: int
 ) -> None:
     policy = scheduler_of(llm).policy_object = StormPolicy(seed, chance=0.1)
-    dice, aborted = Random(seed), set[int]()
-
-    def abort(step: int) -> None:
-        if step % 9 == 4 and len(aborted) < 3:
-            victim = dice.choice([index for index in range(len(load)) if index not in aborted])
-            aborted.add(victim)
-            llm.llm_engine.abort_request([str(victim)])
-
-    tokens = drive(llm, load, each_step=abort).tokens
-    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 3
+    drive_with_aborts(llm, load, expected, seed=seed, number=3, period=9)
     assert policy.num_sent_away > 20 and early.count(1) > 10
     assert len(ages) > 200, "rows are kept with a step outstanding, too"
 

@@ -15,9 +15,6 @@ from random import Random
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.usage.usage_lib import UsageContext

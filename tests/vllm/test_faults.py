@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from vllm import LLM
 
 from floodplain.core.plan import Decision
@@ -22,40 +17,16 @@ from floodplain.plugins.vllm.books import SwapBooks
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     Load,
-    as_made,
-    close,
     desk_of,
     drive,
-    make_crowded,
+    drive_with_aborts,
     make_load,
     scheduler_of,
-    serve_calmly,
     worker_of,
 )
 from tests.vllm.storm import StormPolicy
 
-
-@pytest.fixture(scope="module")
-def load() -> Load:
-    return make_load(seed=0, num_requests=16)
-
-
-@pytest.fixture(scope="module")
-def expected(llama: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(llama, load, skip_tokenizer_init=True)
-
-
-@pytest.fixture(scope="module")
-def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
-    llm = make_crowded(llama, skip_tokenizer_init=True)
-    yield llm
-    close(llm)
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    with as_made(engine):
-        yield engine
+LOAD = make_load(seed=0, num_requests=16)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -73,17 +44,7 @@ def test_aborted_requests_leave_nothing_and_disturb_no_other(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
     scheduler_of(llm).policy_object = StormPolicy(seed=7, chance=0.1)
-    dice, aborted = Random(5), set[int]()
-
-    def abort(step: int) -> None:
-        if step % 7 == 3 and len(aborted) < 6:
-            victim = dice.choice([index for index in range(len(load)) if index not in aborted])
-            aborted.add(victim)
-            llm.llm_engine.abort_request([str(victim)])
-
-    tokens = drive(llm, load, each_step=abort).tokens
-    assert len(aborted) == 6
-    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 6
+    drive_with_aborts(llm, load, expected, seed=5, number=6, period=7)
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 12])

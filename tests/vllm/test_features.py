@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -22,6 +19,7 @@ from tests.vllm.engines import (
     close,
     drive,
     expect_nothing_left,
+    make_crowded,
     make_load,
     make_ours,
     make_tiny,
@@ -46,8 +44,7 @@ class MixedLoad(Load):
 
 
 def serve_in_a_storm(model: Path, load: Load, *, recompute: float = 0.2, **flags: Any) -> dict[int, list[int]]:
-    small = {"num_gpu_blocks_override": 36, "max_num_batched_tokens": 64}
-    llm = make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **small, **flags)
+    llm = make_crowded(model, num_gpu_blocks_override=36, **flags)
     policy = scheduler_of(llm).policy_object = StormPolicy(seed=1, chance=0.1, recompute=recompute)
     tokens = drive(llm, load).tokens
     assert policy.num_sent_away > 30

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from vllm import LLM
 
 from floodplain.core.plan import Decision, PreemptionMode, Reason, TransferKind
@@ -20,40 +16,20 @@ from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import settings_for
 from tests.vllm.engines import (
     Load,
-    as_made,
-    close,
     desk_of,
     drive,
-    make_crowded,
     make_load,
     scheduler_of,
-    serve_calmly,
     worker_of,
 )
 from tests.vllm.storm import StormPolicy
 
-
-@pytest.fixture(scope="module")
-def load() -> Load:
-    return make_load(seed=0, num_requests=16)
+LOAD = make_load(seed=0, num_requests=16)
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(model, load)
-
-
-@pytest.fixture(scope="module")
-def engine(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
-    llm = make_crowded(model)
-    yield llm
-    close(llm)
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Iterator[LLM]:
-    with as_made(engine):
-        yield engine
+def folder(model: Path) -> Path:
+    return model
 
 
 @pytest.mark.quick

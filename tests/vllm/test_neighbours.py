@@ -15,9 +15,6 @@ from random import Random
 
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
 from vllm import LLM
 
 from floodplain.lending import peer_parts
@@ -35,7 +32,6 @@ from tests.vllm.engines import (
     make_load,
     make_ours,
     scheduler_of,
-    serve_calmly,
     worker_of,
 )
 from tests.vllm.shards import LLAMA
@@ -51,14 +47,7 @@ NUM_BLOCKS = 30
 PATIENCE_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def load() -> Load:
-    return make_load(seed=5, num_requests=20)
-
-
-@pytest.fixture(scope="module")
-def expected(llama: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(llama, load, skip_tokenizer_init=True)
+LOAD = make_load(seed=5, num_requests=20)
 
 
 @pytest.fixture(scope="module")

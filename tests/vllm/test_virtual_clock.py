@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
-
 from floodplain.observe.run_columns import COLUMNS
 
 ROOT = Path(__file__).parents[2]
