@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import SettingRefused, UserError
-from floodplain.engine.expansion_flags import check_expansion, read_expansion
 from floodplain.engine.flags import DTYPES, EXPANSION_TIERS, HARDWARE, SWAPS, EngineFlags
-from floodplain.engine.lease_flags import check_leases, read_lend
+from floodplain.engine.memory_flags import check_expansion, check_leases, read_expansion, read_lend
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import SharingSettings, settings_for
 

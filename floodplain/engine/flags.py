@@ -1,4 +1,4 @@
-"""The engine flags of the command line, declared once: name, type, default, help. Their checks: ``config``."""
+"""The engine flags of the command line, declared once: name, type, default, help. ``EngineConfig`` checks them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPANSION_TIERS = (HOST_TIER, PEER_TIER) = ("host", "peer")
 DEFAULT_RETURN_AFTER_S = 60.0
 DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
 DEFAULT_LEASE_IDLE_S = 30.0
-"""The window of load by which a lender offers (``LendingSettings.window_s``)."""
+"""As long as the window of load by which a lender offers (``LendingSettings.window_s``)."""
 DEFAULT_RECALL_DEADLINE_S = DEADLINE_S
 _SHARING = SharingSettings()
 _SLICES = ", ".join(f"{policy} {steps}" for policy, steps in SLICE_STEPS.items())
@@ -32,13 +32,13 @@ def _flag(
     metavar: str | None = None,
     is_size: bool = False,
 ) -> Any:
-    """A field that the command line shows as a flag; ``is_size``: it reads ``256MiB``."""
+    """A field that the command line shows as a flag. With ``is_size`` it reads values such as ``256MiB``."""
     return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar, "size": is_size})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """The flags as they were given. Sizes are bytes here; the command line reads ``256MiB`` or ``4GB``."""
+    """The flags, not checked. Sizes are bytes; the command line reads ``256MiB`` or ``4GB``."""
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag(DEFAULT_POLICY, "who runs next if not all requests fit", POLICIES)
