@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's protocol, with bounds on its time, its headers and its pipeline added.
 
 It alone uses private parts of uvicorn: ``_start_asgi_task``, ``_unset_keepalive_if_required``, attributes of a cycle.
-They were tried with uvicorn 0.54.0.
+They were tried with uvicorn 0.53.0 and 0.54.0; the answers to HTTP/1.0 clients are wrong with 0.52.0 and older.
 """
 
 from __future__ import annotations
