@@ -9,10 +9,10 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import listed
+from floodplain.files.profile import Profile, read_profile
 from floodplain.files.yaml_file import read_yaml_mapping
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
 from floodplain.planner.placement import read_spots
-from floodplain.planner.spare import read_spare
 from floodplain.planner.yaml_fields import Fields
 
 MAX_BYTES, MAX_DEPTH = 2**22, 5
@@ -21,6 +21,7 @@ MAX_GPUS = 2**18
 MAX_SERVER_GPUS = 1024
 MAX_MEMORY_BYTES = 2**44
 """The most memory of a GPU. A cluster with the most GPUs then has less than 2^63 bytes."""
+_LOADS, _SWAP = ("llm", "media"), "swap"
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -93,7 +94,29 @@ def _read_memory(fields: Fields, name: str, folder: Path) -> int:
         return lends - needs
     if lends or needs:
         raise UserError(f"{fields.source}: profile says what {name} lends or needs: leave lends and needs out")
-    return read_spare([folder / each for each in profiles], MAX_MEMORY_BYTES, fields.source)
+    return _read_spare([folder / each for each in profiles], fields.source)
+
+
+def _read_spare(paths: Iterable[Path], source: str) -> int:
+    """Return the bytes that each of the model's GPUs lends, or needs if below 0.
+
+    A producer lends what its llm or media profile leaves free; its swap profile is ignored, as in section 4.1 of AQUA.
+    Any other model needs what its swap profile says, and nothing without one.
+    """
+    profiles = [read_profile(path, *_LOADS, _SWAP) for path in sorted(paths)]
+    load = _only([profile for profile in profiles if profile.kind in _LOADS], "llm or media", source)
+    swap = _only([profile for profile in profiles if profile.kind == _SWAP], _SWAP, source)
+    lends = 0 if load is None else load.spare_bytes
+    spare = lends if lends or swap is None else swap.spare_bytes
+    if abs(spare) > MAX_MEMORY_BYTES:
+        raise UserError(f"{source}: profile speaks of {abs(spare)} bytes, and no GPU has more than {MAX_MEMORY_BYTES}")
+    return spare
+
+
+def _only(profiles: list[Profile], kind: str, source: str) -> Profile | None:
+    if len(profiles) > 1:
+        raise UserError(f"{source}: profile names {len(profiles)} of kind {kind}, and one is wanted")
+    return profiles[0] if profiles else None
 
 
 def _read_apart(rows: Sequence[Any], source: str, names: set[str]) -> tuple[frozenset[str], ...]:
