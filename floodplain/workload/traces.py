@@ -1,30 +1,44 @@
 """Reads recorded arrivals: Azure, BurstGPT and Mooncake traces, distinguished by their columns.
 
 Azure: https://github.com/Azure/AzurePublicDataset · BurstGPT: https://github.com/HPMLL/BurstGPT ·
-Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces).
+Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces); aiperf and Dynamo also write its format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.files.parsing import listed
 from floodplain.workload.columns import (
     OUTPUT_COLUMNS,
     PROMPT_COLUMNS,
     find_column,
     parse_count,
+    prefix_ids_of,
     read_csv,
+    read_json_rows,
 )
-from floodplain.workload.json_traces import json_rows
 from floodplain.workload.times import TraceClock
-from floodplain.workload.trace_row import TraceRow
+from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS, TraceRow
 
 TIME_COLUMNS = ("t_s", "timestamp")
 MAX_SPAN_S = 1e9
 """Longest time from the first to the last request: more than these 30 years is a mistake in the file."""
+_JSON_KEYS = ("timestamp", "input_length", "output_length")
+_TEXT_KEYS = ("conversations", "messages", "payload", "prompt", "text", "text_input")
+_REFUSED_KEYS = {
+    "branches": "a replay sends every row at its own time",
+    "chat_id": "Qwen-Bailian traces count seconds, and blocks of 16 tokens: convert them to Mooncake's form",
+    "delay": "a replay does not wait for the answer before: give the row a timestamp",
+    "tool_events": "a replay sends every row at its own time",
+    "tool_wait_ms": "a replay sends every row at its own time",
+    "wait_for": "a replay sends every row at its own time",
+}
+"""Keys whose meaning a replay by arrival time does not support, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +91,10 @@ def load_trace(path: Path) -> Trace:
     ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset.
 
     Raises:
-        UserError: Unreadable, wrong columns (the message lists found and accepted ones), or no usable row.
+        UserError: Unreadable, wrong columns or keys (the message lists found and accepted ones), a key that a replay by
+            arrival time does not support, or no usable row.
     """
-    rows = list(json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
+    rows = list(_json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
@@ -102,3 +117,30 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
             parse_count(path, prompt_column, row[prompt_column]),
             parse_count(path, output_column, row[output_column]),
         )
+
+
+def _json_rows(path: Path) -> Iterator[TraceRow]:
+    """The rows of a JSONL file or of a JSON list. A turn of a session with a ``timestamp`` arrives then."""
+    clock = TraceClock(path, units_per_s=1000)
+    for where, row in read_json_rows(path):
+        _check_keys(where, row)
+        yield TraceRow(
+            clock.seconds(row["timestamp"]),
+            parse_count(path, "input_length", row["input_length"]),
+            parse_count(path, "output_length", row["output_length"]),
+            prefix_ids_of(row, where),
+        )
+
+
+def _check_keys(where: str, row: Mapping[str, Any]) -> None:
+    given = {key for key, value in row.items() if value is not None}
+    for text in _TEXT_KEYS:
+        if text in given:
+            raise UserError(f"{where} has texts under {text}: give the file as --prompts, with --request-rate")
+    for key, reason in _REFUSED_KEYS.items():
+        if row.get(key) and not (key == "delay" and "timestamp" in given):
+            raise UserError(f"{where} has {key}, which cannot be replayed: {reason}")
+    if row.get("block_size", MOONCAKE_BLOCK_TOKENS) != MOONCAKE_BLOCK_TOKENS:
+        raise UserError(f"{where}: block_size must be {MOONCAKE_BLOCK_TOKENS}, the tokens that a hash id names")
+    if not given.issuperset(_JSON_KEYS):
+        raise UserError(f"{where} has keys {listed(row)}; it needs {', '.join(_JSON_KEYS)}")
