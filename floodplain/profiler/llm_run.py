@@ -15,13 +15,12 @@ from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.terminal import complain
-from floodplain.profiler.engine_opening import open_engine
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.llm_flags import LlmProfileConfig
 from floodplain.profiler.llm_profile import Search, profile_llm
 from floodplain.profiler.measured import MeasuredTarget
+from floodplain.profiler.openings import ServerAddress, open_engine, open_server
 from floodplain.profiler.server_kv import VllmBlocks
-from floodplain.profiler.server_opening import ServerAddress, open_server
 from floodplain.profiler.targets import Load, Target
 from floodplain.profiler.virtual_target import VirtualTarget
 from floodplain.server.auth import read_keys
