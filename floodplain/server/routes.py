@@ -29,8 +29,8 @@ from floodplain.server.responses import ChatCompletion, Completion, ModelCard, M
 from floodplain.server.streams import IndexedDeltas, Tally, gather, merge, unless_hung_up
 from floodplain.web.errors import ApiError, describe_errors
 from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.json_routes import JsonRoute, is_large_body
 from floodplain.web.request_id import is_request_id
-from floodplain.web.strict_json import JsonRoute, is_large_body
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web import bodies
 from floodplain.web.bodies import BoundedModel, count_parts, parse_json, parse_model
 from floodplain.web.errors import ApiError
-from floodplain.web.strict_json import MAX_INLINE_BYTES, JsonRoute
+from floodplain.web.json_routes import MAX_INLINE_BYTES, JsonRoute
 
 walked: list[int] = []
 """The thread that validated each value."""

@@ -10,8 +10,8 @@ from fastapi import Request, Response
 from floodplain.server.auth import Client
 from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.json_routes import JsonRoute
 from floodplain.web.origin import LOOPBACK_ONLY, expect_json, expect_own_names
-from floodplain.web.strict_json import JsonRoute
 
 OWN_NAMES = "own_names"
 """Attribute of an application's state with the host names under which it answers."""
