@@ -5,7 +5,7 @@ from __future__ import annotations
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import TableUpdate
 from floodplain.core.request import SeqId
-from floodplain.engine.slots import SequenceSlots
+from floodplain.engine.batches import SequenceSlots
 
 
 def table(number: int) -> TableUpdate:
