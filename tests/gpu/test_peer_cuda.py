@@ -148,7 +148,7 @@ def test_an_extent_takes_its_bytes_of_the_producers_device_and_frees_them(produc
     held, _ = torch.cuda.mem_get_info(index)
     assert 2**26 <= before - held <= 2**26 + SLACK_BYTES
     with pytest.raises(UserError, match="there is no device"):
-        memory.allocate("nobody", 2**26)
+        memory.allocate("unknown", 2**26)
     extent.close()
     extent.close()
     assert before - torch.cuda.mem_get_info(index)[0] <= SLACK_BYTES

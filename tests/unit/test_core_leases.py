@@ -108,7 +108,7 @@ def test_a_copy_replaces_an_older_one_and_two_authors_are_seen() -> None:
         ([Shard(6), Shard(4)], ["b", "a"]),
         ([Shard(4), Shard(5, "b")], ["a", "b"]),
         ([Shard(8)], None),
-        ([Shard(1), Shard(1, "nobody")], None),
+        ([Shard(1), Shard(1, "unknown")], None),
         ([Shard(4), Shard(4), Shard(4)], None),
     ],
 )
@@ -286,7 +286,7 @@ def test_what_is_lost_with_a_device_is_lost_and_its_name_can_be_used_again() -> 
     pair = LeasePair()
     [lease] = pair.grant(1, 6)
     pair.report(lease, LeaseEvent.HOLD)
-    assert pair.book.forget("nobody").outcome is Outcome.CONFLICT
+    assert pair.book.forget("unknown").outcome is Outcome.CONFLICT
     assert [lost.state for lost in pair.book.forget("p").leases] == [LeaseState.LOST]
     assert pair.say(Join("p", "p-2")).outcome is Outcome.APPLIED
     assert pair.row("p").offered_bytes == 0
