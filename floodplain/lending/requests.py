@@ -61,7 +61,7 @@ class LeaseRequests:
         self._pending: set[int] = set()
 
     def follow(self, num_missing: int) -> None:
-        """Request or cancel leases, so that as many are requested as are missing; only a few at a time."""
+        """Request or cancel leases, so that as many are requested as are missing, at most ``MOST_PENDING`` at a time."""
         self._pending &= set(self._client.pending())
         num_missing -= len(self._pending)
         for _ in range(min(-num_missing, len(self._pending))):
@@ -81,7 +81,7 @@ class LeaseRequests:
                 self._client.refused(lease.lease_id, "this engine has not asked for it")
 
     def allocate(self, lease: Lease, *, has_place: bool = True) -> Extent | None:
-        """Allocate a granted lease; None if that fails, or if the borrower has no place for it. The client is told."""
+        """Allocate a granted lease; None if that fails or the borrower has no place. Reports which."""
         extent, reason = allocate_lease(self._memory, lease) if has_place else (None, _no_room(lease))
         if extent is None:
             self._totals.num_refused += 1
