@@ -61,7 +61,7 @@ class LeaseRequests:
         self._pending: set[int] = set()
 
     def follow(self, num_missing: int) -> None:
-        """Request or cancel leases, so that as many are requested as are missing, at most ``MOST_PENDING`` at a time."""
+        """Request or cancel leases until as many are requested as are missing, at most ``MOST_PENDING`` at a time."""
         self._pending &= set(self._client.pending())
         num_missing -= len(self._pending)
         for _ in range(min(-num_missing, len(self._pending))):
