@@ -1,7 +1,7 @@
 """How long the placer needs for clusters of models drawn from AQUA's Table 1, by their size.
 
-python benchmarks/placer/run.py                    # all sizes, half a minute; writes result.json and curve.png
-python benchmarks/placer/run.py --sizes 16 128     # some sizes; prints them, and writes nothing
+python -m benchmarks.placer.run                    # all sizes, half a minute; writes result.json and curve.png
+python -m benchmarks.placer.run --sizes 16 128     # some sizes; prints them, and writes nothing
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from table1 import draw_cluster
-
+from benchmarks.placer.table1 import draw_cluster
+from benchmarks.placer.verify import violations
 from floodplain.files.results import write_result
 from floodplain.observe.style import COLOURS, make_figure, save_figure, styled
 from floodplain.planner.classes import classify
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import place
-from floodplain.planner.verify import violations
 
 HERE = Path(__file__).parent
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)

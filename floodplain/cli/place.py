@@ -65,10 +65,9 @@ def run(args: argparse.Namespace) -> int:
     from floodplain.observe.strict_json import save_result, to_json
     from floodplain.observe.style import save_figure
     from floodplain.planner.inputs import read_cluster
-    from floodplain.planner.placement import to_document
+    from floodplain.planner.placement import describe, to_document
     from floodplain.planner.placer import place
     from floodplain.planner.solver import Deadline
-    from floodplain.planner.summary import describe
 
     deadline = Deadline(config.time_limit)
     cluster = read_cluster(config.cluster)

@@ -14,10 +14,9 @@ import numpy as np
 from floodplain.core.errors import InvariantError
 from floodplain.planner.classes import Counts, Problem
 from floodplain.planner.layout import count_current
-from floodplain.planner.model import Answer
+from floodplain.planner.model import GB, Answer
 from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve
 
-GB = 1e9
 SLACK_BYTES = 2_000
 """What the solver's arithmetic may lose, in GB with tolerances of a millionth; smaller differences mean nothing."""
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
 from floodplain.planner.classes import classify
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
@@ -17,7 +18,6 @@ from floodplain.planner.explain import shrink
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import Placement, place
 from floodplain.planner.solver import Deadline
-from floodplain.planner.verify import violations
 from tests.support.examples import examples
 from tests.support.planning import GB, clusters, eq6, every_assignment, every_placement, gpus_of, optimum
 

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
 from floodplain.planner.classes import classify
 from floodplain.planner.cluster import Cluster, Model, Server
@@ -17,7 +18,6 @@ from floodplain.planner.mixes import list_mixes
 from floodplain.planner.per_server import PerServerProgram
 from floodplain.planner.placer import place
 from floodplain.planner.solver import Deadline
-from floodplain.planner.verify import violations
 from tests.support.line_count import count_lines
 
 GB = 10**9

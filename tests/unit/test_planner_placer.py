@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
+from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
 from floodplain.planner.classes import classify
 from floodplain.planner.cluster import Cluster, Model, Server
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import place
-from floodplain.planner.verify import violations
 
 GB = 10**9
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.placer.verify import violations
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
 from floodplain.planner.matching import Pair
 from floodplain.planner.placer import Placement, place
-from floodplain.planner.verify import violations
 
 GB = 10**9
 SERVERS = (
