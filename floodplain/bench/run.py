@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from floodplain.bench.engine_target import EngineTarget
@@ -54,7 +53,7 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
         backend="floodplain",
         model_id=engine.model_name,
         tokenizer_id=engine.model_name,
-        config=asdict(engine.engine.config) | _workload(spec),
+        config=asdict(engine.engine.config) | asdict(spec),
         hardware=hardware_report(config.device, engine.engine.links),
         goodput=goals,
         **_asked(spec, how, trace),
@@ -87,7 +86,7 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
         backend="openai",
         model_id=server.model,
         tokenizer_id=tokenizer_name,
-        config=asdict(server) | _workload(spec),
+        config=asdict(server) | asdict(spec),
         goodput=goals,
         **_asked(spec, how, trace),
     )
@@ -119,10 +118,6 @@ async def _goals(
     if not how.quiet:
         complain(describe_goals(goals, is_measured=not spec.goodput))
     return goals
-
-
-def _workload(spec: WorkloadSpec) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
 
 
 def _asked(spec: WorkloadSpec, how: Replay, trace: Trace | None) -> dict[str, Any]:

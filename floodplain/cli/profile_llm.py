@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         check_early(engine)
 
-    from floodplain.profiler.llm_run import run_profile
+    from floodplain.profiler.llm_profile import run_profile
 
     profile = run_profile(config, engine, spec, progress=not args.quiet)
     save_and_show(profile, config.out, args.format)

@@ -176,7 +176,7 @@ def _profile(config: MediaConfig, meter: MemoryMeter, findings: MediaFindings) -
         kind="media",
         subject=str(config.target or config.module or config.pipeline),
         machine=meter.machine,
-        settings={name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()},
+        settings=asdict(config),
         result=result,
         tries=[asdict(each) for each in findings.tries],
         errors={"spread": best.spread, "worst_spread": max(spreads, default=None)},

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if config.out is not None:
         check_writable(config.out)
 
-    from floodplain.profiler.swap_run import run_profile
+    from floodplain.profiler.swap_profile import run_profile
 
     profile = run_profile(config, engine, spec, progress=not args.quiet)
     save_and_show(profile, config.out, args.format)

@@ -7,17 +7,32 @@ counted: an engine lends pages of its pool alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from floodplain.core.errors import UserError
-from floodplain.files.profile import Profile
+from floodplain.cost.step_time import read_cost
+from floodplain.engine.build import kv_bytes_per_token
+from floodplain.engine.config import EngineConfig
+from floodplain.files.profile import Profile, read_profile
+from floodplain.model.weights.open_model import open_model
+from floodplain.observe.terminal import complain
 from floodplain.profiler.goals import Score, TryGoals
-from floodplain.profiler.repeats import RepeatedTries
-from floodplain.profiler.search import Ended, Found, find_rate, rate_grid
-from floodplain.profiler.targets import Seen, Target
+from floodplain.profiler.kv_use import VllmBlocks
+from floodplain.profiler.llm_flags import LlmProfileConfig
+from floodplain.profiler.measured import MeasuredTarget
+from floodplain.profiler.openings import ServerAddress, open_engine, open_server
+from floodplain.profiler.search import Ended, Found, RepeatedTries, find_rate, rate_grid
+from floodplain.profiler.targets import Load, Seen, Target
+from floodplain.profiler.virtual import VirtualTarget
+from floodplain.server.auth import read_keys
+from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.prompt_form import PromptForm
+from floodplain.workload.spec import WorkloadSpec
 
 MOST_TRY_S = 86400.0
 
@@ -209,3 +224,85 @@ def remarks(found: Found, tries: Sequence[Try], search: Search) -> list[str]:
         error = next(one.seen.error for one in tries if one.seen.error is not None)
         lines.append(f"{failed} requests failed, the first with: {error}")
     return lines
+
+
+def run_profile(config: LlmProfileConfig, engine: EngineConfig, spec: WorkloadSpec, *, progress: bool) -> Profile:
+    """Profile what the flags name.
+
+    Args:
+        config: Of the verb.
+        engine: Of the engine; for a server and in virtual time only what applies.
+        spec: The requests.
+        progress: Show a line on standard error, and remarks beside the numbers.
+
+    Raises:
+        UserError: A flag or a file is bad, or the target does not answer.
+    """
+    search = search_of(config, spec.seed)
+    load = Load.read(spec)
+    with _open_target(config, engine, load, search.goals) as target:
+        return profile_llm(
+            target,
+            search,
+            subject=engine.model,
+            settings=asdict(config) | {"engine": asdict(engine), "workload": asdict(spec)},
+            threshold_bytes=config.threshold,
+            progress=progress,
+            warn=complain if progress else lambda line: None,
+        )
+
+
+def search_of(config: LlmProfileConfig, seed: int) -> Search:
+    """Return the search that the flags describe.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+    lowest, highest = config.rates
+    limits_ms = parse_goodput(config.goodput) or {"ttft": config.ttft_ms}
+    goals = TryGoals(
+        share=config.share,
+        limits_s={name: limit_ms / 1e3 for name, limit_ms in limits_ms.items()},
+        gap_s=None if config.goodput else config.itl_ms / 1e3,
+    )
+    return Search(
+        rates=(lowest, highest),
+        rate_step=config.rate_step,
+        try_s=config.try_seconds,
+        tries=config.tries,
+        confidence=config.confidence,
+        seed=seed,
+        goals=goals,
+    )
+
+
+def _open_target(
+    config: LlmProfileConfig, engine: EngineConfig, load: Load, goals: TryGoals
+) -> AbstractContextManager[Target]:
+    if config.base_url is not None:
+        return _server_target(config, config.base_url, engine, load, goals)
+    if config.steps is not None:
+        return nullcontext(_virtual_target(config.steps, engine, load))
+    return MeasuredTarget(open_engine(engine), load, goals)
+
+
+def _server_target(
+    config: LlmProfileConfig, base_url: str, engine: EngineConfig, load: Load, goals: TryGoals
+) -> MeasuredTarget:
+    try:
+        source = open_model(config.tokenizer or engine.model)
+        tokenizer = source.load_tokenizer()
+    except UserError as error:
+        raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
+    api_key = next(iter(read_keys(config.api_key_file))) if config.api_key_file else None
+    address = ServerAddress(base_url=base_url, model=engine.model, api_key=api_key)
+    vllm = VllmBlocks(config.kv_block_bytes, kv_bytes_per_token(source.config, engine.dtype))
+    prompts = PromptForm(config.send or "auto", tokenizer.decode)
+    return MeasuredTarget(open_server(address, tokenizer, vllm, prompts), load, goals)
+
+
+def _virtual_target(steps: Path, engine: EngineConfig, load: Load) -> VirtualTarget:
+    measured = read_profile(steps, "step")
+    return VirtualTarget(
+        engine, open_model(engine.model, engine.seed), read_cost(measured.result), measured.machine, load
+    )

@@ -14,9 +14,8 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.scraped import Scraped
-from floodplain.profiler.kv_use import KvUse
+from floodplain.profiler.kv_use import KvUse, VllmBlocks, kv_use_of
 from floodplain.profiler.measured import Opened
-from floodplain.profiler.server_kv import VllmBlocks, kv_use_of
 from floodplain.web.client import AnswerLimits, HttpClient
 from floodplain.web.exchange import NoAnswer
 from floodplain.workload.http_target import HttpTarget

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
+from floodplain.core.errors import UserError
 from floodplain.core.request import Request
-from floodplain.cost.step_time import StepCost, StepTimer
+from floodplain.cost.step_time import LINE_PARTS, StepCost, StepTimer, read_cost
 from floodplain.engine.config import EngineConfig
-from floodplain.files.profile import Profile
-from floodplain.model.weights.open_model import ModelSource
+from floodplain.files.profile import Profile, read_profile
+from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
 from floodplain.policy.registry import make_policy
+from floodplain.profiler.swap_flags import SwapProfileConfig
 from floodplain.profiler.targets import Load
-from floodplain.profiler.virtual_device import make_device
-from floodplain.profiler.virtual_requests import servable, to_request
+from floodplain.profiler.virtual import make_device, servable, to_request
 from floodplain.runtime.state import LoopState
 from floodplain.sim.serving import Peaks, Served, VirtualDevice, serve
 from floodplain.workload.phases import Phase, in_phases
 from floodplain.workload.prompts import PromptTokenizer
+from floodplain.workload.spec import WorkloadSpec
 
 NUM_BEFORE = 25
 """Requests at the stable rate before a burst, as in AQUA, section 9.1."""
@@ -193,3 +196,56 @@ def _beside_paper(row: dict[str, Any], subject: str) -> dict[str, Any]:
 def _ttft_p99_s(served: Served) -> float:
     times = [life.ttft_s for life in served.lifecycles if life.ttft_s is not None]
     return float(np.quantile(times, 0.99)) if times else 0.0
+
+
+def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadSpec, *, progress: bool) -> Profile:
+    """Profile what the flags describe.
+
+    Args:
+        config: Of the verb.
+        engine: Of the engine; what applies in virtual time.
+        spec: The requests.
+        progress: Show a bar.
+
+    Raises:
+        UserError: A flag or a file is bad.
+    """
+    cost, machine = _cost(config)
+    bursts = Bursts(
+        stable_rate=_stable_rate(config, spec),
+        factors=tuple(sorted(set(config.bursts))),
+        seconds=config.burst_seconds,
+        num_tries=config.tries,
+        seed=spec.seed,
+    )
+    load = Load.read(spec)
+    server = BurstServer(engine, open_model(engine.model, engine.seed), cost, load)
+    with tqdm(total=len(bursts.factors) * bursts.num_tries, desc="bursts", disable=not progress) as bar:
+        return profile_swap(
+            server,
+            bursts,
+            config.burst,
+            cached=(config.cached_prompts, config.cached_tokens),
+            long=(config.long_contexts, config.long_tokens),
+            subject=engine.model,
+            machine=machine,
+            settings=asdict(config) | {"engine": asdict(engine), "workload": asdict(spec)},
+            on_try=bar.update,
+        )
+
+
+def _cost(config: SwapProfileConfig) -> tuple[StepCost, str]:
+    """Return (the cost of steps, the machine that it describes)."""
+    if config.steps is None:
+        return read_cost(dict(zip(LINE_PARTS, config.step_line, strict=True))), "a machine that was described"
+    measured = read_profile(config.steps, "step")
+    return read_cost(measured.result), measured.machine
+
+
+def _stable_rate(config: SwapProfileConfig, spec: WorkloadSpec) -> float:
+    if config.llm_profile is None:
+        return spec.request_rate
+    rate = float(read_profile(config.llm_profile, "llm").result["rate_rps"])
+    if not rate:
+        raise UserError(f"{config.llm_profile} found no rate within its goals: give --request-rate")
+    return rate

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
+from floodplain.bench.run import read_trace
 from floodplain.core.errors import UserError
 from floodplain.profiler.goals import Answer
 from floodplain.workload.prompts import PromptTokenizer
@@ -72,6 +73,16 @@ class Load:
 
     spec: WorkloadSpec
     trace: Trace | None = None
+
+    @classmethod
+    def read(cls, spec: WorkloadSpec) -> Self:
+        """Return the load that the flags describe.
+
+        Raises:
+            UserError: The trace cannot be read.
+        """
+        trace = read_trace(spec)
+        return cls(spec, None if trace is None else Trace(trace.rows[: spec.limit]))
 
     def make(self, tokenizer: PromptTokenizer, rate: float, seed: int, duration_s: float) -> list[LoadRequest]:
         """Return the requests of one try: at least one, the last arriving at the end.

@@ -1,21 +1,33 @@
-"""Makes the device in virtual time that an engine's flags describe."""
+"""The step loop in virtual time, as a target to profile and as the device that an engine's flags describe."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from floodplain.core.errors import RequestRefused
 from floodplain.core.plan import StepPlan
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.link import LINKS
+from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.flags import HARDWARE_PREFIX
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.swap import DEFAULT_POOL_FACTOR
 from floodplain.model.network.config import ModelConfig
+from floodplain.model.weights.open_model import ModelSource
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.registry import make_policy
+from floodplain.profiler.goals import Answer
+from floodplain.profiler.targets import Load, Seen
 from floodplain.runtime.state import LoopConfig
-from floodplain.sim.serving import VirtualDevice
+from floodplain.sim.serving import VirtualDevice, serve
+from floodplain.workload.prompts import PromptTokenizer
+from floodplain.workload.records import LoadRequest
 
 DEFAULT_LINK = "pcie5"
 """The default link to swap space, without ``--hardware``. Virtual links are as fast as the real ones."""
@@ -53,3 +65,67 @@ def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[
         num_swap_slots=0 if config.swap == "none" else swap_bytes // block_bytes,
         caches_prefixes=config.enable_prefix_caching,
     )
+
+
+def to_request(asked: LoadRequest) -> Request:
+    """Return the request. Its output ends by length, because no step samples a token that could end it."""
+    return Request(
+        request_id=asked.request_id,
+        prompt_token_ids=asked.prompt_token_ids,
+        params=SamplingParams(temperature=0.0, max_tokens=asked.max_tokens, ignore_eos=True),
+        arrival_s=asked.arrival_s,
+    )
+
+
+def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[Request], str | None]:
+    """Return (requests that the device can serve at all, why the first of the others cannot be)."""
+    loop = device.make_loop(FcfsPolicy(), seed=0)
+    taken, error = [], None
+    for request in requests:
+        try:
+            loop.check(request)
+            taken.append(request)
+        except RequestRefused as refusal:
+            error = error or str(refusal)
+    return taken, error
+
+
+class VirtualTarget:
+    """A ``Target`` whose tries are computed; a repeated try has the same result.
+
+    Args:
+        config: The engine flags; ``kv_memory`` is given.
+        source: The model, for its shape and its tokenizer.
+        cost: The cost of steps.
+        machine: The machine on which that was measured.
+        load: The requests.
+
+    Raises:
+        UserError: The pool is too small for one request.
+    """
+
+    is_virtual = True
+
+    def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, machine: str, load: Load) -> None:
+        self.machine = machine
+        self._config = config
+        self._load = load
+        self._tokenizer: PromptTokenizer = source.load_tokenizer()
+        self._cost = cost
+        self._device = make_device(config, source.config, StepTimer(cost).time_s)
+
+    def run(self, rate: float, seed: int, duration_s: float) -> Seen:
+        """Serve the requests of one try in virtual time; return what was seen."""
+        asked = [to_request(one) for one in self._load.make(self._tokenizer, rate, seed, duration_s)]
+        served, error = servable(asked, self._device)
+        device = replace(self._device, step_time_s=StepTimer(self._cost).time_s)  # a timer is of one loop
+        done = serve(served, make_policy(self._config.policy, self._config.sharing_settings()), device)
+        answers = [Answer(sent_s=life.arrival_s, token_times_s=life.token_times_s) for life in done.lifecycles]
+        refused = [Answer(sent_s=0.0, token_times_s=(), is_whole=False)] * (len(asked) - len(served))
+        block_bytes = self._device.config.block_bytes
+        return Seen(
+            answers=answers + refused,
+            peak_kv_bytes=done.peaks.pool_blocks * block_bytes,
+            kv_bytes=self._device.num_blocks * block_bytes,
+            error=error,
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.profiler.goals import Answer, TryGoals, percentile_99
-from floodplain.profiler.live_try import LiveTry
+from floodplain.profiler.measured import LiveTry
 from tests.support.examples import examples
 
 SHARES = st.sampled_from([0.5, 0.75, 0.9, 0.99, 1.0])

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.profiler.repeats import Judgement, RepeatedTries
-from floodplain.profiler.search import Ended, Found, find_rate, rate_grid
+from floodplain.profiler.search import Ended, Found, Judgement, RepeatedTries, find_rate, rate_grid
 from tests.support.examples import examples
 
 TESTS = st.builds(RepeatedTries, st.integers(1, 12), st.floats(0.001, 0.3))

@@ -17,7 +17,7 @@ from floodplain.cost.fit import fit_steps
 from floodplain.cost.step_time import PARTS, StepCost, StepTimer, StepWork, WorkMeter
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.profiler.step_grid import StepLimits, StepShape, draw_shapes
-from floodplain.profiler.step_recorder import StepRecorder, limits_of, record_rows
+from floodplain.profiler.step_profile import StepRecorder, limits_of, record_rows
 from tests.support.bursts import Machine
 from tests.support.examples import examples
 

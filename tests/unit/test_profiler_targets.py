@@ -14,8 +14,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.metrics import ServingMetrics
 from floodplain.observe.scraped import Scraped
-from floodplain.profiler.kv_use import KvUse, wait_until_idle, watching
-from floodplain.profiler.server_kv import VLLM_USAGE, VllmBlocks, kv_use_of
+from floodplain.profiler.kv_use import VLLM_USAGE, KvUse, VllmBlocks, kv_use_of, wait_until_idle, watching
 from floodplain.profiler.targets import Load
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.trace_row import TraceRow
