@@ -88,7 +88,7 @@ def describe(row: Mapping[str, Any], verb: str) -> str:
     """One line about what was done.
 
     Args:
-        row: A ``cluster.router.group_routes.GroupRow``.
+        row: A ``cluster.router.routes.GroupRow``.
         verb: ``drop``, ``restore``, or ``migrate``, whose row has only a number.
     """
     if verb == "migrate":

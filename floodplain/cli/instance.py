@@ -16,7 +16,7 @@ from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_ad
 from floodplain.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from floodplain.cluster.instance.dialer import Member
+    from floodplain.cluster.instance.instance import Member
 
 _VERB = "import sys; from floodplain.cli.main import main; sys.exit(main())"
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     token = read_token(instance_config.instance_token_file)
 
-    from floodplain.cluster.instance.dialer import Dialer
+    from floodplain.cluster.instance.instance import Dialer
 
     member = _open_member(config, instance_config)
     asyncio.run(Dialer(member, host, port, token, instance_config.drain_timeout).run())

@@ -74,7 +74,7 @@ def describe(listing: Mapping[str, Any]) -> str:
     """A table of instances, and a line with counts of ended instances, moved and waiting requests.
 
     Args:
-        listing: A ``cluster.router.extension.Listing``.
+        listing: A ``cluster.router.routes.Listing``.
     """
     rows = [
         [

@@ -20,8 +20,7 @@ from floodplain.cluster.engine_flags import (
     config_of_pipeline,
     gpus_of_instance,
 )
-from floodplain.cluster.launch.ray_setup import RaySetup
-from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, count_router_files, split_address
+from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, RaySetup, count_router_files, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -98,7 +97,7 @@ def _open_engine(
         from floodplain.engine.async_engine import AsyncEngine
 
         return AsyncEngine.from_config(config), None
-    from floodplain.cluster.router.extension import extend_with
+    from floodplain.cluster.router.routes import extend_with
     from floodplain.web.origin import OwnNames
 
     engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
@@ -134,7 +133,7 @@ def open_processes(
     Raises:
         UserError: A flag is only for a single engine, or Ray is needed and not installed.
     """
-    from floodplain.cluster.launch.local_processes import LocalProcesses, share_cores
+    from floodplain.cluster.launch.processes import LocalProcesses, share_cores
 
     is_local = cluster_config.cluster is None  # Ray shows each instance only its own GPU, as the first
     configs = [config_of_instance(config, num_instances, index if is_local else 0) for index in range(num_instances)]

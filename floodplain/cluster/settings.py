@@ -6,11 +6,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from floodplain.cluster.launch.ray_setup import LOCAL
 from floodplain.core.errors import UserError
 from floodplain.policy.microbatch import Split
 from floodplain.web.address import check_address
 from floodplain.web.listen import is_loopback
+
+LOCAL = "auto"
+"""Value of ``--cluster``: a Ray on this machine only, which starts and ends with the router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySetup:
+    """The resources that a driver places.
+
+    Attributes:
+        cluster: HOST:PORT of a Ray cluster's head, or ``LOCAL``.
+        host: Where the router listens.
+        num_slots: Number of actors, each of which gets
+        num_cpus: CPUs, and
+        num_gpus: GPUs.
+    """
+
+    cluster: str
+    host: str
+    num_slots: int
+    num_cpus: int
+    num_gpus: int
+
 
 MAX_INSTANCES = 256
 MAX_CPUS = 1024

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from floodplain.cluster.pipeline.device_link import DeviceLink
-from floodplain.cluster.pipeline.link_choice import RECEIVER, choose_backend, choose_link, introduce
+from floodplain.cluster.pipeline.device_link import RECEIVER, DeviceLink, choose_backend, choose_link, introduce
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from tests.support.dying_sender import HOST, dying_sender, expect_death_in_mid_transfer
 

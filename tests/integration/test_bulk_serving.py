@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.cluster.bulk.client import BulkClient, Outcome
-from floodplain.cluster.bulk.server import MAX_PEERS, BulkGate, BulkServer
-from floodplain.cluster.bulk.stores import NotServed, ServedStore
+from floodplain.cluster.bulk.server import MAX_PEERS, BulkGate, BulkServer, NotServed, ServedStore
 from floodplain.cluster.bulk.wire import (
     MAX_REQUEST_INDICES,
     YES,

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.cluster.launch import launcher as launching
-from floodplain.cluster.launch.endings import Ending
 from floodplain.cluster.launch.launcher import MAX_FAILED_STARTS, Launcher
-from floodplain.cluster.launch.local_processes import LocalProcesses
 from floodplain.cluster.launch.parent import read_token
+from floodplain.cluster.launch.processes import Ending, LocalProcesses
 from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.core.errors import InvariantError, ServiceLost, UserError
 from floodplain.engine.config import EngineConfig
@@ -36,7 +35,7 @@ threading.Event().wait()
 FRONT = f"""
 import asyncio, os, sys
 from floodplain.cluster.launch.launcher import Launcher
-from floodplain.cluster.launch.local_processes import LocalProcesses
+from floodplain.cluster.launch.processes import LocalProcesses
 async def main():
     commands = [[sys.executable, "-c", {CHILD!r}, sys.argv[1]]] * 2
     launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)

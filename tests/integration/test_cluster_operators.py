@@ -14,8 +14,8 @@ from fastapi import FastAPI
 
 from floodplain.cli.front import key_to_send
 from floodplain.cluster.router.engine import ClusterEngine
-from floodplain.cluster.router.extension import extend_with
 from floodplain.cluster.router.router import Router
+from floodplain.cluster.router.routes import extend_with
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.web.origin import OwnNames

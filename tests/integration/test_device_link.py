@@ -9,11 +9,12 @@ from typing import cast
 import pytest
 import torch
 
-from floodplain.cluster.pipeline.device_link import DeviceLink, Link
-from floodplain.cluster.pipeline.link_choice import (
+from floodplain.cluster.pipeline.device_link import (
     RECEIVER,
     SENDER,
+    DeviceLink,
     EndFacts,
+    Link,
     choose_backend,
     choose_link,
     introduce,

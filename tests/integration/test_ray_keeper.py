@@ -16,7 +16,7 @@ from floodplain.cluster.launch import ray_processes
 from floodplain.cluster.launch.launcher import Ending
 from floodplain.cluster.launch.ray_actor import MOST_LINES, Keeper, Order
 from floodplain.cluster.launch.ray_processes import RayProcesses
-from floodplain.cluster.launch.ray_setup import RaySetup
+from floodplain.cluster.settings import RaySetup
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S
 

@@ -17,8 +17,7 @@ import pytest
 from floodplain.cluster.groups.controller import STEP_TIMEOUT_S
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import Membership
-from floodplain.cluster.instance.dialer import Dialer, Member
-from floodplain.cluster.instance.instance import Replica
+from floodplain.cluster.instance.instance import Dialer, Member, Replica
 from floodplain.cluster.instance.stage_member import open_stage
 from floodplain.cluster.router import router as fronts
 from floodplain.cluster.router.router import Router

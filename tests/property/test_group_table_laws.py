@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from floodplain.cluster.groups.progress import Change, Fetches, Group, Outcome
-from floodplain.cluster.groups.table import GroupTable
+from floodplain.cluster.groups.table import Change, Fetches, Group, GroupTable, Outcome
 from floodplain.cluster.wire.group_steps import STEPS, Answer, OrderKind
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupState

@@ -13,8 +13,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from floodplain.cluster.pipeline.device_link import Link
-from floodplain.cluster.pipeline.link_choice import SENDER, Choose, choose_link, introduce
+from floodplain.cluster.pipeline.device_link import SENDER, Choose, Link, choose_link, introduce
 from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_link import StageLink, accept_link, dial_link

@@ -37,13 +37,13 @@ floodplain.memory.host.layer_line floodplain.model.attention.cpu floodplain.mode
 floodplain.model.weights.dummy
 """
 _INSTANCE = f"""
-{_WEB} {_ENGINE} floodplain.cli.instance floodplain.cluster.instance.dialer floodplain.cluster.groups.droppable
+{_WEB} {_ENGINE} floodplain.cli.instance floodplain.cluster.instance.instance floodplain.cluster.groups.droppable
 floodplain.cluster.instance.instance floodplain.cluster.migration.movable floodplain.cluster.launch.parent
 floodplain.cluster.instance.stage_member
 """
 _SERVE = f"""
-{_INSTANCE} floodplain.cli.serve floodplain.cluster.router.engine floodplain.cluster.router.extension
-floodplain.cluster.launch.local_processes floodplain.cluster.router.webhook floodplain.server.run
+{_INSTANCE} floodplain.cli.serve floodplain.cluster.router.engine floodplain.cluster.router.routes
+floodplain.cluster.launch.processes floodplain.cluster.router.webhook floodplain.server.run
 """
 _LOADED = {
     "serve": _SERVE,

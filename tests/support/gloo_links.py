@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from floodplain.cluster.pipeline import link_choice
-from floodplain.cluster.pipeline.device_link import Link, PairGroup
-from floodplain.cluster.pipeline.link_choice import RECEIVER, SENDER, EndFacts, choose_link, introduce
+from floodplain.cluster.pipeline import device_link
+from floodplain.cluster.pipeline.device_link import RECEIVER, SENDER, EndFacts, Link, PairGroup, choose_link, introduce
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_link import StageLink
 from tests.support.dying_sender import HOST
@@ -37,7 +36,7 @@ def link_by_gloo(
 ) -> tuple[Link, Link]:
     """Return device links over both ends of a link."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
-        patch.setattr(link_choice, "PairGroup", group_class)
+        patch.setattr(device_link, "PairGroup", group_class)
         choose = partial(choose_link, limits=limits, device=CPU, host=HOST, choose=choose_gloo)
         for end in (sender, receiver):
             introduce(end, CPU)

@@ -15,8 +15,7 @@ from floodplain.cluster.groups import pipeline as group_pipeline
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.droppable import open_droppable
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.instance.dialer import Dialer
-from floodplain.cluster.instance.instance import Replica
+from floodplain.cluster.instance.instance import Dialer, Replica
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule

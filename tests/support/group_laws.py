@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from floodplain.cluster.groups.progress import Change, Group
-from floodplain.cluster.groups.table import GroupTable
+from floodplain.cluster.groups.table import Change, Group, GroupTable
 from floodplain.cluster.wire.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
 from floodplain.core.groups import GroupState
 from tests.support.group_process import LAYERS, Process, Said

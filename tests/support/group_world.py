@@ -8,7 +8,7 @@ from itertools import pairwise
 from random import Random
 
 from floodplain.cluster.groups.plan import plan_merge
-from floodplain.cluster.groups.progress import Change, Group
+from floodplain.cluster.groups.table import Change, Group
 from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState

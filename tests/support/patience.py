@@ -14,7 +14,7 @@ from tests.support.waiting import HANG_S
 
 LIMITS_S = {
     "floodplain.cluster.bulk.server.HELLO_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.instance.dialer.WELCOME_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.instance.instance.WELCOME_TIMEOUT_S": HANG_S,
     "floodplain.cluster.router.door.HELLO_TIMEOUT_S": HANG_S,
     "floodplain.cluster.groups.controller.PREPARE_TIMEOUT_S": HANG_S,
     "floodplain.cluster.instance.session.ROUTER_SILENCE_S": HANG_S,

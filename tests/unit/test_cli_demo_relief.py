@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cli.main import main
-from floodplain.cluster.router.extension import InstanceRow, Listing
-from floodplain.cluster.router.group_routes import GroupRow, Groups
+from floodplain.cluster.router.routes import GroupRow, Groups, InstanceRow, Listing
 from floodplain.core.groups import GroupState
 from floodplain.demo.relief import PHASES, describe_drop, is_at_end, runs_of, summarise
 from floodplain.demo.relief_load import FULL_RELIEF, QUICK_RELIEF, Crowd, relief_requests, serve_words

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.instance.dialer import FIRST_DELAY_S, MOST_DELAY_S, Dialer
+from floodplain.cluster.instance.instance import FIRST_DELAY_S, MOST_DELAY_S, Dialer
 
 
 class Member:

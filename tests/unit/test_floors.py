@@ -174,7 +174,7 @@ TELLS_KINDS_APART = {
     "engine/config.py": "links are emulated on CPUs alone",
     "engine/early_checks.py": "choosing a backend takes torch, and this comes before",
     "cluster/engine_flags.py": "each of several instances has a GPU of its own",
-    "cluster/pipeline/link_choice.py": "NCCL connects GPUs alone",
+    "cluster/pipeline/device_link.py": "NCCL connects GPUs alone",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
 }
 

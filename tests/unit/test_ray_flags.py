@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from floodplain.cli.serve import open_processes
-from floodplain.cluster.launch.local_processes import LocalProcesses
+from floodplain.cluster.launch.processes import LocalProcesses
 from floodplain.cluster.launch.ray_processes import RayProcesses, check_ray
-from floodplain.cluster.launch.ray_setup import RaySetup
-from floodplain.cluster.settings import ClusterConfig
+from floodplain.cluster.settings import ClusterConfig, RaySetup
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 

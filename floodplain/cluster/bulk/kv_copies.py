@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
-from floodplain.cluster.bulk.stores import NotServed
+from floodplain.cluster.bulk.server import NotServed
 from floodplain.core.errors import PeerLost
 from floodplain.core.kv_sources import find_slot
 from floodplain.memory.digest import compute_digests, compute_weights

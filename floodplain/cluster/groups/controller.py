@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from floodplain.cluster.groups.plan import GroupPlan, Traveller, plan_merge, rows_with_blocks
-from floodplain.cluster.groups.progress import Change, Group
-from floodplain.cluster.groups.table import GroupTable, find_max_model_len
+from floodplain.cluster.groups.table import Change, Group, GroupTable, find_max_model_len
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
 from floodplain.cluster.wire.group_messages import (

@@ -1,13 +1,13 @@
-"""An instance with a whole model: its engine computes requests of the router, and has no clients of its own.
-
-Its role in a session, and what it shares with other instances, make it one that can drop layers or move requests.
-"""
+"""An instance's end: it connects to the router repeatedly, and serves one session for each connection."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import platform
+import signal
 import socket
 from collections.abc import Callable
 from typing import Protocol
@@ -15,8 +15,140 @@ from typing import Protocol
 from floodplain import __version__
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Hello, InstanceFacts, Welcome
+from floodplain.cluster.wire.messages import Denied, Hello, InstanceFacts, Welcome, pack, read_router_message
+from floodplain.core.codec import WireError
+from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
+
+logger = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 10.0
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
+REST_S = 5.0
+"""If the engine has not come to rest after this time, a warning is logged."""
+
+
+class Member(Protocol):
+    """What a ``Dialer`` serves: a whole engine, or one stage of a pipeline."""
+
+    async def start(self) -> None:
+        """Start, before the first session."""
+        ...
+
+    async def close(self) -> None:
+        """Close, after the last session."""
+        ...
+
+    async def rest(self) -> None:
+        """Return when no work of an earlier session is running."""
+        ...
+
+    def hello(self, token: str) -> Hello:
+        """The ``Hello`` of this instance."""
+        ...
+
+    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
+        """Serve one session; nothing of it is left on return.
+
+        Raises:
+            WireError: The router breaks the protocol.
+            BaseException: The process must end.
+        """
+        ...
+
+
+class Dialer:
+    """Connects a member to its router.
+
+    Args:
+        member: The member, not yet started; ``run`` closes it.
+        host: The router's host, and
+        port: its port.
+        token: The token that the router admits.
+        drain_timeout_s: How long requests may run once the process is to stop.
+    """
+
+    def __init__(self, member: Member, host: str, port: int, token: str, drain_timeout_s: float) -> None:
+        self._member = member
+        self._address = host, port
+        self._token = token
+        self._drain_timeout_s = drain_timeout_s
+        self._is_stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve the router, connection after connection, until SIGTERM or SIGINT.
+
+        Raises:
+            UserError: The router refuses the member.
+            BaseException: The failure that ended the member.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._is_stopping.set)
+        await self._member.start()
+        try:
+            await self._dial()
+        finally:
+            await self._member.close()
+
+    async def _dial(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while not self._is_stopping.is_set():
+            await self._until_at_rest()
+            try:
+                reader, writer = await asyncio.open_connection(*self._address)
+            except OSError:
+                logger.info("no front listens at %s:%d; asking again", *self._address)
+            else:
+                if await self._serve(FrameLink(reader, writer)):
+                    delay_s = FIRST_DELAY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), delay_s)
+            delay_s = min(MOST_DELAY_S, 2 * delay_s)
+
+    async def _until_at_rest(self) -> None:
+        """Wait until the last session's work has ended: a stuck engine would accept requests and never compute them."""
+        resting = asyncio.ensure_future(self._member.rest())
+        stopping = asyncio.ensure_future(self._is_stopping.wait())
+        done, _ = await asyncio.wait((resting, stopping), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            logger.warning("the engine has not ended its step for %g s: this instance joins when it has", REST_S)
+            await asyncio.wait((resting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for waiter in (resting, stopping):
+            waiter.cancel()
+        if resting.done() and not resting.cancelled():
+            resting.result()  # raises if the engine failed
+
+    async def _serve(self, link: FrameLink) -> bool:
+        """Serve one session, until the connection or this process ends. False: no welcome, or a protocol error."""
+        try:
+            link.send(pack(self._member.hello(self._token)))
+            welcome = await _read_welcome(link)
+            if welcome is None:
+                return False
+            logger.info("joined the front, under epoch %d", welcome.epoch)
+            await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
+        except WireError as error:
+            logger.warning("the front is hung up on: %s", error)
+            return False
+        finally:
+            await link.close()
+        return True
+
+
+async def _read_welcome(link: FrameLink) -> Welcome | None:
+    try:
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            frame = await link.read()
+    except TimeoutError:
+        return None
+    if frame is None:
+        return None
+    message = read_router_message(frame[0])
+    if isinstance(message, Denied):
+        raise UserError(message.reason)
+    if not isinstance(message, Welcome):
+        raise WireError("it does not welcome")
+    return message
 
 
 class Shared(Protocol):

@@ -1,7 +1,7 @@
 """Instance processes of the router: it starts them, restarts them when they end, and leaves none behind.
 
 A slot is the place of one process. The launcher decides when the process starts, restarts, or is killed;
-``Processes`` does it: on this machine (``local_processes.py``), or on those of a Ray cluster (``ray_processes.py``).
+``Processes`` does it: on this machine (``processes.py``), or on those of a Ray cluster (``ray_processes.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from floodplain.cluster.launch.endings import BAD_INPUT, FROM_OUTSIDE, Ending
+from floodplain.cluster.launch.processes import BAD_INPUT, FROM_OUTSIDE, Ending
 from floodplain.web.accepting import SCARCE
 
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 30.0

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.cluster.launch.child import Child
+from floodplain.cluster.launch.processes import Child
 
 MOST_LINES = 1024
 """Most log lines that are kept until the driver reads them; the oldest are dropped."""

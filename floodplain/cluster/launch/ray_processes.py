@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from floodplain.cluster.launch.endings import Ending, LastWords
+from floodplain.cluster.launch.processes import Ending, LastWords
 from floodplain.cluster.launch.ray_driver import MOST_LINE_BYTES
-from floodplain.cluster.launch.ray_setup import RaySetup
+from floodplain.cluster.settings import RaySetup
 from floodplain.core.errors import UserError
 
 logger = logging.getLogger(__name__)

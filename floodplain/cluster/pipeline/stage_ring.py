@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from floodplain.cluster.pipeline.device_link import Link
-from floodplain.cluster.pipeline.link_choice import RECEIVER, SENDER, choose_link, describe_end, introduce
+from floodplain.cluster.pipeline.device_link import RECEIVER, SENDER, Link, choose_link, describe_end, introduce
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost

@@ -1,0 +1,364 @@
+"""HTTP routes about the cluster: the instances, groups, migrations; and how a server's application gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
+
+from floodplain.cluster.groups.controller import GroupController
+from floodplain.cluster.migration.controller import MigrationController
+from floodplain.cluster.router.engine import ClusterEngine
+from floodplain.cluster.router.metrics import ClusterMetrics
+from floodplain.cluster.router.router import Router
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.server.app import Extension
+from floodplain.server.auth import Client
+from floodplain.web.bodies import BoundedModel
+from floodplain.web.errors import ApiError
+from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.json_routes import JsonRoute
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_json, expect_own_names
+
+OWN_NAMES = "own_names"
+"""Attribute of an application's state with the host names under which it answers."""
+
+
+class OperatorRoute(JsonRoute):
+    """A route about the cluster. With API keys, any key may read, an admin's may change; else this machine may do both.
+
+    Without keys, requests of a web page open on this machine are refused by ``Host``, ``Origin`` and ``Content-Type``.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, behind the access check."""
+        handle = super().get_route_handler()
+
+        async def handle_checked(request: Request) -> Response:
+            _expect_operator(request)
+            return await handle(request)
+
+        return handle_checked
+
+
+def _expect_operator(request: Request) -> None:
+    client: Client | None = request.scope.get(CLIENT_SCOPE_KEY)
+    is_change = request.method != "GET"
+    if client is None:
+        expect_own_names(request.scope, getattr(request.app.state, OWN_NAMES, LOOPBACK_ONLY))
+        if is_change:
+            expect_json(request.scope)
+    elif is_change and not client.is_admin:
+        raise ApiError(403, "this takes the key of an admin: a line admin NAME KEY of --api-key-file", code="forbidden")
+
+
+POLL_S = 0.01
+
+
+class Members(BoundedModel):
+    """The instances: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them; the first leads."""
+
+    instances: list[str]
+
+
+class Member(BoundedModel):
+    """The group of this instance."""
+
+    instance: str
+
+
+class GroupRow(BaseModel):
+    """One group.
+
+    ``instances`` are the epochs of its members, ``names`` their names in commands.
+    ``blocks`` are those of its pool once it is settled, ``own_blocks`` those of all members' own pools; ``seconds`` is
+    the time since the current or last change was requested.
+    """
+
+    number: int
+    state: str
+    instances: list[int]
+    names: list[str]
+    layers: list[int]
+    blocks: int
+    own_blocks: int
+    requests_on_their_way: int
+    seconds: float
+
+
+class Groups(BaseModel):
+    """All groups, and counters of changes.
+
+    ``entered`` says how often a group stayed in each state so far; ``restored`` has the seconds that the last
+    restores took, by number.
+    """
+
+    groups: list[GroupRow]
+    entered: dict[str, int]
+    restored: dict[int, float]
+    changes: dict[str, int]
+    seconds: dict[str, float]
+    carried_requests: int
+    recomputed_requests: int
+
+
+def list_groups(group_controller: GroupController, now: float) -> Groups:
+    """The state of all groups now."""
+    rows = []
+    for group in group_controller.groups:
+        plan = group_controller.plan_of(group.number)
+        if plan is None:
+            continue
+        is_divided = plan.sizes is not None
+        rows.append(
+            GroupRow(
+                number=group.number,
+                state=group.state,
+                instances=list(group.epochs),
+                names=list(plan.names),
+                layers=[len(layers) for layers in plan.kept],
+                blocks=plan.count_blocks(plan.sizes.num_settled_quanta) if plan.sizes is not None else 0,
+                own_blocks=plan.num_own_blocks if is_divided else 0,
+                requests_on_their_way=len(group.fetches),
+                seconds=now - plan.begun_s,
+            )
+        )
+    return Groups(
+        groups=rows,
+        entered={state.value: group_controller.counts.num_entered[state] for state in GroupState},
+        restored=dict(group_controller.counts.restored_s),
+        changes=dict(group_controller.counts.num_changes),
+        seconds=dict(group_controller.counts.seconds),
+        carried_requests=group_controller.counts.num_carried,
+        recomputed_requests=group_controller.counts.num_recomputed,
+    )
+
+
+def group_router(router: Router) -> APIRouter:
+    """The routes, for an app."""
+    routes = APIRouter(route_class=OperatorRoute)
+
+    @routes.get("/groups")
+    async def groups() -> Groups:
+        """Groups of instances that share the layers of the model."""
+        return list_groups(_expect_groups(router), time.monotonic())
+
+    @routes.post("/v1/cluster/drop")
+    async def drop(members: Members) -> GroupRow:
+        """Let instances drop layers and serve as a pipeline. Answers once all have confirmed, or says why not."""
+        group_controller = _expect_groups(router)
+        number = group_controller.drop([find_epoch(router, name) for name in members.instances])
+        while (group := group_controller.groups.get(number)) is not None and group.state is GroupState.PREPARING:
+            await asyncio.sleep(POLL_S)
+        return _find_row(group_controller, number)
+
+    @routes.post("/v1/cluster/restore")
+    async def restore(member: Member) -> GroupRow:
+        """Let the instances of a group have all layers again. Answers at once."""
+        group_controller = _expect_groups(router)
+        group = group_controller.groups.find(find_epoch(router, member.instance))
+        if group is None:
+            raise UserError(f"instance {member.instance} is in no group: it has all layers")
+        group_controller.restore(group.number)
+        return _find_row(group_controller, group.number)
+
+    return routes
+
+
+def find_epoch(router: Router, name: str) -> int:
+    """The epoch of the instance of this name.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    digits = name.removeprefix("e")
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
+    for one in router.table.roster:
+        if (one.epoch if name.startswith("e") else one.slot) == number:
+            return one.epoch
+    slots = ", ".join(f"e{one.epoch}" if one.slot is None else str(one.slot) for one in router.table.roster)
+    raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
+
+
+def _find_row(group_controller: GroupController, number: int) -> GroupRow:
+    rows = [row for row in list_groups(group_controller, time.monotonic()).groups if row.number == number]
+    if not rows:
+        raise ApiError(
+            409, f"group {number} was not made: {group_controller.counts.problems.get(number) or 'it was cancelled'}"
+        )
+    return rows[0]
+
+
+def _expect_groups(router: Router) -> GroupController:
+    if router.group_controller is None:
+        raise UserError("instances cannot drop layers: start the front with --relief manual")
+    return router.group_controller
+
+
+class Between(BoundedModel):
+    """The source and the target instance: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them."""
+
+    source: str
+    target: str
+
+
+class MigrationRow(BaseModel):
+    """One migration under way; epochs are None once the instance's life has ended."""
+
+    number: int
+    source: int | None
+    target: int | None
+    state: str
+    copied_blocks: int
+
+
+class Migrations(BaseModel):
+    """Migrations under way, and counters: ``ended`` (by result), ``downtime_s`` and ``moved_tokens`` only grow."""
+
+    migrations: list[MigrationRow]
+    ended: dict[str, int]
+    downtime_s: float
+    moved_tokens: int
+
+
+class Begun(BaseModel):
+    """A migration has begun."""
+
+    number: int
+
+
+def list_migrations(migration_controller: MigrationController) -> Migrations:
+    """The state of all migrations now."""
+    rows = [
+        MigrationRow(
+            number=one.number, source=one.source, target=one.target, state=one.state, copied_blocks=one.num_copied
+        )
+        for one in migration_controller.migrations
+    ]
+    counts = migration_controller.counts
+    return Migrations(
+        migrations=rows,
+        ended=dict(counts.num_ended),
+        downtime_s=counts.downtime_s,
+        moved_tokens=counts.num_tokens,
+    )
+
+
+def migration_router(router: Router) -> APIRouter:
+    """The routes, for an app."""
+    routes = APIRouter(route_class=OperatorRoute)
+
+    @routes.get("/migrations")
+    async def migrations() -> Migrations:
+        """Running requests that move between instances."""
+        return list_migrations(_expect_migrations(router))
+
+    @routes.post("/v1/cluster/migrate")
+    async def migrate(between: Between) -> Begun:
+        """Begin to move the shortest request that runs on an instance to another one. Answers at once."""
+        migration_controller = _expect_migrations(router)
+        source, target = find_epoch(router, between.source), find_epoch(router, between.target)
+        return Begun(number=migration_controller.move_one(source, target))
+
+    return routes
+
+
+def _expect_migrations(router: Router) -> MigrationController:
+    if router.migration_controller is None:
+        raise UserError("requests cannot move while they run: start the front with --relief migrate")
+    return router.migration_controller
+
+
+class InstanceRow(BaseModel):
+    """One instance. Commands name it by its ``slot``, or by ``e`` and its unique ``epoch``."""
+
+    epoch: int
+    slot: int | None
+    host: str
+    pid: int
+    stage: int | None
+    state: str
+    age_s: float
+    requests: int
+    running: int
+    waiting: int
+    swapped: int
+    used_blocks: int
+    blocks: int
+    generated_tokens: int
+
+
+class Listing(BaseModel):
+    """All instances, the number of requests without one, and counters of moved requests and ended lives."""
+
+    instances: list[InstanceRow]
+    without_instance: int
+    moved_requests: int
+    ends: dict[str, int]
+
+
+def list_instances(router: Router, now: float) -> Listing:
+    """The state of all instances now."""
+    rows = []
+    for one in router.table.roster:
+        stats = router.sums.latest(one.epoch)
+        rows.append(
+            InstanceRow(
+                epoch=one.epoch,
+                slot=one.slot,
+                host=one.facts.host,
+                pid=one.facts.pid,
+                stage=None if one.stage is None else one.stage.stage,
+                state=one.state,
+                age_s=now - one.joined_s,
+                requests=len(one.tickets),
+                running=stats.num_running,
+                waiting=stats.num_waiting,
+                swapped=stats.num_swapped,
+                used_blocks=stats.num_used_blocks,
+                blocks=one.num_blocks,
+                generated_tokens=stats.num_generated_tokens,
+            )
+        )
+    return Listing(
+        instances=rows,
+        without_instance=router.table.num_homeless,
+        moved_requests=router.requests.num_moved,
+        ends=dict(router.num_ends),
+    )
+
+
+def listing_router(router: Router) -> APIRouter:
+    """The route, for an app."""
+    routes = APIRouter(route_class=OperatorRoute)
+
+    @routes.get("/instances")
+    async def instances() -> Listing:
+        """Instances behind this endpoint."""
+        return list_instances(router, time.monotonic())
+
+    return routes
+
+
+def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
+    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
+
+    Args:
+        engine: The instances.
+        names: Host names under which the server answers about them, beside those of the loopback.
+    """
+
+    def extend(app: FastAPI, registry: CollectorRegistry) -> None:
+        setattr(app.state, OWN_NAMES, names)
+        registry.register(ClusterMetrics(engine.model_name, engine.router))
+        app.include_router(listing_router(engine.router))
+        app.include_router(group_router(engine.router))
+        app.include_router(migration_router(engine.router))
+
+    return extend
