@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,49 +24,42 @@ EMPTY_DIGEST = 0
 """Digest of a slot without a whole block. If a block has it by chance, its swap-in is refused: a miss."""
 
 
-class SlotMemory(Protocol):
-    """The bytes of slots, each with room for one block.
+class Slots(ABC):
+    """Slots of one tier, each with room for one block of all layers, and the digest of each slot.
 
-    Attributes:
+    Args:
         layout: Shape of a block.
-    """
-
-    layout: KVLayout
-
-    def part(self, first: int, count: int) -> torch.Tensor:
-        """Adjacent slots as 32-bit words: [count, num_layers, layer_block_words]."""
-
-    def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
-
-
-class Slots(SlotMemory, Protocol):
-    """Slots of one tier, each with room for one block of all layers.
+        num_slots: The most slots that can ever exist, numbered from 0.
 
     Attributes:
         tier: The tier of the slots.
-        num_slots: The most slots that can ever exist, numbered from 0.
-        digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
+        digests: The digest of the block in each slot, taken where it was gathered: int64 [num_slots].
     """
 
     tier: Tier
-    num_slots: int
-    digests: np.ndarray
 
-    def digests_of(self, layers: range | None) -> np.ndarray:
-        """Digests of a range of layers (None: all), for slots written by that range: int64 [num_slots].
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+        self.layout, self.num_slots = layout, num_slots
+        self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
 
-        Each call returns the same array.
-        """
+    @abstractmethod
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """Adjacent slots as 32-bit words: [count, num_layers, layer_block_words]."""
 
-    def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
-        """Empty the digests that cover any of these layers (None: all) of these slots (int64 [n]), before a write."""
+    @abstractmethod
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
 
+    @abstractmethod
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
         """Keep memory in place while the context is open; yields which of these slots (int64 [n]) have any, bool [n].
 
         Every copy runs in this context: touching memory that is not there would crash the process.
         """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back, once no copy uses it any more. Safe to call twice."""
 
     def check(self, slots: Iterable[int]) -> None:
         """Raise unless all numbers are of slots that can exist.
@@ -74,41 +67,12 @@ class Slots(SlotMemory, Protocol):
         Raises:
             InvariantError: A number is negative, or ``num_slots`` or more.
         """
-
-    def close(self) -> None:
-        """Give the memory back, once no copy uses it any more. Safe to call twice."""
-
-
-class DigestedSlots:
-    """The digests of ``Slots``, of whole blocks and of ranges of layers. Each covers what one copy wrote.
-
-    Args:
-        layout: Shape of the cache.
-        num_slots: The most slots that can ever exist.
-    """
-
-    def __init__(self, layout: KVLayout, num_slots: int) -> None:
-        self.layout = layout
-        self.num_slots = num_slots
-        self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
-        """Digest of the whole block in each slot: int64 [num_slots]."""
-        self._parts: dict[range, np.ndarray] = {}
-
-    def digests_of(self, layers: range | None) -> np.ndarray:
-        """Digests of a range of layers (None: all), int64 [num_slots]: the same array at each call."""
-        if layers is None:
-            return self.digests
-        return self._parts.setdefault(layers, np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64))
-
-    def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
-        """Empty the digests that cover any of these layers (None: all) of these slots."""
-        self.digests[slots] = EMPTY_DIGEST
-        for part, digests in list(self._parts.items()):
-            if layers is None or (part.start < layers.stop and layers.start < part.stop):
-                digests[slots] = EMPTY_DIGEST
+        absent = [slot for slot in slots if not 0 <= slot < self.num_slots]
+        if absent:
+            raise InvariantError(f"slots {absent[:8]} of {self.num_slots}")
 
 
-class SwapSlots(DigestedSlots):
+class SwapSlots(Slots):
     """A fixed number of slots, each with room for one block of all layers.
 
     A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded.
@@ -152,7 +116,7 @@ class SwapSlots(DigestedSlots):
 
         No copy may read or write them. A system page that other slots share keeps its memory.
         """
-        self.forget_digests(np.array(slots, dtype=np.int64), None)
+        self.digests[list(slots)] = EMPTY_DIGEST
         if self._is_locked:
             return False
         block_bytes, page_bytes = self.layout.block_bytes, mmap.PAGESIZE
@@ -162,10 +126,6 @@ class SwapSlots(DigestedSlots):
             if begin < end:
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         return True
-
-    def check(self, slots: Iterable[int]) -> None:
-        """Raise ``InvariantError`` unless all numbers are of these slots."""
-        check_slots(slots, self.num_slots)
 
     def close(self) -> None:
         """Unlock the pages, once no copy uses them any more. Safe to call twice."""
@@ -180,14 +140,3 @@ def _map_private(num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise UserError(f"the system gives no {num_bytes} bytes for swap space: lower --swap-memory") from error
-
-
-def check_slots(slots: Iterable[int], num_slots: int) -> None:
-    """Raise unless all numbers are of slots: at least 0, and below ``num_slots``.
-
-    Raises:
-        InvariantError: A number is not.
-    """
-    absent = [slot for slot in slots if not 0 <= slot < num_slots]
-    if absent:
-        raise InvariantError(f"slots {absent[:8]} of {num_slots}")

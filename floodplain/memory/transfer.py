@@ -49,14 +49,11 @@ class BlockCopy:
         direction: Which way.
         blocks: Blocks of the store.
         slots: The slot of each block.
-        layers: Places in ``BlockStore.words`` of the layers that move, adjacent ones; None moves all. A block
-            is proven only if it is read by the range that it was written by.
     """
 
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
-    layers: range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +155,16 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
 
 
 def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
-    """Raise unless a copy names blocks, slots and layers that exist, each block and slot once.
+    """Raise unless a copy names blocks and slots that exist, each once.
 
     Raises:
-        InvariantError: As in ``TransferEngine.submit``; or the layers are not a range of those of ``pool``.
+        InvariantError: As in ``TransferEngine.submit``.
     """
     pool.expect_backed(copy.blocks)
     if len(copy.blocks) != len(copy.slots) or not copy.blocks:
         raise InvariantError(f"a copy of {len(copy.blocks)} blocks and {len(copy.slots)} slots")
     if len({*copy.blocks}) < len(copy.blocks) or len({*copy.slots}) < len(copy.slots):
         raise InvariantError("a block or a slot occurs twice in a copy")
-    layers, num_layers = copy.layers, len(pool.words)
-    if layers is not None and not (0 <= layers.start < layers.stop <= num_layers and layers.step == 1):
-        raise InvariantError(f"a copy of {layers} of {num_layers} layers")
     slots.check(copy.slots)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.tiers import Direction
-from floodplain.memory.block_mover import SOURCE, BlockMover, NativeMover, NumpyMover, open_mover
+from floodplain.memory.host.block_mover import SOURCE, NativeMover, NumpyMover, open_mover
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -41,7 +41,7 @@ def full_pool(layout: KVLayout, seed: int) -> Iterator[tuple[KVPool, SwapSlots]]
         pool.close()
 
 
-def native_mover(pool: KVPool, slots: SwapSlots) -> BlockMover:
+def native_mover(pool: KVPool, slots: SwapSlots) -> NativeMover:
     library = build.load_library(SOURCE, "numpy")
     if library is None:
         pytest.skip("no C++ compiler here")

@@ -14,8 +14,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.block_mover import BlockMover, NumpyMover, open_mover
 from floodplain.memory.digest import compute_digests, compute_weights
+from floodplain.memory.host.block_mover import NativeMover, NumpyMover, open_mover
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -37,7 +37,7 @@ def host_copy(layout: KVLayout, max_blocks: int) -> torch.Tensor:
     return torch.full((max_blocks, layout.layer_block_words), NOISE, dtype=torch.int32)
 
 
-def move(mover: BlockMover, direction: Direction, block: int) -> int:
+def move(mover: NativeMover | NumpyMover, direction: Direction, block: int) -> int:
     return int(mover.move(direction, np.array([block]), np.array([0]))[0])
 
 

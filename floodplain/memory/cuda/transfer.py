@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
@@ -90,19 +89,13 @@ class CudaLane:
         self._store, self._slots, self._stream = store, slots, stream
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> CudaJob:
-        """Enqueue a copy behind the work that is on the current stream now, and return at once.
-
-        Raises:
-            InvariantError: The copy names layers.
-        """
-        if copy.layers is not None:
-            raise InvariantError("staging on a GPU holds whole blocks: no copy of some layers")
+        """Enqueue a copy behind the work that is on the current stream now, and return at once."""
         slots = np.asarray(copy.slots, dtype=np.int64)
         with ExitStack() as held:
             is_there = held.enter_context(self._slots.use(slots))
             expected = self._slots.digests[slots]
             if copy.direction is Direction.OUTBOUND:
-                self._slots.forget_digests(slots, None)
+                self._slots.digests[slots] = EMPTY_DIGEST
             order, mark = self._enqueue(copy, np.flatnonzero(is_there))
             return CudaJob(transfer_id, copy, order, expected, mark, held.pop_all())
 

@@ -7,19 +7,17 @@ import time
 import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import CopyTime, Direction
-from floodplain.memory.block_mover import BlockMover, open_mover
 from floodplain.memory.copy_engine import CopyEngine, Pass
+from floodplain.memory.host.block_mover import open_mover
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.layer_range import LayersOfSlots, LayersOfStore
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import (
@@ -69,7 +67,7 @@ class HostLane:
         self._direction = direction
         self._store, self._slots = store, slots
         self._link = link
-        self._movers: dict[range | None, BlockMover] = {None: open_mover(store, slots)}
+        self._mover = open_mover(store, slots)
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> HostJob:
         """Book a copy on the modelled link, if there is one, and return at once."""
@@ -79,9 +77,7 @@ class HostLane:
     def finish(self, jobs: Sequence[HostJob]) -> Pass:
         """Do all jobs in one pass. Its time is that of the copies here, or of the modelled link if that is longer."""
         begin_s = time.perf_counter()
-        results: list[tuple[float, CopyResult]] = []
-        for layers, some in groupby(jobs, key=lambda job: job.copy.layers):
-            results += self._move(layers, list(some))
+        results = self._move(jobs)
         duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
         num_blocks = sum(result.num_bytes for _, result in results) / self._store.layout.block_bytes
         return Pass(results, CopyTime(self._slots.tier, self._direction, len(jobs), num_blocks, duration_s))
@@ -89,18 +85,17 @@ class HostLane:
     def close(self) -> None:
         """Do nothing: the lane holds nothing."""
 
-    def _move(self, layers: range | None, jobs: Sequence[HostJob]) -> list[tuple[float, CopyResult]]:
-        """Do jobs that all move the same layers."""
+    def _move(self, jobs: Sequence[HostJob]) -> list[tuple[float, CopyResult]]:
         blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
         slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
-        digests, is_outbound = self._slots.digests_of(layers), self._direction is Direction.OUTBOUND
+        digests, is_outbound = self._slots.digests, self._direction is Direction.OUTBOUND
         with self._slots.use(slots) as is_there:
             expected = digests[slots]
             if is_outbound:
-                self._slots.forget_digests(slots, layers)
+                digests[slots] = EMPTY_DIGEST
             found = np.full(len(blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
             if is_there.any():
-                found[is_there] = self._mover(layers).move(self._direction, blocks[is_there], slots[is_there])
+                found[is_there] = self._mover.move(self._direction, blocks[is_there], slots[is_there])
             if is_outbound:
                 digests[slots] = expected = found
         results, end = [], 0
@@ -109,23 +104,12 @@ class HostLane:
             results.append((job.ready_s, self._judge(job, expected[part], found[part])))
         return results
 
-    def _mover(self, layers: range | None) -> BlockMover:
-        if layers is not None and layers not in self._movers:
-            self._movers[layers] = open_mover(LayersOfStore(self._store, layers), LayersOfSlots(self._slots, layers))
-        return self._movers[layers]
-
     def _sizes(self, copy: BlockCopy) -> list[int]:
-        """Bytes of each copy over the link: adjacent slots are one copy if whole blocks move."""
-        counts = [count for _, count in find_runs(sorted(copy.slots))] if copy.layers is None else [1] * len(copy.slots)
-        return [count * self._block_bytes(copy) for count in counts]
-
-    def _block_bytes(self, copy: BlockCopy) -> int:
-        """Bytes that move of each block."""
-        layout = self._store.layout
-        return layout.block_bytes if copy.layers is None else len(copy.layers) * layout.layer_block_bytes
+        """Bytes of each copy over the link: adjacent slots are one copy."""
+        return [count * self._store.layout.block_bytes for _, count in find_runs(sorted(copy.slots))]
 
     def _judge(self, job: HostJob, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-        num_bytes = len(found) * self._block_bytes(job.copy)
+        num_bytes = len(found) * self._store.layout.block_bytes
         if job.copy.direction is Direction.INBOUND:
             return judge_inbound(job.transfer_id, num_bytes, expected, found)
         return judge_outbound(job.transfer_id, num_bytes, found)

@@ -7,7 +7,7 @@ under way there end first, and later copies find no memory, which is a miss and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,10 +17,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import Extent
-from floodplain.memory.swap_slots import DigestedSlots, check_slots
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 
 
-class PeerSlots(DigestedSlots):
+class PeerSlots(Slots):
     """``Slots`` in leased memory. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
 
     Args:
@@ -75,7 +75,7 @@ class PeerSlots(DigestedSlots):
             extent = self._extents.pop(chunk, None)
             if extent is not None:
                 self._bases[chunk] = 0
-                self.forget_digests(np.array(self.slots_of(chunk)), None)
+                self.digests[list(self.slots_of(chunk))] = EMPTY_DIGEST
                 extent.close()
 
     def part(self, first: int, count: int) -> torch.Tensor:
@@ -113,10 +113,6 @@ class PeerSlots(DigestedSlots):
             with self._changed:
                 self._num_users[used] -= 1
                 self._changed.notify_all()
-
-    def check(self, slots: Iterable[int]) -> None:
-        """Raise ``InvariantError`` unless all numbers are of these slots."""
-        check_slots(slots, self.num_slots)
 
     def close(self) -> None:
         """Remove all chunks, each once no copy uses it."""

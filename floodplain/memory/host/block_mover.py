@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from floodplain.core.tiers import Direction
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
 from floodplain.memory.native.build import load_library
-from floodplain.memory.swap_slots import SlotMemory
+from floodplain.memory.swap_slots import Slots
 from floodplain.memory.transfer import BlockStore
 
-SOURCE = Path(__file__).parent / "native" / "copy.cpp"
+SOURCE = Path(__file__).parents[1] / "native" / "copy.cpp"
 _STAGING_BYTES = 4 * 2**20
 """Staging that stays in the CPU caches is 1.5 times as fast as a large one."""
-
-
-class BlockMover(Protocol):
-    """Copies block by block."""
-
-    def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy ``blocks[i]`` to (OUTBOUND) or from (INBOUND) ``slots[i]``, both int64 [n].
-
-        Returns:
-            The digests of the blocks, int64 [n].
-        """
 
 
 class NativeMover:
@@ -42,7 +30,7 @@ class NativeMover:
         slots: The slots.
     """
 
-    def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: SlotMemory) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: Slots) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._move = library.move_blocks
         self._move.argtypes = [*[pointer] * 4, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
@@ -52,7 +40,7 @@ class NativeMover:
         self._read_addresses()
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy blocks to or from slots; returns their digests, int64 [n]."""
+        """Copy ``blocks[i]`` to (OUTBOUND) or from (INBOUND) ``slots[i]``, int64 [n]; returns digests, int64 [n]."""
         if self._words is not self._pool.words:
             self._read_addresses()
         blocks, addresses = np.ascontiguousarray(blocks, dtype=np.int64), self._slots.addresses(slots)
@@ -73,7 +61,7 @@ class NativeMover:
 class NumpyMover:
     """Moves blocks by NumPy where nothing can be compiled: gather into a small staging buffer, digest, copy."""
 
-    def __init__(self, pool: BlockStore, slots: SlotMemory) -> None:
+    def __init__(self, pool: BlockStore, slots: Slots) -> None:
         num_layers, layer_words = len(pool.words), pool.words[0].shape[1]
         self._pool, self._slots = pool, slots
         num_rows = max(1, _STAGING_BYTES // pool.layout.block_bytes)
@@ -81,7 +69,7 @@ class NumpyMover:
         self._weights = compute_weights(num_layers * layer_words)
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy blocks to or from slots; returns their digests, int64 [n]."""
+        """Copy blocks to or from slots as ``NativeMover.move``; returns digests, int64 [n]."""
         digests = np.empty(len(blocks), dtype=np.int64)
         move_some = self._move_out if direction is Direction.OUTBOUND else self._move_in
         for start in range(0, len(blocks), len(self._staging)):
@@ -106,7 +94,7 @@ class NumpyMover:
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
 
-def open_mover(pool: BlockStore, slots: SlotMemory) -> BlockMover:
+def open_mover(pool: BlockStore, slots: Slots) -> NativeMover | NumpyMover:
     """The fastest mover that this machine can run: a native one, or NumPy's where nothing can be compiled."""
     library = load_library(SOURCE, "numpy")
     return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)
