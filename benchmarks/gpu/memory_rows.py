@@ -12,8 +12,8 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.tiers import Direction
-from floodplain.memory.cuda.copies import open_pool_copies
 from floodplain.memory.cuda.device import CudaDevice
+from floodplain.memory.cuda.transfer import open_pool_copies
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
@@ -65,7 +65,7 @@ class EngineLink:
         self._run(*(self._copies[direction] for direction in directions))
 
     def close(self) -> None:
-        """See ``TransferEngine``."""
+        """See ``CopyEngine``."""
         self._engine.close()
 
     def _run(self, *copies: BlockCopy) -> None:

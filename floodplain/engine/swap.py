@@ -23,7 +23,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
-from floodplain.memory.transfer import BlockCopy, TransferEngine
+from floodplain.memory.transfer import BlockCopy, CopyEngine
 
 DEFAULT_POOL_FACTOR = 8
 """Default size in KV pools. All live requests of a 60 s burst of twice the capacity need about that; with half of it
@@ -147,7 +147,7 @@ def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> 
     return num_bytes / max(best_s)
 
 
-def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
+def _time_s(engine: CopyEngine[Any], copy: BlockCopy) -> float:
     start = time.perf_counter()
     engine.submit(0, copy)
     engine.wait()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from floodplain.lending.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.backend import Backend
-from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slot_mover import LinkPair, SlotMover
+from floodplain.memory.peer.slot_mover import SlotMover
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from floodplain.memory.arena import Device
-from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slot_mover import LinkPair, SlotMover
+from floodplain.memory.peer.slot_mover import SlotMover
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
-from floodplain.memory.transfer import BlockCopy, CopyResult, TransferEngine
+from floodplain.memory.transfer import BlockCopy, CopyEngine, CopyResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class SwapTier:
     """
 
     slots: Slots
-    engine: TransferEngine
+    engine: CopyEngine[Any]
 
 
 @dataclass(frozen=True, slots=True)

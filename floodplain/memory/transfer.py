@@ -1,14 +1,23 @@
-"""Copies of scattered blocks out of the KV pool and back: gather into staging, one large copy, scatter.
+"""Copies of blocks between a KV pool and slots, beside compute, and the engine behind them.
 
-Staging and slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one
-digest, any subset of a sequence's blocks can be swapped in alone, and blocks for adjacent slots are one copy.
+Slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one digest, any
+subset of a sequence's blocks can be swapped in alone, and blocks for adjacent slots are one copy.
+
+A *lane* copies in one direction. Its ``begin`` runs on the thread that submits; its ``finish``, which takes time, runs
+on the copy thread of its direction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +25,12 @@ import torch
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
+
+logger = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
+"""A lane's own record of a copy that has begun."""
 
 
 class BlockStore(Protocol):
@@ -81,84 +94,11 @@ class CopyResult:
         return not self.lost
 
 
-class Pacer(Protocol):
-    """A modelled link that copies wait for."""
-
-    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-        """Book copies of these sizes one after another, behind all that is booked already.
-
-        Returns:
-            When the last byte arrives, on the monotonic clock, and the seconds since the first one left.
-        """
-
-
-class TransferEngine(Protocol):
-    """Runs copies beside compute. One thread submits and polls.
-
-    Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
-    ``submit`` and its result, the blocks of an outbound copy must not be written, and those of an inbound copy and the
-    slots of either must not be touched.
-    """
-
-    @property
-    def num_in_flight(self) -> int:
-        """Copies whose result has not been taken yet."""
-
-    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """Begin a copy and return at once. An outbound copy sees what earlier steps wrote.
-
-        Raises:
-            InvariantError: A block has no memory, a slot does not exist, or one of them is named twice.
-        """
-
-    def poll(self) -> list[CopyResult]:
-        """Take the results that are there, without waiting."""
-
-    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
-
-    def take_copy_times(self) -> list[CopyTime]:
-        """How long the link was busy with the copies whose results were taken since the last call."""
-
-    def close(self) -> None:
-        """Let the copies in flight end, then stop. Their results are lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One filling of the staging buffer: a part of a copy, its slots ascending.
-
-    Attributes:
-        order: Index in ``BlockCopy.blocks`` of each row.
-        blocks: Block of each row.
-        slots: Slot of each row.
-        runs: (row, first slot, count): each is one copy over the link.
-    """
-
-    order: np.ndarray
-    blocks: np.ndarray
-    slots: np.ndarray
-    runs: tuple[tuple[int, int, int], ...]
-
-
-def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
-    """Cut a copy into fillings of a staging buffer of ``staging_blocks``, adjacent slots together."""
-    blocks, slots = np.asarray(copy.blocks, dtype=np.int64), np.asarray(copy.slots, dtype=np.int64)
-    by_slot = np.argsort(slots)
-    for start in range(0, len(slots), staging_blocks):
-        order = by_slot[start : start + staging_blocks]
-        runs, row = [], 0
-        for first, count in find_runs(slots[order]):
-            runs.append((row, first, count))
-            row += count
-        yield Batch(order, blocks[order], slots[order], tuple(runs))
-
-
 def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
     """Raise unless a copy names blocks and slots that exist, each once.
 
     Raises:
-        InvariantError: As in ``TransferEngine.submit``.
+        InvariantError: As in ``CopyEngine.submit``.
     """
     pool.expect_backed(copy.blocks)
     if len(copy.blocks) != len(copy.slots) or not copy.blocks:
@@ -168,20 +108,194 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
     slots.check(copy.slots)
 
 
-def judge_outbound(transfer_id: int, num_bytes: int, found: np.ndarray) -> CopyResult:
-    """Result of an outbound copy: a block whose slot had no memory has ``EMPTY_DIGEST``, and is lost."""
-    lost = _places(found == EMPTY_DIGEST)
-    return CopyResult(transfer_id, lost, num_bytes, tuple(found.tolist()), "a slot went away" if lost else None)
+def judge_copy(
+    transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
+) -> CopyResult:
+    """Result of a copy: an outbound block is lost if its slot had no memory, so that its digest is ``EMPTY_DIGEST``.
 
-
-def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-    """Result of an inbound copy: a block is lost if its slot was empty, or its digest is not the stored one."""
-    is_empty = expected == EMPTY_DIGEST
-    lost, problem = _places(is_empty | (expected != found)), None
-    if lost:
+    An inbound block is lost if its slot was empty, or its digest is not the stored one, ``expected``.
+    """
+    is_outbound = direction is Direction.OUTBOUND
+    is_empty = (found if is_outbound else expected) == EMPTY_DIGEST
+    lost = tuple(np.flatnonzero(is_empty if is_outbound else is_empty | (expected != found)).tolist())
+    problem = None
+    if lost and is_outbound:
+        problem = "a slot went away"
+    elif lost:
         problem = "a slot holds no whole block" if is_empty.any() else f"{len(lost)} blocks have another digest"
     return CopyResult(transfer_id, lost, num_bytes, tuple(found.tolist()), problem)
 
 
-def _places(is_lost: np.ndarray) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(is_lost).tolist())
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Copies that a lane did together.
+
+    Attributes:
+        results: (time, result) of each copy; the result may be reported from then on, by the monotonic clock.
+        time: How long the link was busy; None if nothing went over it.
+    """
+
+    results: list[tuple[float, CopyResult]]
+    time: CopyTime | None
+
+
+class Lane(Protocol[Job]):
+    """Copies of one direction, one after another.
+
+    Attributes:
+        most_jobs: Copies in one pass, at most.
+    """
+
+    most_jobs: float
+
+    def begin(self, transfer_id: int, copy: BlockCopy) -> Job:
+        """Prepare a copy and return at once; called by the thread that submits."""
+
+    def finish(self, jobs: Sequence[Job]) -> Pass:
+        """Do these copies, or wait for their ends; called by the copy thread. An exception fails the engine."""
+
+    def close(self) -> None:
+        """Free what the lane holds. No copy is under way."""
+
+
+class CopyEngine(Generic[Job]):
+    """Runs copies beside compute, with a queue, a thread and a lane for each direction. One thread submits and polls.
+
+    Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
+    ``submit`` and its result, the blocks of an outbound copy must not be written, and those of an inbound copy and the
+    slots of either must not be touched.
+
+    Args:
+        store: The blocks that are copied.
+        slots: The slots that they are copied to and from.
+        open_lane: Makes the lane of a direction.
+    """
+
+    def __init__(self, store: BlockStore, slots: Slots, open_lane: Callable[[Direction], Lane[Job]]) -> None:
+        self._store, self._slots = store, slots
+        self._open_lane = open_lane
+        self._lanes: dict[Direction, Lane[Job]] = {}
+        self._jobs: dict[Direction, SimpleQueue[Job | None]] = {d: SimpleQueue() for d in Direction}
+        self._ended: SimpleQueue[Pass | BaseException] = SimpleQueue()
+        self._arriving: list[tuple[float, CopyResult]] = []
+        self._times: list[CopyTime] = []
+        self._num_in_flight = 0
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=(direction,), name=f"copy-{direction.value}", daemon=True)
+            for direction in Direction
+        ]
+
+    def start(self) -> Self:
+        """Open the lanes and start the copy threads; returns the engine."""
+        self._lanes = {direction: self._open_lane(direction) for direction in Direction}
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def close(self) -> None:
+        """Finish the copies in flight, then stop the threads and close the lanes. A second call does nothing."""
+        for jobs in self._jobs.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        while not self._ended.empty():
+            if isinstance(ended := self._ended.get(), BaseException):
+                logger.error("a copy thread had ended with an error", exc_info=ended)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies whose result has not been taken yet."""
+        return self._num_in_flight
+
+    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
+        """Begin a copy and return at once. An outbound copy sees what earlier steps wrote.
+
+        Raises:
+            InvariantError: A block has no memory, a slot does not exist, or one of them is named twice.
+        """
+        self._expect_alive()
+        check_copy(copy, self._store, self._slots)
+        self._jobs[copy.direction].put(self._lanes[copy.direction].begin(transfer_id, copy))
+        self._num_in_flight += 1
+
+    def poll(self) -> list[CopyResult]:
+        """Take the results that are there, without waiting."""
+        return self.wait(timeout_s=0)
+
+    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
+        """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0)
+        while not (results := self._take_arrived()) and self._num_in_flight and time.monotonic() < end_s:
+            self._collect(min(end_s, *(ready_s for ready_s, _ in self._arriving), math.inf) - time.monotonic())
+        return results
+
+    def take_copy_times(self) -> list[CopyTime]:
+        """How long the link was busy with the copies collected since the last call."""
+        times, self._times = self._times, []
+        return times
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _collect(self, timeout_s: float) -> None:
+        """Collect ended copies, waiting up to ``timeout_s`` for the first; sleep so long if all are collected."""
+        self._expect_alive()
+        if self._num_in_flight == len(self._arriving):
+            if self._arriving and timeout_s > 0:
+                time.sleep(timeout_s)
+            return
+        with suppress(Empty):
+            ended = self._ended.get(timeout=None if timeout_s == math.inf else max(0.0, timeout_s))
+            while True:
+                if isinstance(ended, BaseException):
+                    self._failure = ended
+                    break
+                self._arriving += ended.results
+                self._times += [] if ended.time is None else [ended.time]
+                ended = self._ended.get_nowait()
+        self._expect_alive()
+
+    def _expect_alive(self) -> None:
+        """Raise if a copy thread has failed: no copy is proven any more, so every caller must fail.
+
+        Raises:
+            InvariantError: A lane raised; its exception is the cause.
+        """
+        if self._failure is not None:
+            raise InvariantError(f"a copy thread ended with {self._failure!r}") from self._failure
+
+    def _take_arrived(self) -> list[CopyResult]:
+        now = time.monotonic()
+        arrived = [result for ready_s, result in self._arriving if ready_s <= now]
+        if arrived:
+            self._arriving = [one for one in self._arriving if one[0] > now]
+            self._num_in_flight -= len(arrived)
+        return arrived
+
+    def _run(self, direction: Direction) -> None:
+        """Body of a copy thread. A lane's exception is raised to the caller of the engine, and ends the process there.
+
+        The thread continues after that: lanes release memory as copies end, and a thread that must return that memory
+        must not wait for ever.
+        """
+        lane = self._lanes[direction]
+        while jobs := self._take_jobs(direction, lane.most_jobs):
+            try:
+                self._ended.put(lane.finish(jobs))
+            except BaseException as error:
+                self._ended.put(error)
+
+    def _take_jobs(self, direction: Direction, most: float) -> list[Job]:
+        """Wait for a job; return it with the jobs behind it, at most ``most``. Empty when the engine closes."""
+        queue, jobs = self._jobs[direction], []
+        while (job := queue.get()) is not None:
+            jobs.append(job)
+            if len(jobs) >= most or queue.empty():
+                return jobs
+        if jobs:
+            queue.put(None)  # finish these first
+        return jobs

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from floodplain.core.tiers import Direction
+from floodplain.memory.cuda.transfer import Batch
 from floodplain.memory.cuda.wires import Wire
 from floodplain.memory.digest import compute_digests, compute_weights
-from floodplain.memory.transfer import Batch, BlockStore
+from floodplain.memory.transfer import BlockStore
 from tests.support.waiting import HANG_S
 
 
 class FakeStream:
-    """See ``Stream``. Its work runs when a caller waits for it, once ``gate`` is open.
+    """A ``CudaStream``. Its work runs when a caller waits for it, once ``gate`` is open.
 
     Attributes:
         gate: Open at first.
@@ -72,7 +73,7 @@ class FakeStream:
 
 
 class FakeMark:
-    """See ``Mark``."""
+    """A ``CudaMark``."""
 
     def __init__(self, stream: FakeStream, batches: Sequence[Batch]) -> None:
         self._stream, self._batches = stream, batches

@@ -18,11 +18,11 @@ from floodplain.core.errors import UserError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Location, Tier
 from floodplain.memory.cuda.context import measure_context_bytes
-from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
 from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.transfer import CudaSlotMover, open_pool_copies
 from floodplain.memory.cuda.wires import PeerWire
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout

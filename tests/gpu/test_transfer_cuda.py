@@ -10,9 +10,8 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
-from floodplain.memory.cuda.copies import open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
-from floodplain.memory.cuda.transfer import CudaTransferEngine
+from floodplain.memory.cuda.transfer import CudaTransferEngine, open_pool_copies
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool

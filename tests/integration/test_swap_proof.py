@@ -31,7 +31,7 @@ from floodplain.memory.digest import SEED
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapTier
-from floodplain.memory.transfer import BlockCopy, TransferEngine
+from floodplain.memory.transfer import BlockCopy, CopyEngine
 from tests.support.calm import MODEL, run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
@@ -68,7 +68,7 @@ class DamagingTransferEngine(FaultyTransferEngine):
         is_on: Whether to damage.
     """
 
-    def __init__(self, engine: TransferEngine, damage: Callable[[int], None], is_on: Callable[[], bool]) -> None:
+    def __init__(self, engine: CopyEngine[Any], damage: Callable[[int], None], is_on: Callable[[], bool]) -> None:
         super().__init__(engine, failing=range(0, 1_000_000, 5))
         self._damage, self._is_on, self._num_inbound = damage, is_on, 0
 

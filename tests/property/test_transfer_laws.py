@@ -16,6 +16,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
 from floodplain.cost.link import LinkCurve, LinkProfile
+from floodplain.memory.cuda.transfer import split_into_batches
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.host.emulated_link import EmulatedLink
@@ -23,7 +24,7 @@ from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_ban
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, split_into_batches
+from floodplain.memory.transfer import BlockCopy
 from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
 

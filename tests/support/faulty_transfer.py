@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from floodplain.core.tiers import CopyTime
-from floodplain.memory.transfer import BlockCopy, CopyResult, TransferEngine
+from floodplain.memory.transfer import BlockCopy, CopyEngine, CopyResult
 
 
 class FaultyTransferEngine:
@@ -17,7 +18,7 @@ class FaultyTransferEngine:
         failing: Numbers of the failing copies.
     """
 
-    def __init__(self, engine: TransferEngine, failing: Sequence[int]) -> None:
+    def __init__(self, engine: CopyEngine[Any], failing: Sequence[int]) -> None:
         self._engine = engine
         self._failing = frozenset(failing)
         self._num_submitted = 0
@@ -55,7 +56,7 @@ class HeldTransferEngine:
         engine: Does the copies.
     """
 
-    def __init__(self, engine: TransferEngine) -> None:
+    def __init__(self, engine: CopyEngine[Any]) -> None:
         self._engine = engine
         self._is_released = threading.Event()
 

@@ -19,7 +19,7 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, check_copy
 
 
 class LateTransferEngine:
-    """See ``TransferEngine``. Targets of a copy are overwritten with garbage at once: they must not be read any more.
+    """See ``CopyEngine``. Targets of a copy are overwritten with garbage at once: they must not be read any more.
 
     Args:
         pool: Its blocks are copied.
@@ -71,13 +71,13 @@ class LateTransferEngine:
         return ended
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
-        """See ``TransferEngine``. Time passes by polls, so this does not wait."""
+        """See ``CopyEngine``. Time passes by polls, so this does not wait."""
         if not self._ended and (directions := self._busy()):
             self._end_by_dice(self._dice.choice(directions))
         return self.poll()
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See ``TransferEngine``. Where time passes by polls, copies have no times."""
+        """See ``CopyEngine``. Where time passes by polls, copies have no times."""
         return []
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,10 @@ from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.memory import HostPeerMemory
-from floodplain.memory.peer.slot_mover import HostSlotMover, SlotMover, SlotStore
+from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, TransferEngine
+from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, CopyResult
 from tests.fakes.cuda_driver import FakeDriver, Gpu
 from tests.fakes.cuda_stream import FakeStream
 from tests.support.host_devices import open_device
@@ -47,7 +48,7 @@ class PeerWorld:
     """Chunks of the neighbour's memory are added and removed by the test."""
 
     memory: HostPeerMemory | CudaPeerMemory
-    engine: TransferEngine
+    engine: CopyEngine[Any]
     mover: SlotMover
 
     def __init__(self, own: HostDevice) -> None:
@@ -145,7 +146,8 @@ def host_world(folder: Path) -> Iterator[PeerWorld]:
         there = PeerWorld(own)
         there.memory = HostPeerMemory(folder)
         there.engine = HostTransferEngine(there.pool, there.peer).start()
-        there.mover = HostSlotMover(there.host, there.peer).start()
+        copies = HostTransferEngine(SlotStore(there.host), there.peer)
+        there.mover = SlotMover(there.host, there.peer, copies).start()
         yield there
         there.close()
         assert neighbour.num_free_pages() == neighbour.capacity_pages

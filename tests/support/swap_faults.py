@@ -13,6 +13,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
+from floodplain.core.tiers import Direction
 from floodplain.core.transfers import InFlight, TransferLedger
 from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.swap_space import SwapSpace
@@ -79,10 +80,12 @@ def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests are computed but not compared."""
 
-    def trust(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+    def trust(
+        transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
+    ) -> CopyResult:
         return CopyResult(transfer_id, (), num_bytes, tuple(found.tolist()))
 
-    monkeypatch.setattr(host_transfer, "judge_inbound", trust)
+    monkeypatch.setattr(host_transfer, "judge_copy", trust)
 
 
 def mixes_up_slots(monkeypatch: pytest.MonkeyPatch) -> None:

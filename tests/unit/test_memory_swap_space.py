@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
-from floodplain.memory.transfer import TransferEngine
+from floodplain.memory.transfer import CopyEngine
 from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.waiting import HANG_S
@@ -50,7 +51,7 @@ class Bench:
     def engine(self, tier: Tier, link: EmulatedLink | None = None) -> HostTransferEngine:
         return HostTransferEngine(self.pool, self.slots[tier], link=link).start()
 
-    def space(self, **engines: TransferEngine) -> SwapSpace:
+    def space(self, **engines: CopyEngine[Any]) -> SwapSpace:
         """Swap space over both tiers; ``host`` and ``peer`` replace their engines."""
         return SwapSpace({tier: SwapTier(self.slots[tier], engines.get(tier.value) or self.engine(tier))
                           for tier in (PEER, HOST)})  # fmt: skip

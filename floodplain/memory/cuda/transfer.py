@@ -1,56 +1,138 @@
 """Copies on a GPU: ``submit`` enqueues them on the stream of their direction, and the copy thread waits for them.
 
+All work of a direction is on its stream in order: gather into staging, copy, next gather. So staging is never refilled
+before its copy has read it, and submitting work waits for nothing.
+
 Memory of a copy's slots is kept in place from ``submit`` to the end of the copy, and released by the copy thread:
 memory that must be returned now waits for the copies that are under way there, and never for the step loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+import torch
 
 from floodplain.core.tiers import CopyTime, Direction
-from floodplain.memory.copy_engine import CopyEngine, Pass
-from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
-from floodplain.memory.transfer import (
-    Batch,
-    BlockCopy,
-    BlockStore,
-    CopyResult,
-    judge_inbound,
-    judge_outbound,
-    split_into_batches,
-)
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.wires import End, PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
+from floodplain.memory.digest import SEED
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
+from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.runs import find_runs
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
+from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, Pass, judge_copy
 
 
-class Mark(Protocol):
-    """The end of copies that were enqueued on a stream."""
-
-    def wait(self) -> tuple[np.ndarray, float]:
-        """Wait for the end, on any thread; returns digests, int64 [n] in the order of the rows, and seconds taken."""
-
-
-class Stream(Protocol):
-    """Copies of one direction, one after another, beside everything else: a ``CudaStream``.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One filling of the staging buffer: a part of a copy, its slots ascending.
 
     Attributes:
-        staging_blocks: Most blocks of a batch.
+        order: Index in ``BlockCopy.blocks`` of each row.
+        blocks: Block of each row.
+        slots: Slot of each row.
+        runs: (row, first slot, count): each is one copy over the link.
     """
 
-    staging_blocks: int
+    order: np.ndarray
+    blocks: np.ndarray
+    slots: np.ndarray
+    runs: tuple[tuple[int, int, int], ...]
 
-    def run(self, batches: Sequence[Batch]) -> Mark:
-        """Begin to copy, and return at once."""
+
+def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
+    """Cut a copy into fillings of a staging buffer of ``staging_blocks``, adjacent slots together."""
+    blocks, slots = np.asarray(copy.blocks, dtype=np.int64), np.asarray(copy.slots, dtype=np.int64)
+    by_slot = np.argsort(slots)
+    for start in range(0, len(slots), staging_blocks):
+        order = by_slot[start : start + staging_blocks]
+        runs, row = [], 0
+        for first, count in find_runs(slots[order]):
+            runs.append((row, first, count))
+            row += count
+        yield Batch(order, blocks[order], slots[order], tuple(runs))
+
+
+class CudaMark:
+    """The end of copies that were enqueued on a CUDA stream.
+
+    Args:
+        begin: Event before the copies on their stream, behind earlier work there.
+        end: Event after the copies; a thread that waits for it sleeps.
+        digests: Page-locked int64 [n]; valid after ``end``.
+    """
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event, digests: torch.Tensor) -> None:
+        self._begin, self._end, self._digests = begin, end, digests
+
+    def wait(self) -> tuple[np.ndarray, float]:
+        """Wait for the copies, without Python's lock; returns their digests and the seconds they took."""
+        self._end.synchronize()
+        return self._digests.numpy(), self._begin.elapsed_time(self._end) / 1e3
+
+
+class CudaStream:
+    """Copies of one direction on a CUDA stream, one after another, beside everything else.
+
+    Args:
+        direction: Direction of all its copies.
+        device: The GPU that computes, and whose copy engine copies.
+        layout: Shape of the blocks.
+        end: Where the blocks are.
+        wire: Copies between staging and the slots.
+        staging_blocks: Blocks that are gathered at a time.
+    """
+
+    def __init__(
+        self, direction: Direction, device: torch.device, layout: KVLayout, end: End, wire: Wire, staging_blocks: int
+    ) -> None:
+        self.staging_blocks = staging_blocks
+        self._direction, self._device = direction, device
+        self._end, self._wire = end, wire
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        shape = (staging_blocks, layout.num_layers, layout.layer_block_words)
+        self._staging = torch.empty(shape, dtype=torch.int32, device=device)
+
+    def run(self, batches: Sequence[Batch]) -> CudaMark:
+        """Begin to copy behind the work that is on the current stream now, and return at once."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        num_blocks = sum(len(batch.order) for batch in batches)
+        digests = torch.empty(num_blocks, dtype=torch.int64, pin_memory=True)
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            begin.record(self._stream)
+            found = torch.full((num_blocks,), SEED, dtype=torch.int64, device=self._device)
+            row = 0
+            for batch in batches:
+                self._enqueue(batch, found[row : row + len(batch.order)])
+                row += len(batch.order)
+            digests.copy_(found, non_blocking=True)
+            end.record(self._stream)
+        return CudaMark(begin, end, digests)
 
     def drain(self) -> None:
         """Wait for all copies that were begun."""
+        self._stream.synchronize()
 
     def close(self) -> None:
         """Wait for all copies that were begun, and free staging."""
+        self.drain()
+        self._staging = torch.empty(0)
+
+    def _enqueue(self, batch: Batch, digests: torch.Tensor) -> None:
+        """Enqueue the copies of one batch on the current stream."""
+        if self._direction is Direction.OUTBOUND:
+            self._end.copy(self._direction, batch.blocks, self._staging, digests)
+        for row, slot, count in batch.runs:
+            self._wire.copy(self._direction, self._staging[row : row + count], slot)
+        if self._direction is Direction.INBOUND:
+            self._end.copy(self._direction, batch.blocks, self._staging, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +152,7 @@ class CudaJob:
     copy: BlockCopy
     order: np.ndarray
     expected: np.ndarray
-    mark: Mark | None
+    mark: CudaMark | None
     held: ExitStack
 
 
@@ -80,12 +162,12 @@ class CudaLane:
     Args:
         store: Its blocks are copied.
         slots: The slots that they are copied to and from.
-        stream: Stream of the lane's direction.
+        stream: CudaStream of the lane's direction.
     """
 
     most_jobs: float = 1
 
-    def __init__(self, store: BlockStore, slots: Slots, stream: Stream) -> None:
+    def __init__(self, store: BlockStore, slots: Slots, stream: CudaStream) -> None:
         self._store, self._slots, self._stream = store, slots, stream
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> CudaJob:
@@ -109,7 +191,7 @@ class CudaLane:
         """Wait for all copies, and free staging."""
         self._stream.close()
 
-    def _enqueue(self, copy: BlockCopy, there: np.ndarray) -> tuple[np.ndarray, Mark | None]:
+    def _enqueue(self, copy: BlockCopy, there: np.ndarray) -> tuple[np.ndarray, CudaMark | None]:
         """Enqueue the blocks at these places of the copy; returns their order on the stream, and the end."""
         if not len(there):
             return there, None
@@ -132,17 +214,13 @@ class CudaLane:
             time = CopyTime(self._slots.tier, copy.direction, 1, len(job.order), duration_s)
         if copy.direction is Direction.OUTBOUND:
             self._slots.digests[list(copy.slots)] = found
-        return Pass([(0.0, self._judge(job, found))], time)
-
-    def _judge(self, job: CudaJob, found: np.ndarray) -> CopyResult:
         num_bytes = len(found) * self._store.layout.block_bytes
-        if job.copy.direction is Direction.INBOUND:
-            return judge_inbound(job.transfer_id, num_bytes, job.expected, found)
-        return judge_outbound(job.transfer_id, num_bytes, found)
+        result = judge_copy(job.transfer_id, copy.direction, num_bytes, job.expected, found)
+        return Pass([(0.0, result)], time)
 
 
 class CudaTransferEngine(CopyEngine[CudaJob]):
-    """A ``CopyEngine`` whose blocks move over a GPU; ``cuda.copies`` makes one.
+    """A ``CopyEngine`` whose blocks move over a GPU.
 
     Args:
         store: Its blocks are copied.
@@ -150,5 +228,54 @@ class CudaTransferEngine(CopyEngine[CudaJob]):
         open_stream: Makes the stream of a direction.
     """
 
-    def __init__(self, store: BlockStore, slots: Slots, open_stream: Callable[[Direction], Stream]) -> None:
+    def __init__(self, store: BlockStore, slots: Slots, open_stream: Callable[[Direction], CudaStream]) -> None:
         super().__init__(store, slots, lambda direction: CudaLane(store, slots, open_stream(direction)))
+
+
+def open_pool_copies(
+    pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
+) -> CudaTransferEngine:
+    """The transfer engine of a KV pool on a GPU, not yet started.
+
+    Args:
+        pool: Its blocks are copied.
+        device: The GPU on which it lies.
+        slots: The slots, page-locked or on neighbours.
+        staging_blocks: Blocks that are gathered at a time; each direction has such a buffer on the device.
+
+    Raises:
+        InvariantError: Slots in host memory are not page-locked.
+    """
+    end, wire = PoolEnd(pool, device), _open_wire(slots, device)
+    return CudaTransferEngine(
+        pool, slots, lambda direction: CudaStream(direction, device, pool.layout, end, wire, staging_blocks)
+    )
+
+
+class CudaSlotMover(SlotMover):
+    """A ``SlotMover`` whose copies pass through staging on the GPU, which computes their digests.
+
+    Args:
+        host: The buffer; page-locked.
+        peer: The slots on neighbours.
+        device: The GPU; the neighbours' memory is mapped for it.
+        staging_blocks: Blocks in staging at a time, in each direction.
+
+    Raises:
+        InvariantError: The buffer is not page-locked.
+    """
+
+    def __init__(self, host: SwapSlots, peer: PeerSlots, device: torch.device, staging_blocks: int) -> None:
+        end, wire = PinnedEnd(host), _open_wire(peer, device)
+        engine = CudaTransferEngine(
+            SlotStore(host),
+            peer,
+            lambda direction: CudaStream(direction, device, host.layout, end, wire, staging_blocks),
+        )
+        super().__init__(host, peer, engine)
+
+
+def _open_wire(slots: SwapSlots | PeerSlots, device: torch.device) -> Wire:
+    if isinstance(slots, SwapSlots):
+        return PinnedWire(slots)
+    return PeerWire(slots, CudaDriver(device.index))

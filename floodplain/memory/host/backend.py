@@ -14,14 +14,14 @@ from floodplain.memory.backend import OpenedDevice
 from floodplain.memory.host.allocator import keep_activation_pages
 from floodplain.memory.host.device import open_home_device, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.host.layer_line import open_layer_line
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import HostPeerMemory
-from floodplain.memory.peer.slot_mover import HostSlotMover, LinkPair
+from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
@@ -92,9 +92,9 @@ class HostBackend:
 
     def open_slot_mover(
         self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
-    ) -> HostSlotMover:
+    ) -> SlotMover:
         """A started mover between swap space in host memory and on neighbours; nothing is staged."""
-        return HostSlotMover(host, peer, links).start()
+        return SlotMover(host, peer, HostTransferEngine(SlotStore(host), peer, links)).start()
 
 
 def _expect_available(kv_bytes: int, param_bytes: int) -> None:

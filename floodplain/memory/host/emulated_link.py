@@ -42,3 +42,20 @@ class EmulatedLink:
             begin_s = max(time.monotonic(), self._free_at_s[direction])
             self._free_at_s[direction] = begin_s + busy_s
             return self._free_at_s[direction], busy_s
+
+
+class LinkPair:
+    """The path between two tiers that each have a link to the device: over both links, one after the other.
+
+    Args:
+        near: Link of the tier that an OUTBOUND copy reads.
+        far: Link of the tier that it writes.
+    """
+
+    def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
+        self._near, self._far = near, far
+
+    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
+        """Book copies on both links, as ``EmulatedLink.book``; pieces are pipelined, so the slower link counts."""
+        legs = [self._near.book(direction.opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
+        return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)

@@ -13,21 +13,14 @@ import numpy as np
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import CopyTime, Direction
-from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.host.block_mover import open_mover
 from floodplain.memory.host.device import open_private_device
+from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
-from floodplain.memory.transfer import (
-    BlockCopy,
-    BlockStore,
-    CopyResult,
-    Pacer,
-    judge_inbound,
-    judge_outbound,
-)
+from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, CopyResult, Pass, judge_copy
 
 MEASURED_BLOCKS, MEASURED_BYTES = 64, 64 * 2**20
 """The most blocks and bytes that are copied to measure bandwidth."""
@@ -63,7 +56,9 @@ class HostLane:
 
     most_jobs: float = math.inf
 
-    def __init__(self, direction: Direction, store: BlockStore, slots: Slots, link: Pacer | None = None) -> None:
+    def __init__(
+        self, direction: Direction, store: BlockStore, slots: Slots, link: EmulatedLink | LinkPair | None = None
+    ) -> None:
         self._direction = direction
         self._store, self._slots = store, slots
         self._link = link
@@ -101,24 +96,20 @@ class HostLane:
         results, end = [], 0
         for job in jobs:
             part = slice(end, end := end + len(job.copy.blocks))
-            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
+            num_bytes = len(job.copy.blocks) * self._store.layout.block_bytes
+            result = judge_copy(job.transfer_id, self._direction, num_bytes, expected[part], found[part])
+            results.append((job.ready_s, result))
         return results
 
     def _sizes(self, copy: BlockCopy) -> list[int]:
         """Bytes of each copy over the link: adjacent slots are one copy."""
         return [count * self._store.layout.block_bytes for _, count in find_runs(sorted(copy.slots))]
 
-    def _judge(self, job: HostJob, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-        num_bytes = len(found) * self._store.layout.block_bytes
-        if job.copy.direction is Direction.INBOUND:
-            return judge_inbound(job.transfer_id, num_bytes, expected, found)
-        return judge_outbound(job.transfer_id, num_bytes, found)
-
 
 class HostTransferEngine(CopyEngine[HostJob]):
     """A ``CopyEngine`` whose blocks and slots are in this machine's memory, with a ``HostLane`` each way."""
 
-    def __init__(self, store: BlockStore, slots: Slots, link: Pacer | None = None) -> None:
+    def __init__(self, store: BlockStore, slots: Slots, link: EmulatedLink | LinkPair | None = None) -> None:
         super().__init__(store, slots, lambda direction: HostLane(direction, store, slots, link))
 
 

@@ -11,29 +11,9 @@ import torch
 
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Tier
-from floodplain.memory.copy_engine import CopyEngine
-from floodplain.memory.host.emulated_link import EmulatedLink
-from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
-from floodplain.memory.transfer import BlockCopy
-
-
-class LinkPair:
-    """The path between two tiers that each have a link to the device: over both links, one after the other.
-
-    Args:
-        near: Link of the tier that an OUTBOUND copy reads.
-        far: Link of the tier that it writes.
-    """
-
-    def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
-        self._near, self._far = near, far
-
-    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
-        """Book copies on both links, as ``EmulatedLink.book``; pieces are pipelined, so the slower link counts."""
-        legs = [self._near.book(direction.opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
-        return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)
+from floodplain.memory.transfer import BlockCopy, CopyEngine
 
 
 class SlotStore:
@@ -120,16 +100,3 @@ class SlotMover:
             self._peer.digests[slots[~is_whole]] = EMPTY_DIGEST
         self.moved_bytes[target] += len(slots) * self.layout.block_bytes
         return relocation_id, np.flatnonzero(~is_whole).tolist()
-
-
-class HostSlotMover(SlotMover):
-    """A ``SlotMover`` to slots that are in this machine's memory, too.
-
-    Args:
-        host: The buffer.
-        peer: The slots elsewhere.
-        link: Paces the copies; None lets them run as fast as this machine does.
-    """
-
-    def __init__(self, host: SwapSlots, peer: Slots, link: LinkPair | None = None) -> None:
-        super().__init__(host, peer, HostTransferEngine(SlotStore(host), peer, link))
