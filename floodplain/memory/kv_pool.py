@@ -154,16 +154,6 @@ class KVPool:
             ledger.add_memory(run)
         return cast("list[BlockId]", list(chain.from_iterable(runs)))
 
-    def map_quanta(self, quanta: Sequence[int], pages: Sequence[Page]) -> None:
-        """Put pages behind whole quanta, layer by layer; the inverse of ``unmap_quanta``. No ledger is updated.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
-        """
-        if any(self._backed[quantum] for quantum in quanta):
-            raise InvariantError(f"quanta {list(quanta)} are not all empty")
-        self._map([(quantum, 0, self.quantum_blocks) for quantum in quanta], list(pages), is_ours=False)
-
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def unmap_layers(self, layers: Sequence[int]) -> list[Page]:
@@ -221,7 +211,7 @@ class KVPool:
         self._arenas.move_blocks(sources, destinations)
 
     def unmap_quanta(self, quanta: Sequence[int]) -> list[Page]:
-        """Take the pages from behind these quanta, layer by layer in the order that ``map_quanta`` takes them."""
+        """Take the pages from behind these quanta, layer by layer in the order that ``grow`` takes them."""
         pages = self._arenas.unmap([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
         for quantum in quanta:
             self._backed[quantum] = 0
