@@ -19,9 +19,8 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
 from floodplain.memory.host.layer_line import HostClock
-from floodplain.memory.layer_line import LayerLine, LineStats, Ticket
+from floodplain.memory.layer_line import LayerLine, LineStats, StepClock, Ticket
 from floodplain.memory.layer_slots import LayerSlots
-from floodplain.memory.step_clock import StepClock
 from floodplain.policy.pie_fifo import PieFifo
 
 

@@ -16,9 +16,8 @@ import torch
 from benchmarks.gpu.timing import Row, make_events, rate_row, time_on_device, time_on_host, time_row
 from floodplain.memory.cuda.backend import CudaBackend
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.pieces import PieceCopier
-from floodplain.memory.layer_line import LayerLine
-from floodplain.memory.step_clock import StepClock
+from floodplain.memory.cuda.layer_line import PieceCopier
+from floodplain.memory.layer_line import LayerLine, StepClock
 
 LAYER_BYTES = 2**28
 """Of a layer's copy and of a slot; half of it is copied."""

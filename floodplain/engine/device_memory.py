@@ -62,8 +62,7 @@ class DeviceMemory:
         self._config = config
         self._backend = backend
         param_bytes = shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK_PERCENT // 100
-        self._opened = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
-        self.device = self._opened.device
+        self.device, self._close_device = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
         """Map a buffer for the parameters of the next layer, which can be moved or unmapped separately.
@@ -141,7 +140,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Free everything. Tensors over it must not be used any more. Safe to call twice."""
-        self._opened.close()
+        self._close_device()
 
 
 def clear_away() -> None:

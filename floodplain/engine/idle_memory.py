@@ -13,7 +13,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.idle_units import IdleUnits
 from floodplain.core.tiers import Tier
-from floodplain.memory.host.allocator import trim_heap
+from floodplain.memory.host.libc import trim_heap
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 

@@ -6,7 +6,6 @@ An engine chooses its backend once (``memory.backend_choice``); nothing else ask
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,19 +23,6 @@ from floodplain.memory.transfer import BlockStore
 
 LINK_STAGING_BYTES = 64 * 2**20
 """Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedDevice:
-    """A device, and how everything that was opened for it is closed.
-
-    Attributes:
-        device: The device.
-        close: Closes it; a second call does nothing.
-    """
-
-    device: Device
-    close: Callable[[], None]
 
 
 class Backend(Protocol):
@@ -59,8 +45,8 @@ class Backend(Protocol):
 
     def open_device(
         self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
-    ) -> OpenedDevice:
-        """Open the memory that one engine computes in.
+    ) -> tuple[Device, Callable[[], None]]:
+        """Open the memory that one engine computes in: the device, and what closes all that was opened, once or twice.
 
         Args:
             layout: Shape of its KV cache.

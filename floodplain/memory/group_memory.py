@@ -13,11 +13,10 @@ import numpy as np
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Device, Page
-from floodplain.memory.dropped_parameters import DroppedParameters
 from floodplain.memory.group_kv import GroupKV
 from floodplain.memory.group_places import LayerPages, expect_group, place_pages, sort_pages
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.paged_buffer import PagedBuffer
+from floodplain.memory.paged_buffer import DroppedParameters, PagedBuffer
 
 
 class GroupMemory:

@@ -18,10 +18,9 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.memory.arena import Page
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.layer_line import LayerLine, Ticket
+from floodplain.memory.layer_line import LayerLine, StepClock, Ticket
 from floodplain.memory.layer_tensors import LayerTensors
 from floodplain.memory.near_copies import NearCopies
-from floodplain.memory.step_clock import StepClock
 
 OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
 """Makes a layer's copy off the device: int32 of this shape; page-locked beside a GPU."""

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 from floodplain.core.blocks import BlockLedger
 import torch
-from floodplain.memory.cuda import pieces
 from floodplain.memory.cuda import transfer as cuda_transfer
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.layer_line import PieceCopier
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_pool import KVPool
 from tests.fakes import cuda_streams
@@ -35,7 +35,7 @@ patch, folder = pytest.MonkeyPatch(), Path(sys.argv[1])
 driver = FakeDriver(Gpu(b"h" * 16, peers={b"n" * 16}), Gpu(b"n" * 16)).install(patch)
 cuda_streams.install(patch)
 patch.setattr(cuda_transfer, "CudaDriver", lambda index: CudaDriver(0))  # the pool's device has no index here
-patch.setattr(pieces.PieceCopier, "_device", property(lambda _: torch.device("cpu"), lambda *_: None), raising=False)
+patch.setattr(PieceCopier, "_device", property(lambda _: torch.device("cpu"), lambda *_: None), raising=False)
 with claim_cuda_home("near", b"n" * 16, folder), open_private_device(2**24) as device:
     for law in (
         on_gpu.test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left,

@@ -21,7 +21,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
-from floodplain.memory.step_clock import StepClock
+from floodplain.memory.layer_line import StepClock
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
 from tests.support.calm import run_calmly
 from tests.support.layer_lines import ForgetfulSlots, OrderedLine

@@ -86,12 +86,12 @@ def test_a_gpus_name_goes_after_its_memory_and_torchs_cache_last(
     name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(monkeypatch)
-    opened = CudaBackend(0).open_device(LAYOUT, None, 0, name)
+    _, close = CudaBackend(0).open_device(LAYOUT, None, 0, name)
     homes = [] if name is None else ["home"]
     assert journal.events == ["open device", *(f"open {home}" for home in homes)]
     journal.events.clear()
-    opened.close()
-    opened.close()
+    close()
+    close()
     assert journal.events == ["close device", *(f"close {home}" for home in homes), "empty cache"]
 
 
@@ -148,7 +148,7 @@ def test_only_a_gpu_keeps_memory_for_guests(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_named_host_device_is_found_while_it_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_home: Callable[..., Any] = host_backend.open_home_device
     monkeypatch.setattr(host_backend, "open_home_device", lambda name, size: open_home(name, size, tmp_path))
-    opened = HostBackend().open_device(LAYOUT, PAGE_BYTES, PAGE_BYTES, "lender")
+    _, close = HostBackend().open_device(LAYOUT, PAGE_BYTES, PAGE_BYTES, "lender")
     assert [file.name for file in tmp_path.iterdir()] == ["floodplain-lender"]
-    opened.close()
+    close()
     assert list(tmp_path.iterdir()) == []

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.cuda.backend import CudaBackend
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.layer_line import CudaLayerLine
-from floodplain.memory.cuda.pieces import FEW_RUNS, LONG_RUN_BYTES, PieceCopier
+from floodplain.memory.cuda.layer_line import FEW_RUNS, LONG_RUN_BYTES, CudaLayerLine, PieceCopier
 from tests.fakes import cuda_streams
 from tests.fakes.cuda_driver import FakeDriver, Gpu
 from tests.support.examples import examples

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from floodplain.core.errors import UserError
 from floodplain.memory.arena import Device
-from floodplain.memory.backend import LINK_STAGING_BYTES, OpenedDevice
+from floodplain.memory.backend import LINK_STAGING_BYTES
 from floodplain.memory.cuda.context import measure_context_bytes
 from floodplain.memory.cuda.device import open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
-from floodplain.memory.cuda.layer_line import CudaLayerLine
+from floodplain.memory.cuda.layer_line import CudaLayerLine, PieceCopier, compile_kernel
 from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.pieces import PieceCopier, compile_kernel
 from floodplain.memory.cuda.transfer import CudaSlotMover, open_pool_copies
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
@@ -57,7 +57,7 @@ class CudaBackend:
 
     def open_device(
         self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
-    ) -> OpenedDevice:
+    ) -> tuple[Device, Callable[[], None]]:
         """Open the GPU's memory for one engine. Sizes are not checked: an allocation that does not fit fails later."""
         device = open_cuda_device(self._index)
         closing = ExitStack()
@@ -69,7 +69,7 @@ class CudaBackend:
                 device.close()
                 raise
         closing.callback(device.close)
-        return OpenedDevice(device, closing.close)
+        return device, closing.close
 
     def default_kv_bytes(self, device: Device) -> int:
         """Bytes of the KV pool if no flag gives them: a share of what is free."""

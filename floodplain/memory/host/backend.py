@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from floodplain.core.errors import UserError
 from floodplain.memory.arena import Device
-from floodplain.memory.backend import OpenedDevice
-from floodplain.memory.host.allocator import keep_activation_pages
 from floodplain.memory.host.device import open_home_device, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.host.layer_line import open_layer_line
+from floodplain.memory.host.libc import keep_activation_pages
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
@@ -43,7 +43,7 @@ class HostBackend:
 
     def open_device(
         self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
-    ) -> OpenedDevice:
+    ) -> tuple[Device, Callable[[], None]]:
         """Open memory for one engine, and let the process keep the memory of freed activations."""
         keep_activation_pages()
         kv_bytes = kv_bytes or DEFAULT_KV_BYTES
@@ -54,7 +54,7 @@ class HostBackend:
             device = open_private_device(capacity_bytes)
         else:
             device = open_home_device(shared_name, capacity_bytes)
-        return OpenedDevice(device, device.close)
+        return device, device.close
 
     def default_kv_bytes(self, device: Device) -> int:
         """Bytes of the KV pool if no flag gives them: the same on any machine."""
