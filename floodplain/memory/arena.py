@@ -1,8 +1,8 @@
 """Protocols of a device and an arena, the same on a GPU and without one.
 
-A *page* is a value that stands for physical memory: it is allocated once, is mapped in one arena after another with its
-bytes, and is released to the device that it came from. An *arena* is a reserved range of addresses; tensors over it
-stay valid while pages behind them are mapped and unmapped, and touching a part without a page is a fault.
+A *page* is a value that stands for physical memory: allocated once, mapped in one arena after another with its bytes,
+and released to its device. An *arena* is a reserved range of addresses; tensors over it stay valid while pages behind
+them are mapped and unmapped, and touching a part without a page is a fault.
 """
 
 from __future__ import annotations
@@ -27,27 +27,19 @@ class Arena(Protocol):
     def map(self, offset_page: int, pages: Sequence[Page]) -> None:
         """Put pages, in order, behind the range from its ``offset_page``-th page on; nothing changes on an error.
 
-        Raises:
-            UserError: The system's limit on mappings is reached.
-            InvariantError: A page is there already, or the range ends before.
+        Raises ``UserError`` at the system's limit on mappings, ``InvariantError`` if a place is mapped or outside.
         """
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
         """Take pages from behind the range; they keep their bytes and belong to the caller.
 
-        No kernel may still be reading them.
-
-        Raises:
-            InvariantError: A page is missing there.
+        No kernel may still read them. Raises ``InvariantError`` if a page is missing there.
         """
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
         """Return the memory of mapped pages to the system until they are written again; their content is lost.
 
-        False, with nothing changed, on a device whose pages have memory as long as they are owned.
-
-        Raises:
-            InvariantError: A page is missing there.
+        False, with nothing changed, on a device whose pages have memory as long as they are owned. Raises as ``unmap``.
         """
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -86,10 +78,9 @@ class Device(Protocol):
         """On a device that cannot tell owners, stop counting memory in use now as foreign. Any thread may call it."""
 
     def cap_torch(self, kept_bytes: int) -> None:
-        """Keep torch's own pool out of ``kept_bytes`` of the device, if it allocates there, until ``close``.
+        """Keep torch's own pool, if it allocates on the device, out of ``kept_bytes`` of it until ``close``.
 
-        Raises:
-            UserError: torch has taken some of them already.
+        Raises ``UserError`` if torch has taken some of them already.
         """
 
     def backing(self) -> tuple[Path, int] | None:

@@ -1,7 +1,4 @@
-"""What depends on the kind of a device: where its memory comes from, and what copies to and from it.
-
-An engine chooses its backend once (``memory.backend_choice``); nothing else asks what kind of device it has.
-"""
+"""What depends on the kind of a device: where its memory comes from, and what copies to and from it."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ LINK_STAGING_BYTES = 64 * 2**20
 
 
 class Backend(Protocol):
-    """One kind of device. ``HostBackend`` and ``CudaBackend`` implement it."""
+    """One kind of device, chosen once by ``memory.backend_choice``: ``HostBackend`` or ``CudaBackend``."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -48,14 +45,8 @@ class Backend(Protocol):
     ) -> tuple[Device, Callable[[], None]]:
         """Open the memory that one engine computes in: the device, and what closes all that was opened, once or twice.
 
-        Args:
-            layout: Shape of its KV cache.
-            kv_bytes: Bytes of its KV pool; None takes the default.
-            param_bytes: At most so many bytes of parameters.
-            shared_name: Neighbours find the device under this name until it is closed; None lets no neighbour find it.
-
-        Raises:
-            UserError: There is less memory than that, or another engine has that name.
+        ``kv_bytes`` None takes the default. Neighbours find the device as ``shared_name`` until it is closed. Raises
+        ``UserError`` if there is less memory, or another engine has that name.
         """
 
     def default_kv_bytes(self, device: Device) -> int:
@@ -64,47 +55,31 @@ class Backend(Protocol):
     def measure_guest_bytes(self) -> int:
         """Bytes of the device that borrowers take beside what they borrow; offers exclude them.
 
-        Raises:
-            UserError: No other process can use the device.
+        Raises ``UserError`` if no other process can use the device.
         """
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
     ) -> tuple[SwapSlots, SwapTier]:
-        """Swap space in host memory, allocated when this returns, and its started engine.
+        """Swap space in host memory for ``num_slots`` blocks, allocated now, and its started engine.
 
-        Args:
-            pool: Blocks are copied from and to it.
-            num_slots: Blocks that the swap space holds.
-            link: On a CPU, paces the copies.
-
-        Raises:
-            UserError: The system does not give that much memory.
+        On a CPU ``link`` paces the copies. Raises ``UserError`` if the system does not give that much memory.
         """
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """A started line for streamed layers.
-
-        Raises:
-            UserError: Layers cannot stream on this device.
-        """
+        """A started line for streamed layers; raises ``UserError`` if layers cannot stream on this device."""
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory for a streamed layer's copy, int32 of this shape, as the copies of ``open_layer_line`` need it.
 
-        Raises:
-            UserError: The system does not give that much memory.
+        Raises ``UserError`` if the system does not give that much memory.
         """
 
     def close_layer_copy(self, words: torch.Tensor) -> None:
         """Free the memory of ``open_layer_copy``; no copy uses it any more."""
 
     def open_peer_memory(self) -> PeerMemory:
-        """Memory of neighbours of the same kind.
-
-        Raises:
-            UserError: No device that this process sees can be borrowed from.
-        """
+        """Memory of neighbours of the same kind; raises ``UserError`` if no visible device can be borrowed from."""
 
     def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
         """Swap space on neighbours, with its started engine; the arguments are as in ``open_host_tier``."""
@@ -112,11 +87,7 @@ class Backend(Protocol):
     def open_slot_mover(
         self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
     ) -> SlotMover:
-        """A started mover between swap space in host memory and on neighbours.
+        """A started mover between swap space in host memory and on neighbours; CPU copies keep to ``links``.
 
-        Args:
-            host: Slots of ``open_host_tier``.
-            peer: Slots on neighbours.
-            staging_blocks: On a GPU, blocks that pass through its memory at a time, in each direction.
-            links: On a CPU, paces the copies.
+        On a GPU ``staging_blocks`` pass through its memory at a time, in each direction.
         """

@@ -9,11 +9,7 @@ from floodplain.memory.backend import Backend
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """The backend of a device.
-
-    Raises:
-        UserError: There is no such CUDA device.
-    """
+    """The backend of a device; raises ``UserError`` if there is no such CUDA device."""
     if device.type == "cpu":
         from floodplain.memory.host.backend import HostBackend
 

@@ -2,9 +2,9 @@
 
     digest = SEED + sum of weight(i) * word[i]        weight(i) = 2 * (i * 0x9E3779B1 mod 2**30) + 1
 
-Weights are distinct, above 0 and below 2**31; words differ by less than 2**32. So one changed word always shows, and
-so do two exchanged words: the sums differ by a product below 2**63 that is not 0. The position counts over all layers
-of the block, so that an exchange of K and V, or of two layers, shows too. It is no defence against malice.
+Weights are distinct and in 1..2**31, words differ by less than 2**32: one changed word, or two exchanged ones, change
+the sum by less than 2**63 and never by 0. The position counts over all layers, so that an exchange of K and V, or of
+two layers, shows too. It is no defence against malice.
 """
 
 from __future__ import annotations

@@ -23,14 +23,8 @@ _BLOCKS_PER_MOVE = 256
 class GroupArena:
     """Blocks of one layer, by group block id, and their pages. Nothing is mapped at first. One thread at a time.
 
-    Args:
-        device: Where the pages come from.
-        layout: Shape of the cache.
-        num_quanta: Quanta that the address range has room for.
-        first_quantum: Group quantum that lies at the start of the range.
-
-    Attributes:
-        pages: Pages behind each mapped quantum, by group quantum.
+    The address range begins with ``first_quantum`` and has room for ``num_quanta``. ``pages`` are those behind each
+    mapped group quantum.
     """
 
     def __init__(self, device: Device, layout: KVLayout, num_quanta: int, first_quantum: int = 0) -> None:
@@ -52,11 +46,7 @@ class GroupArena:
         return self._arena.tensor(torch.int32, (self._num_blocks, self._layout.layer_block_words))
 
     def map(self, pages: Mapping[int, Sequence[Page]]) -> None:
-        """Put pages behind group quanta that have none.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
-        """
+        """Put pages behind group quanta that have none; at the limit on mappings ``UserError``, and nothing changed."""
         mapped: list[tuple[int, int]] = []
         try:
             for first, count in find_runs(sorted(pages)):
@@ -137,10 +127,6 @@ class GroupArena:
 class GroupKV:
     """Arenas by layer; pages come from the caller and return to it. One thread at a time.
 
-    Args:
-        device: Where the pages come from.
-        layout: Shape of the whole model's KV.
-
     Attributes:
         arenas: Arenas of the kept layers, all with the same quanta.
         leaving: Arenas of other layers, until their KV is unmapped.
@@ -172,15 +158,9 @@ class GroupKV:
     def place(self, places: GroupPlaces, max_quanta: int, first_leaving: int) -> None:
         """Map pages in new arenas, then close the old ones. Until then other arenas may map the same pages, too.
 
-        Nothing is unmapped before everything is mapped, and undoing a failure cannot fail: an unmap is never refused.
-
-        Args:
-            places: The pages.
-            max_quanta: Quanta that the kept layers' arenas have room for.
-            first_leaving: First group quantum of leaving layers.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; the old arenas stay.
+        The kept layers get room for ``max_quanta``; leaving layers begin with group quantum ``first_leaving``.
+        Everything is mapped before anything is unmapped, so at the system's limit on mappings (``UserError``) the old
+        arenas stay.
         """
         num_leaving = max((len(quanta) for quanta in places.leaving.values()), default=0)
         with ExitStack() as on_failure:
@@ -192,10 +172,9 @@ class GroupKV:
         self.leaving, self.max_quanta = leaving, max_quanta
 
     def grow(self, quanta: Sequence[int], pages: Sequence[Page]) -> None:
-        """Put pages behind empty quanta of all kept layers, layer by layer, or behind none.
+        """Put pages behind empty quanta of all kept layers, layer by layer.
 
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
         """
         rest, each = iter(pages), len(pages) // max(1, len(self.arenas) * len(quanta))
         with ExitStack() as on_failure:
@@ -251,12 +230,7 @@ class GroupKV:
 
 
 class GroupLayers(LayerTensors):
-    """KV of the kept layers by their index in the whole model; other layers are refused.
-
-    Args:
-        num_layers: Of the whole model.
-        arenas: The kept layers' arenas by index, looked up anew at each access.
-    """
+    """KV of the kept layers by the model's index, looked up anew at each access; other layers are refused."""
 
     def __init__(self, num_layers: int, arenas: Mapping[int, GroupArena]) -> None:
         self._num_layers = num_layers

@@ -2,6 +2,7 @@
 
 A member of a group computes its *kept* layers only. Pages of the other layers' parameters and KV are mapped behind more
 blocks of the kept ones. Pages of used blocks are mapped at another address under group block ids: no byte is copied.
+Where a method raises ``UserError``, the system's limit on mappings is reached, and nothing changed unless it says so.
 """
 
 from __future__ import annotations
@@ -22,21 +23,15 @@ from floodplain.memory.paged_buffer import DroppedParameters, PagedBuffer
 class GroupMemory:
     """Owner of one member's pages between ``drop`` and ``close_group`` or ``abandon``; empty before and after.
 
-    A group block ``b`` is block ``b % Q`` of group quantum ``b // Q``, with Q = ``quantum_blocks``. All ids of
-    blocks and quanta below are group ids, except ``quanta`` and ``used`` of ``drop``.
+    A group block ``b`` is block ``b % Q`` of group quantum ``b // Q``, with Q = ``quantum_blocks``. All ids of blocks
+    and quanta below are group ids, except ``quanta`` and ``used`` of ``drop``.
 
     Threads: every call takes one lock, so ``read`` and ``write`` copy mapped pages only. Compute uses ``layers``
     without the lock. Beside compute may run: ``read``, ``write`` of blocks that no step uses, ``settle``, ``grow``,
-    ``map_parameters``, ``take_spare``. At a boundary only, with no kernel running: ``drop``, ``drop_more``,
-    ``shrink``, ``abandon``, ``close_group``.
-
-    Args:
-        device: Where the pages come from; it outlives this object.
-        layout: Shape of the whole model's KV.
-        layer_buffers: Parameters of each layer of the whole model, on the same device.
+    ``map_parameters``, ``take_spare``. At a boundary only, with no kernel running: ``drop``, ``drop_more``, ``shrink``,
+    ``abandon``, ``close_group``.
 
     Attributes:
-        quantum_blocks: Blocks of a quantum, Q.
         quantum_pages: Pages of one layer's quantum.
         kept: The layers that this member computes; empty without a group.
         layers: KV of the kept layers by the model's index, for compute: [max_blocks, 2, block_tokens, kv_heads,
@@ -92,13 +87,9 @@ class GroupMemory:
             quanta: The pool's whole quanta, in the order of ``pages`` (``KVPool.quanta`` before the shrink).
             used: The ones of ``quanta`` whose bytes are kept, in the order of their group quanta.
             kept: Adjacent layers, one at least.
-            first_quantum: Group quantum of ``used[0]``.
-            num_quanta: Group quanta that the kept layers have from now on: 0 to ``num_quanta - 1``.
 
-        Raises:
-            InvariantError: There is a group, a quantum is not whole, or pages are too few.
-            UserError: The system's limit on mappings is reached. After any error nothing changed: the caller
-                owns ``pages``, and the parameters are mapped.
+        Raises ``UserError``; ``InvariantError`` if there is a group, a quantum is not whole, or pages are too few.
+        After any error nothing changed: the caller owns ``pages``, and the parameters are mapped.
         """
         with self._lock:
             if self.kept:
@@ -111,15 +102,8 @@ class GroupMemory:
     def drop_more(self, used: Sequence[int], kept: range, first_quantum: int, num_quanta: int) -> None:
         """Drop further layers of a settled member, as ``drop`` does, from this group's own quanta.
 
-        Args:
-            used: Used group quanta by their present ids, in the order of their new ids.
-            kept: Some of the layers kept so far.
-            first_quantum: As in ``drop``.
-            num_quanta: As in ``drop``.
-
-        Raises:
-            InvariantError: There is no group, KV of layers dropped before is still here, or as in ``drop``.
-            UserError: As in ``drop``; nothing changed.
+        ``used`` are present ids, in the order of their new ones; ``kept`` are some of the layers kept so far. Raises as
+        ``drop``, and ``InvariantError`` without a group or before it has settled.
         """
         with self._lock:
             if not self.kept or self._kv.leaving or not set(kept) <= set(self.kept):
@@ -127,13 +111,10 @@ class GroupMemory:
             self._regroup(self._kv.find_held(), used, kept, first_quantum, num_quanta)
 
     def settle(self, num_quanta: int) -> list[int] | None:
-        """Unmap leaving KV, and ``grow`` to ``num_quanta``.
+        """Unmap leaving KV, and ``grow`` to ``num_quanta``: returns the new group quanta.
 
-        Returns:
-            The new group quanta; None, with nothing changed, if pages or addresses are too few.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; leaving KV is gone, and nothing has grown.
+        None, with nothing changed, if pages or addresses are too few. If it raises ``UserError``, leaving KV is gone,
+        and nothing has grown.
         """
         with self._lock:
             num_leaving = self._kv.num_leaving_quanta * self.quantum_pages
@@ -143,13 +124,10 @@ class GroupMemory:
             return self.grow(num_quanta)
 
     def grow(self, num_quanta: int) -> list[int] | None:
-        """Map free pages behind the lowest empty group quanta, until there are ``num_quanta`` of them.
+        """Map free pages behind the lowest empty group quanta, until there are ``num_quanta``.
 
-        Returns:
-            The new group quanta, ascending; None, with nothing changed, if pages or addresses are too few.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        Returns the new ones, ascending; None, with nothing changed, if pages or addresses are too few. Raises
+        ``UserError``.
         """
         with self._lock:
             if not self._can_grow(num_quanta, len(self._free)):
@@ -174,14 +152,7 @@ class GroupMemory:
             self._free += self._kv.shrink(moves, quanta)
 
     def map_parameters(self) -> bool:
-        """Put free pages behind the parameters of all dropped layers; the caller fills them.
-
-        Returns:
-            Whether there were enough free pages; if not, nothing changed.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
-        """
+        """Put free pages behind the parameters of dropped layers, unfilled; False if too few. Raises ``UserError``."""
         with self._lock:
             num_pages = self._parameters.num_pages
             if num_pages > len(self._free):
@@ -213,15 +184,9 @@ class GroupMemory:
             return None if arena is None else arena.read(blocks)
 
     def write(self, layer: int, blocks: Sequence[int], data: np.ndarray) -> bool:
-        """Write one kept layer's part of group blocks.
+        """Write one kept layer's part of group blocks that no step uses from ``data``, uint8 [n, layer_block_bytes].
 
-        Args:
-            layer: By the model's index.
-            blocks: Group blocks; no step uses them.
-            data: uint8 [n, layer_block_bytes].
-
-        Returns:
-            False, with nothing written, if the layer is not kept or a block has no memory.
+        False, with nothing written, if the layer is not kept or a block has no memory.
         """
         with self._lock:
             arena = self._kv.find(layer, blocks)
@@ -233,11 +198,8 @@ class GroupMemory:
     def abandon(self) -> list[Page]:
         """End the group from any state: unmap all KV, and map all parameters, unfilled.
 
-        Returns:
-            All other pages: those of the pool before ``drop``, less what ``take_spare`` gave; empty without a group.
-
-        Raises:
-            UserError: The system's limit on mappings is reached: the KV is gone, and ``abandon`` can be called again.
+        Returns all other pages: those of the pool before ``drop``, less what ``take_spare`` gave; empty without a
+        group. If it raises ``UserError``, the KV is gone, and it can be called again.
         """
         with self._lock:
             self._free += self._kv.empty()
@@ -248,11 +210,7 @@ class GroupMemory:
             return pages
 
     def close_group(self) -> list[Page]:
-        """End the group in order: as ``abandon``, but all parameters must be mapped already.
-
-        Raises:
-            InvariantError: Parameters of some layers have no pages; nothing changed.
-        """
+        """End the group in order: as ``abandon``, but ``InvariantError`` if parameters have no pages."""
         with self._lock:
             if self._parameters.layers:
                 raise InvariantError(f"a group ends, and layers {self._parameters.layers} have no parameters")

@@ -14,13 +14,9 @@ LayerPages = Mapping[int, Mapping[int, Sequence[Page]]]
 
 @dataclass(frozen=True, slots=True)
 class GroupPlaces:
-    """Pages by layer and group quantum.
+    """Pages by layer and group quantum: of kept layers, of the used quanta of other layers, and the rest, ascending.
 
-    Attributes:
-        kept: Pages of kept layers.
-        leaving: Pages of the used quanta of other layers.
-        spare: Pages that neither of them takes, ascending.
-        num_pages: Number of all pages, spare ones included.
+    ``num_pages`` counts all of them.
     """
 
     kept: LayerPages
@@ -62,14 +58,10 @@ def place_pages(
     Args:
         held: Pages of the KV before.
         free: Further pages: free ones, and those of dropped parameters.
-        used: As in ``GroupMemory.drop``, like the next three.
-        kept: Layers.
-        first_quantum: Group quantum of ``used[0]``.
-        num_quanta: Group quanta of the kept layers.
+        used, kept, first_quantum, num_quanta: As in ``GroupMemory.drop``.
         quantum_pages: Pages of one layer's quantum.
 
-    Raises:
-        InvariantError: Pages are too few.
+    Raises ``InvariantError`` if pages are too few.
     """
     at = {quantum: first_quantum + k for k, quantum in enumerate(used)}
     unused = [page for pages in held.values() for quantum in pages if quantum not in at for page in pages[quantum]]

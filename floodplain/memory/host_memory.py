@@ -15,10 +15,7 @@ _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping: what is free, and what the page cache would give back.
-
-    In a container it is at most what its memory limit leaves: beyond that the process would be killed.
-    """
+    """Memory that can be taken without swapping, the page cache included; at most what a container's limit leaves."""
     return min([_machine_bytes(), *_container_bytes()])
 
 
@@ -58,9 +55,5 @@ def _control_groups() -> Iterator[tuple[Path, Path, tuple[str, str, str]]]:
 
 
 def _row(file: Path, name: str) -> int:
-    """The number beside a name in a file of rows.
-
-    Raises:
-        OSError, StopIteration: There is no such file, or row.
-    """
+    """The number beside a name in a file of rows; raises ``OSError`` or ``StopIteration`` if there is none."""
     return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name))

@@ -10,15 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The shape of one model's KV cache.
-
-    Attributes:
-        num_layers: Layers that keep KV.
-        block_tokens: Tokens of a block.
-        num_kv_heads: KV heads on this device.
-        head_dim: Elements of a head.
-        dtype: Of K and V.
-    """
+    """The shape of one model's KV cache: its layers with KV, and the heads on this device."""
 
     num_layers: int
     block_tokens: int

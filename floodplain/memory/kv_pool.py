@@ -42,14 +42,11 @@ class Shrunk:
 class KVPool:
     """Owner of the KV bytes. Nothing is mapped at first: ``grow`` it. One thread at a time, at a boundary.
 
-    Args:
-        device: Where the pages come from; it outlives the pool.
-        layout: Shape of the cache.
-        max_blocks: Most blocks, also while layers are unmapped; address space for whole quanta of them is reserved.
+    Address space for whole quanta of ``max_blocks``, also while layers are unmapped, is reserved.
 
     Attributes:
-        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. An
-            unmapped layer raises ``InvariantError``.
+        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. An unmapped
+            layer raises ``InvariantError``.
         words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
             was placed elsewhere. A new tuple when that changes: code that keeps addresses reads them anew.
     """
@@ -110,11 +107,7 @@ class KVPool:
         return 0 <= block < self.max_blocks and place < self._backed[quantum]
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Raise unless all layers of blocks have memory: copying unmapped memory would crash the process.
-
-        Raises:
-            InvariantError: A block has no memory, or a layer is with another engine.
-        """
+        """Raise ``InvariantError`` unless all layers of blocks have memory here: copying from none is a crash."""
         nowhere = self._arenas.nowhere
         if nowhere:
             raise InvariantError(f"layers {nowhere} of the KV pool are with another engine")
@@ -130,16 +123,9 @@ class KVPool:
     def grow(self, ledger: BlockLedger, num_blocks: int, pages: Sequence[Page] | None = None) -> list[BlockId] | None:
         """Give the ledger ``num_blocks`` more blocks: a partial quantum is completed first, then the lowest are filled.
 
-        Args:
-            ledger: Of this pool; it gets the new blocks once they have memory.
-            num_blocks: How many more; the last quantum may be partly backed.
-            pages: ``count_growth_pages`` of them, of this device; None takes them from the device.
-
-        Returns:
-            The new blocks; None, with nothing changed, if the range or the device has no room.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        ``pages`` are ``count_growth_pages`` of this device; None takes them from it. Returns the new blocks; None, with
+        nothing changed, if range or device have no room. Raises ``UserError``, with nothing changed, at the limit on
+        mappings.
         """
         self._expect_own(ledger)
         growth = self._plan_growth(num_blocks)
@@ -167,19 +153,15 @@ class KVPool:
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
         """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
 
-        The caller fills all blocks in use, and cached blocks unless it drops them.
-
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        The caller fills all blocks in use, and cached blocks unless it drops them. Raises ``UserError``, with nothing
+        changed, at the system's limit on mappings.
         """
         self._arenas.map_layers(layers, self._backed_places(), pages)
 
     def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
         """Set where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
 
-        Args:
-            layer: Which one; a mapped layer's arena may then serve others.
-            words: int32 [max_blocks, layer_block_words], page-locked beside a GPU; None for the layer's arena.
+        ``words`` are int32 [max_blocks, layer_block_words], page-locked beside a GPU; None for the layer's arena.
         """
         self._arenas.place(layer, words)
         self.words = self._arenas.words

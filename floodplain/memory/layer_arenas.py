@@ -27,15 +27,12 @@ Places = Sequence[tuple[int, int]]
 class LayerArenas:
     """The arenas, which of them are mapped, and where blocks are. At first all count as mapped, without a page.
 
-    Args:
-        device: Where the pages come from.
-        layout: Shape of the cache.
-        max_blocks: Blocks that each arena has addresses for: whole pages.
+    ``max_blocks`` are whole pages.
 
     Attributes:
         mapped: The mapped layers, in order.
-        layers: The arenas' tensors, [max_blocks, 2, block_tokens, num_kv_heads, head_dim] each. An unmapped
-            layer raises ``InvariantError``, since touching its tensor would crash the process.
+        layers: The arenas' tensors, [max_blocks, 2, block_tokens, num_kv_heads, head_dim] each. An unmapped layer
+            raises ``InvariantError``, since touching its tensor would crash the process.
         words: Where each layer's blocks are, int32 [max_blocks, layer_block_words]. A new tuple when that changes.
     """
 
@@ -84,10 +81,9 @@ class LayerArenas:
         return pages
 
     def map(self, places: Places, pages: Sequence[Page]) -> None:
-        """Put pages behind these places of every mapped layer, layer by layer, or behind none.
+        """Put pages behind these places of every mapped layer, layer by layer.
 
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
         """
         self._map(self._mapped_arenas(), places, pages)
 

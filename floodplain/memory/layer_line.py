@@ -26,14 +26,10 @@ Mark = Any
 
 @dataclass(frozen=True, slots=True)
 class LineStats:
-    """Totals of a line since it was opened.
+    """Totals of a line since it was opened: bytes loaded onto the device, busy seconds of loads, bytes written to home.
 
-    Attributes:
-        loaded_bytes: Loaded onto the device.
-        load_s: Seconds for which the link was busy with loads.
-        written_bytes: Written off the device, to home.
-        near_loaded_bytes: Of ``loaded_bytes``, those from near copies.
-        near_written_bytes: Written to near copies, from the device or from home.
+    ``near_loaded_bytes`` are those of ``loaded_bytes`` from near copies; ``near_written_bytes`` went to near copies,
+    from the device or from home.
     """
 
     loaded_bytes: int = 0
@@ -64,10 +60,9 @@ class LayerLine(Protocol):
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
         """Set where a layer's copies are. When this returns, nothing is copied from or to the earlier ones.
 
-        Args:
-            layer: The layer.
-            home: Its copy in the host's memory, complete once the line is drained; None while it does not stream.
-            near: A second copy behind a faster link, kept equal by ``write`` and ``fill``; None: there is none.
+        ``home`` is the copy in the host's memory, complete once the line is drained; None while the layer does not
+        stream. ``near`` is a second copy behind a faster link, kept equal by ``write`` and ``fill``; None: there is
+        none.
         """
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
@@ -92,11 +87,9 @@ class LayerLine(Protocol):
         """Wait until no copy is under way: layers' copies may be read, and pages may be unmapped."""
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Emulate links of these bandwidths; 0: as fast as this machine copies. Loads take at least their link's time,
-        and wait for earlier fills to pass home's link.
+        """Emulate links of these bandwidths, or none (0); raises ``InvariantError`` where links are real.
 
-        Raises:
-            InvariantError: The links are real ones.
+        Loads take at least their link's time, and wait for earlier fills to pass home's link.
         """
 
     def stats(self) -> LineStats:
@@ -109,11 +102,7 @@ class LayerLine(Protocol):
 class StepClock:
     """Times steps by the marks of a line. Where compute runs behind its caller, times are known only later.
 
-    Args:
-        line: Line whose copies compute waits for.
-
-    Attributes:
-        stall_s: Seconds for which compute waited, as far as they are known.
+    ``stall_s`` are the seconds for which compute waited for copies, as far as they are known.
     """
 
     def __init__(self, line: LayerLine) -> None:
@@ -141,10 +130,7 @@ class StepClock:
         self._note_waits()
 
     def take_step_s(self) -> float:
-        """Compute time of the last step in seconds, without waits; 0 if it was taken before.
-
-        Called after the step has ended: ``stall_s`` then includes all of its waits.
-        """
+        """Compute time of the last step, which has ended, in seconds, without waits; 0 if taken before."""
         self._note_waits()
         begin, end = self._begin, self._end
         self._begin = self._end = None

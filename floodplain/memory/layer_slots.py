@@ -36,12 +36,7 @@ _MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
 class LayerSlots(LayerTensors):
     """The KV of each layer for compute, [max_blocks, 2, block_tokens, kv_heads, head_dim], and hooks around the layers.
 
-    Args:
-        pool: All of its layers are mapped and none is placed elsewhere; only this object changes that.
-        line: Carries the copies; closed by ``close``.
-        num_slots: Layer slots through which layers stream.
-        open_home: Makes the home copy of a layer.
-        close_home: Frees such a copy when nothing uses it any more.
+    All layers of ``pool`` are mapped and none is placed elsewhere; only this object changes that. It closes ``line``.
 
     Attributes:
         places: Which layers stream now.
@@ -170,14 +165,9 @@ class LayerSlots(LayerTensors):
 
         No step is outstanding, and no copy to or from swap space under way. If used blocks need the pages, a change to
         fewer stays incomplete: the pool is as small as it can be, and a later call continues when blocks are free.
+        ``remap`` is called as soon as blocks have moved, so that an error after that leaves right tables.
 
-        Args:
-            places: The new places.
-            ledger: Of the pool.
-            remap: Called as soon as blocks have moved, so that an error after that leaves right tables.
-
-        Raises:
-            UserError: There is no memory for a copy (no layer changed), or the system's limit on mappings is reached.
+        Raises ``UserError`` without memory for a copy (no layer changed), or at the system's limit on mappings.
         """
         if self.places == places:
             return
@@ -278,15 +268,9 @@ class LayerSlots(LayerTensors):
 
 
 def find_read_blocks(tables: np.ndarray, lengths: np.ndarray, block_tokens: int) -> np.ndarray:
-    """Blocks that hold the first tokens of some sequences.
+    """Blocks, each at least once, that hold the first ``lengths`` (int64 [B]) tokens of some sequences: int64 [any].
 
-    Args:
-        tables: [B, max_blocks] block ids.
-        lengths: int64 [B], how many tokens of each are read.
-        block_tokens: Tokens in a block.
-
-    Returns:
-        Block ids, int64 [any], each at least once.
+    ``tables`` are their block ids, [B, max_blocks].
     """
     num_blocks = -(-lengths // block_tokens)
     blocks: np.ndarray = tables[np.arange(tables.shape[1]) < num_blocks[:, None]]

@@ -16,11 +16,7 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
 
     @abstractmethod
     def tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor in which a layer's KV is read and written now.
-
-        Raises:
-            InvariantError: The layer has no memory here.
-        """
+        """The tensor of a layer's KV now; raises ``InvariantError`` if the layer has no memory here."""
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...
@@ -34,12 +30,7 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
 
 
 class PlacedLayers(LayerTensors):
-    """Tensors of adjacent layers, by the index that a layer has in the whole model.
-
-    Args:
-        tensors: In the order of the layers.
-        first: The index of the first one.
-    """
+    """Tensors of adjacent layers, ``first`` and following, by the index that a layer has in the whole model."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], first: int) -> None:
         self._tensors, self._first = tensors, first

@@ -1,9 +1,9 @@
 """Second copies of streamed layers behind a faster link, in a neighbour's memory. They only make loads faster.
 
-The copy in the host's memory, *home*, is always complete. So a near copy may be dropped at any time, and loads read
-home again; and it may be added at any time, with any content. A block of it is *stale* while it may differ from home:
-at first all are, later those that something other than the line has written at home. A stale block is filled from home
-just before a load that reads it, by the same line and so in that order. The line writes a step's rows to both copies.
+The copy in the host's memory, *home*, is always complete: a near copy may be dropped at any time, and added at any time
+with any content. A block of it is *stale* while it may differ from home: at first all are, later those that something
+other than the line has written at home. A stale block is filled from home just before a load that reads it, by the same
+line and so in that order. The line writes a step's rows to both copies.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ _MEASURED_BYTES, _MEASURED_TIMES = 2**23, 3
 class NearCopies:
     """Adds, fills and drops near copies. Any thread may call ``drop``; the thread that submits to the line, the rest.
 
-    Args:
-        line: Carries the copies.
-        homes: Home copies by streamed layer; the owner of the layers changes the mapping.
-        max_blocks: Blocks that every copy has places for.
-        block_bytes: Bytes of one layer's part of a block.
+    ``homes`` are the home copies by streamed layer, which the owner of the layers changes; ``block_bytes`` are one
+    layer's.
     """
 
     def __init__(self, line: LayerLine, homes: Mapping[int, torch.Tensor], max_blocks: int, block_bytes: int) -> None:
@@ -54,9 +51,7 @@ class NearCopies:
     def add(self, layer: int, words: torch.Tensor) -> None:
         """Give a layer that streams a near copy, at a boundary.
 
-        Args:
-            layer: Which one.
-            words: int32 [max_blocks, layer_block_words], of any content; the caller keeps it until ``drop``.
+        ``words`` are int32 [max_blocks, layer_block_words] of any content; the caller keeps them until ``drop``.
         """
         home = self._homes.get(layer)
         if home is None or words.shape != home.shape or words.dtype != home.dtype or not words.is_contiguous():
@@ -92,11 +87,9 @@ class NearCopies:
                 is_stale[list(blocks)] = True
 
     def mend(self, layer: int, offsets: np.ndarray) -> None:
-        """Fill the stale ones of these blocks of a layer from home, before a load of them is submitted.
+        """Fill the stale ones of these blocks from the layer's home, before a load of them is submitted.
 
-        Args:
-            layer: With or without a near copy.
-            offsets: Byte offsets of whole blocks, int64 [any], each once.
+        ``offsets`` are bytes of whole blocks, int64 [any], each once. Does nothing for a layer without a near copy.
         """
         with self._lock:
             is_stale = self._is_stale.get(layer)

@@ -14,14 +14,9 @@ from floodplain.core.errors import UserError
 
 
 def lock_pages(words: torch.Tensor, advice: str) -> None:
-    """Lock the memory behind a tensor. The caller unlocks it again, before the memory goes.
+    """Lock the memory behind a contiguous tensor of the host. The caller unlocks it before the memory goes.
 
-    Args:
-        words: Contiguous, on the host.
-        advice: What a user can do if the system refuses.
-
-    Raises:
-        UserError: The system does not lock that much memory.
+    Raises ``UserError`` with ``advice`` if the system does not lock that much memory.
     """
     if int(_cuda_runtime().cudaHostRegister(words.data_ptr(), words.nbytes, 0)):
         raise UserError(f"the system locks no {words.nbytes} bytes of memory: {advice}")

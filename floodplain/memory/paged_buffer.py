@@ -14,17 +14,8 @@ from floodplain.memory.arena import Device, Page
 class PagedBuffer:
     """One layer's parameters on a device. Nothing is mapped at first. One thread at a time, at a boundary.
 
-    Views of ``tensor`` stay valid while pages come and go; touching them without pages is a fault.
-
-    Args:
-        device: Where the pages come from; it closes the arena.
-        num_bytes: Length.
-
-    Attributes:
-        tensor: uint8 [num_bytes].
-        num_pages: Pages that it needs.
-        pages: Its mapped pages, in order; empty if there are none.
-        is_filled: Whether the content is valid. The code that writes all of it sets this; ``unmap`` clears it.
+    Views of ``tensor``, uint8 [num_bytes], stay valid while pages come and go; touching them without pages is a fault.
+    The code that writes all of the content sets ``is_filled``; ``unmap`` clears it. The device closes the arena.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
@@ -41,11 +32,10 @@ class PagedBuffer:
         return self._is_mapped
 
     def map(self, pages: Sequence[Page]) -> None:
-        """Put pages, in order, behind the whole buffer. Its content does not count as filled.
+        """Put ``num_pages`` pages, in order, behind the whole buffer. Its content does not count as filled.
 
-        Raises:
-            InvariantError: There are pages already, or they are too few or too many.
-            UserError: The system's limit on mappings is reached; nothing changed.
+        Raises ``InvariantError`` on another number or if it is mapped; ``UserError``, with nothing changed, at the
+        limit on mappings.
         """
         if self._is_mapped or len(pages) != self.num_pages:
             raise InvariantError(
@@ -55,11 +45,7 @@ class PagedBuffer:
         self.pages, self._is_mapped = list(pages), True
 
     def unmap(self) -> list[Page]:
-        """Unmap all pages and return them to the caller. No kernel may still be reading them.
-
-        Raises:
-            InvariantError: It has none.
-        """
+        """Unmap all pages and return them to the caller. No kernel may still be reading them."""
         if not self._is_mapped:
             raise InvariantError("a buffer without pages is unmapped")
         self.is_filled = self._is_mapped = False
@@ -68,11 +54,7 @@ class PagedBuffer:
 
 
 class DroppedParameters:
-    """The layers' buffers, and which of them have no pages. One thread at a time.
-
-    Args:
-        buffers: The buffer of each layer of the whole model, mapped.
-    """
+    """The buffers of all layers of the model, and which of them have no pages. One thread at a time."""
 
     def __init__(self, buffers: Sequence[PagedBuffer]) -> None:
         self._buffers = list(buffers)
@@ -98,10 +80,9 @@ class DroppedParameters:
                 buffer.unmap()
 
     def map(self, pages: Sequence[Page]) -> None:
-        """Put ``num_pages`` pages behind all layers that have none. They are not filled: the caller does that.
+        """Put ``num_pages`` pages behind all layers that have none, unfilled.
 
-        Raises:
-            UserError: The system's limit on mappings is reached; nothing changed.
+        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
         """
         position = 0
         with ExitStack() as on_failure:

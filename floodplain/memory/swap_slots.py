@@ -1,6 +1,6 @@
-"""Slots of swap space, each with room for one block; here also a bounded buffer of them in host memory.
+"""Slots of swap space, each with room for one block: their bytes and digests.
 
-``core.tiers.SlotLedger`` assigns slots to blocks; this module has the bytes, and the digest of each slot.
+``core.tiers.SlotLedger`` assigns slots to blocks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ EMPTY_DIGEST = 0
 
 
 class Slots(ABC):
-    """Slots of one tier, each with room for one block of all layers, and the digest of each slot.
+    """Slots of one tier, numbered from 0, each with room for one block of all layers, and the digest of each slot.
 
-    Args:
-        layout: Shape of a block.
-        num_slots: The most slots that can ever exist, numbered from 0.
-
-    Attributes:
-        tier: The tier of the slots.
-        digests: The digest of the block in each slot, taken where it was gathered: int64 [num_slots].
+    ``num_slots`` is the most that can ever exist. ``digests`` were taken where the block was gathered: int64
+    [num_slots].
     """
 
     tier: Tier
@@ -62,28 +57,17 @@ class Slots(ABC):
         """Give the memory back, once no copy uses it any more. Safe to call twice."""
 
     def check(self, slots: Iterable[int]) -> None:
-        """Raise unless all numbers are of slots that can exist.
-
-        Raises:
-            InvariantError: A number is negative, or ``num_slots`` or more.
-        """
+        """Raise ``InvariantError`` unless all numbers are at least 0 and below ``num_slots``."""
         absent = [slot for slot in slots if not 0 <= slot < self.num_slots]
         if absent:
             raise InvariantError(f"slots {absent[:8]} of {self.num_slots}")
 
 
 class SwapSlots(Slots):
-    """A fixed number of slots, each with room for one block of all layers.
+    """A fixed number of slots in host memory, page-locked for copies from and to a CUDA device if ``is_pinned``.
 
-    A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded.
-
-    Args:
-        layout: Shape of the cache.
-        num_slots: Number of slots.
-        is_pinned: Whether the buffer is page-locked, for copies from and to a CUDA device.
-
-    Raises:
-        UserError: The system does not give, or lock, that much memory.
+    A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded. Raises
+    ``UserError`` if the system does not give, or lock, that much memory.
     """
 
     tier = Tier.HOST

@@ -34,12 +34,7 @@ class Problem(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SwapTier:
-    """One tier.
-
-    Attributes:
-        slots: Its bytes.
-        engine: Copies between them and the KV pool; started.
-    """
+    """One tier: its slots, and the started engine that copies between them and the KV pool."""
 
     slots: Slots
     engine: CopyEngine[Any]
@@ -47,11 +42,9 @@ class SwapTier:
 
 @dataclass(frozen=True, slots=True)
 class SwapStats:
-    """Totals since the start.
+    """Totals since the start: bytes by kind of transfer and tier, and by problem the copies that were not whole.
 
-    Attributes:
-        moved_bytes: Bytes by kind of transfer and tier; copies that were not whole count too.
-        failed_copies: Copies that were not whole, by problem.
+    ``moved_bytes`` counts copies that were not whole, too.
     """
 
     moved_bytes: Mapping[tuple[TransferKind, Tier], int] = field(default_factory=dict)
@@ -74,12 +67,9 @@ class SwapStats:
 
 @dataclass(slots=True)
 class _Open:
-    """A transfer under way.
+    """A transfer under way. ``parts`` are the places in ``transfer.blocks`` that move in each tier that has not ended.
 
-    Attributes:
-        transfer: The transfer.
-        parts: Places in ``transfer.blocks`` of the blocks that move in each tier that has not ended.
-        lost: Places of the blocks that did not arrive whole in the tiers that have ended.
+    ``lost`` are the places of the blocks that did not arrive whole in the tiers that have ended.
     """
 
     transfer: Transfer
@@ -90,9 +80,7 @@ class _Open:
 class SwapSpace:
     """Runs the transfers of step plans. One thread starts and polls; ``stats`` may be called from any.
 
-    Args:
-        tiers: All tiers, nearest first. The swap space owns their engines and slots from now on.
-        clock: Monotonic seconds.
+    ``tiers`` come nearest first; the swap space owns their engines and slots. ``clock`` gives monotonic seconds.
     """
 
     def __init__(self, tiers: Mapping[Tier, SwapTier], clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,8 +98,7 @@ class SwapSpace:
     def start(self, transfer: Transfer) -> None:
         """Begin a transfer and return at once; its parts in several tiers run side by side.
 
-        Raises:
-            InvariantError: It moves nothing, is under way already, or goes to a tier, slot or block that is not there.
+        Raises ``InvariantError`` if it moves nothing, is under way, or goes to a tier, slot or block that is not there.
         """
         parts = _parts(transfer)
         if transfer.transfer_id in self._open or not parts or not parts.keys() <= self._tiers.keys():
@@ -122,11 +109,7 @@ class SwapSpace:
         self._open[transfer.transfer_id] = _Open(transfer, parts)
 
     def poll(self) -> list[tuple[int, Sequence[int]]]:
-        """Transfers that ended since the last call.
-
-        Returns:
-            (transfer id, places in ``Transfer.blocks`` of the blocks that did not arrive whole, ascending) of each.
-        """
+        """Ended transfers: (id, places in ``Transfer.blocks`` of blocks that did not arrive whole, ascending)."""
         return [ended for tier, one in self._tiers.items() for ended in self._take(tier, one.engine.poll())]
 
     def wait(self, timeout_s: float) -> list[tuple[int, Sequence[int]]]:

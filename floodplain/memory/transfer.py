@@ -34,11 +34,7 @@ Job = TypeVar("Job")
 
 
 class BlockStore(Protocol):
-    """Blocks that are copied to and from slots: the KV pool, or slots of another tier.
-
-    Attributes:
-        layout: Shape of the cache.
-    """
+    """Blocks, shaped by ``layout``, that are copied to and from slots: the KV pool, or slots of another tier."""
 
     layout: KVLayout
 
@@ -47,22 +43,12 @@ class BlockStore(Protocol):
         """A tensor for each layer, int32 [blocks, words of a layer's part of a block]; a new tuple if one changes."""
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Raise unless blocks have memory: a copy of memory that is not there would crash the process.
-
-        Raises:
-            InvariantError: A block has no memory.
-        """
+        """Raise ``InvariantError`` unless blocks have memory: copying from none would crash the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy these blocks to (OUTBOUND) or from (INBOUND) these slots, pair by pair.
-
-    Attributes:
-        direction: Which way.
-        blocks: Blocks of the store.
-        slots: The slot of each block.
-    """
+    """Copy these blocks to (OUTBOUND) or from (INBOUND) these slots, pair by pair."""
 
     direction: Direction
     blocks: tuple[int, ...]
@@ -74,7 +60,6 @@ class CopyResult:
     """How a copy ended.
 
     Attributes:
-        transfer_id: The id that was submitted.
         lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. The bytes at
             their destinations are unspecified.
         num_bytes: Bytes that went over the link.
@@ -95,11 +80,7 @@ class CopyResult:
 
 
 def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
-    """Raise unless a copy names blocks and slots that exist, each once.
-
-    Raises:
-        InvariantError: As in ``CopyEngine.submit``.
-    """
+    """Raise ``InvariantError`` unless a copy names blocks and slots that exist, each once."""
     pool.expect_backed(copy.blocks)
     if len(copy.blocks) != len(copy.slots) or not copy.blocks:
         raise InvariantError(f"a copy of {len(copy.blocks)} blocks and {len(copy.slots)} slots")
@@ -111,7 +92,7 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
 def judge_copy(
     transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
 ) -> CopyResult:
-    """Result of a copy: an outbound block is lost if its slot had no memory, so that its digest is ``EMPTY_DIGEST``.
+    """Result of a copy. An outbound block is lost if its slot had no memory: its digest is ``EMPTY_DIGEST``.
 
     An inbound block is lost if its slot was empty, or its digest is not the stored one, ``expected``.
     """
@@ -128,11 +109,9 @@ def judge_copy(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Copies that a lane did together.
+    """Copies that a lane did together, and for how long the link was busy; None if nothing went over it.
 
-    Attributes:
-        results: (time, result) of each copy; the result may be reported from then on, by the monotonic clock.
-        time: How long the link was busy; None if nothing went over it.
+    Each result may be reported from its time on, by the monotonic clock.
     """
 
     results: list[tuple[float, CopyResult]]
@@ -140,11 +119,7 @@ class Pass:
 
 
 class Lane(Protocol[Job]):
-    """Copies of one direction, one after another.
-
-    Attributes:
-        most_jobs: Copies in one pass, at most.
-    """
+    """Copies of one direction, one after another, at most ``most_jobs`` in one pass."""
 
     most_jobs: float
 
@@ -164,11 +139,6 @@ class CopyEngine(Generic[Job]):
     Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
     ``submit`` and its result, the blocks of an outbound copy must not be written, and those of an inbound copy and the
     slots of either must not be touched.
-
-    Args:
-        store: The blocks that are copied.
-        slots: The slots that they are copied to and from.
-        open_lane: Makes the lane of a direction.
     """
 
     def __init__(self, store: BlockStore, slots: Slots, open_lane: Callable[[Direction], Lane[Job]]) -> None:
@@ -214,8 +184,7 @@ class CopyEngine(Generic[Job]):
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """Begin a copy and return at once. An outbound copy sees what earlier steps wrote.
 
-        Raises:
-            InvariantError: A block has no memory, a slot does not exist, or one of them is named twice.
+        Raises ``InvariantError`` if a block has no memory, a slot does not exist, or one of them is named twice.
         """
         self._expect_alive()
         check_copy(copy, self._store, self._slots)
@@ -260,11 +229,7 @@ class CopyEngine(Generic[Job]):
         self._expect_alive()
 
     def _expect_alive(self) -> None:
-        """Raise if a copy thread has failed: no copy is proven any more, so every caller must fail.
-
-        Raises:
-            InvariantError: A lane raised; its exception is the cause.
-        """
+        """Raise ``InvariantError`` if a lane raised: no copy is proven any more, so every caller must fail."""
         if self._failure is not None:
             raise InvariantError(f"a copy thread ended with {self._failure!r}") from self._failure
 
