@@ -126,13 +126,19 @@ class DemoServer:
         await asyncio.gather(*(self.send(request) for request in short))
 
     async def visit(self, num_users: int, from_s: float, to_s: float = math.inf) -> None:
-        """Run users that start one after another, ``from_s`` from now; after ``to_s`` none sends another request."""
+        """Run users that start one after another, ``from_s`` from now; after ``to_s`` none sends another request.
+
+        A user stops after a failed request, as in the scene of ``--cluster``.
+        """
         end_s = time.monotonic() + to_s
 
         async def use(number: int) -> None:
             await asyncio.sleep(from_s + number * COMING_S / num_users)
             while time.monotonic() < end_s:
-                self.records += await self.send(next(self._requests))
+                records = await self.send(next(self._requests))
+                self.records += records
+                if any(record.error is not None for record in records):
+                    break
 
         await asyncio.gather(*(use(number) for number in range(num_users)))
 
