@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from floodplain.demo.cluster import VerbProcess, split_cores
-from floodplain.demo.leases_load import LENDER_POOL_BYTES, LendingScale, borrower_flags, lender_flags
+from floodplain.demo.leases import LENDER_POOL_BYTES, LendingScale, borrower_flags, lender_flags
 from floodplain.demo.ways import HOST_LINK
 from floodplain.engine.config import EngineConfig
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
 from floodplain.core.lifecycle import time_per_output_token_s
-from floodplain.demo.leases_load import DemoServer, short_texts, texts
+from floodplain.demo.leases import short_texts, texts
+from floodplain.demo.users import Users
 from floodplain.demo.watch import watching
 from floodplain.observe.run_columns import format_ways, latency_lists
 from floodplain.workload.goals import describe_goals, measure_goals
@@ -63,7 +64,7 @@ def _loads(sample: WorkloadSpec, tokenizer: Any, seed: int) -> dict[str, list[Lo
 
 
 async def _measure(arm: Arm, model: str, loads: Mapping[str, Sequence[LoadRequest]], goals: Goals) -> dict[str, Any]:
-    servers = {role: DemoServer(getattr(arm, role), model, requests) for role, requests in loads.items()}
+    servers = {role: Users(HttpTarget(getattr(arm, role), model), requests) for role, requests in loads.items()}
     lender, borrower = servers.values()
     visits = [
         asyncio.create_task(lender.visit(NUM_LENDER_USERS, 0.0)),

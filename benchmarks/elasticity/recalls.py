@@ -11,9 +11,10 @@ from itertools import cycle, islice
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
-from floodplain.demo.leases_load import DemoServer
+from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, watching
 from floodplain.lending.membership import LentDevice
+from floodplain.workload.http_target import HttpTarget
 
 NUM_SPIKE, SPIKE_TOKENS = 96, 32
 """Requests at once, and tokens of each: nearly twice what the lender has room for when it lends most. Of fewer it may
@@ -27,7 +28,8 @@ async def measure_recalls(
     arm: Arm, model: str, own: Sequence[Any], crowd: Sequence[Any], num_rounds: int
 ) -> dict[str, Any]:
     """So many times: wait until the borrower's KV lies in borrowed memory, send a spike, wait for the memory."""
-    lender, borrower = DemoServer(arm.lender, model, own), DemoServer(arm.borrower, model, crowd)
+    lender = Users(HttpTarget(arm.lender, model), own)
+    borrower = Users(HttpTarget(arm.borrower, model), crowd)
     visit = asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0))
     rounds = []
     try:
@@ -48,9 +50,7 @@ async def measure_recalls(
     }
 
 
-async def _recall_once(
-    lender: DemoServer, own: Sequence[Any], samples: list[LendingSample], number: int
-) -> dict[str, Any]:
+async def _recall_once(lender: Users, own: Sequence[Any], samples: list[LendingSample], number: int) -> dict[str, Any]:
     """What one recall of everything took: ``mean_s`` from the word, ``all_s`` from before the spike to the last."""
     await _wait(samples, lambda now: now.lent_bytes > 0 and now.peer_bytes > 0, f"round {number}: nothing is borrowed")
     before = samples[-1]
@@ -73,12 +73,12 @@ async def _recall_once(
     }
 
 
-async def _spike(lender: DemoServer, own: Sequence[Any], is_over: asyncio.Event) -> None:
+async def _spike(lender: Users, own: Sequence[Any], is_over: asyncio.Event) -> None:
     requests = [replace(request, max_tokens=SPIKE_TOKENS) for request in islice(cycle(own), NUM_SPIKE)]
     while not is_over.is_set():
-        for records in await asyncio.gather(*(lender.send(request) for request in requests)):
-            if records[0].error is not None:
-                raise RuntimeError(f"the lender did not answer: {records[0].error}")
+        for record in await asyncio.gather(*(lender.send(request) for request in requests)):
+            if record.error is not None:
+                raise RuntimeError(f"the lender did not answer: {record.error}")
 
 
 async def _wait(samples: list[LendingSample], is_so: Callable[[LendingSample], bool], complaint: str) -> None:

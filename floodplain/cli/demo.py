@@ -15,21 +15,15 @@ import asyncio
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
-from floodplain.demo.leases import serve_scene
-from floodplain.demo.leases_load import FULL_SCENE, QUICK_SCENE
-from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, fit_pool, sample_spec
-from floodplain.demo.page import print_summary, write_files
-from floodplain.demo.relief import runs_of, serve_relief
-from floodplain.demo.relief_load import FULL_RELIEF, QUICK_RELIEF
-from floodplain.demo.relief_page import print_cluster_summary, write_cluster_files
-from floodplain.demo.run import Run, measure_machine, serve_way
-from floodplain.demo.ways import WAYS, expansion_ways
 from floodplain.files.results import check_writable
-from floodplain.workload.goals import describe_goals
+
+if TYPE_CHECKING:
+    from floodplain.demo.load import Scale
+    from floodplain.demo.run import Run
 
 STABLE_SHARE = 0.5
 """The stable rate as a share of the measured capacity."""
@@ -67,10 +61,19 @@ def run(args: argparse.Namespace) -> int:
         check_writable(demo.out / name)
     if demo.cluster:
         return _run_cluster(demo, args)
+
+    from floodplain.demo.leases import FULL_SCENE, QUICK_SCENE, serve_scene
+    from floodplain.demo.load import engine_config, sample_spec
+    from floodplain.demo.page import print_summary, write_files
+
     scale, runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
     leases = None
     try:
-        leases = None if demo.expansion else _serve_leases(demo, progress=not args.quiet)
+        if not demo.expansion:
+            full = _scale(demo)
+            sample = sample_spec(demo.seed, full)
+            base, scene = engine_config(demo.model, sample, full), QUICK_SCENE if demo.quick else FULL_SCENE
+            leases = serve_scene(base, sample, scene, full.num_resident, progress=not args.quiet)
     finally:  # keep the first part's results, which took minutes
         summary = write_files(demo.out, scale, runs, leases, expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
@@ -78,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
+    from floodplain.demo.page import print_cluster_summary, write_cluster_files
+    from floodplain.demo.relief import FULL_RELIEF, QUICK_RELIEF, runs_of, serve_relief
+
     scale = QUICK_RELIEF if demo.quick else FULL_RELIEF
     records, cluster = serve_relief(demo.model, demo.seed, scale, progress=not args.quiet)
     summary = write_cluster_files(demo.out, runs_of(records, demo.model, demo.seed, scale), cluster)
@@ -86,6 +92,11 @@ def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
 
 
 async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[Run]]:
+    from floodplain.demo.load import burst, engine_config, fit_pool, sample_spec
+    from floodplain.demo.run import measure_machine, serve_way
+    from floodplain.demo.ways import WAYS, expansion_ways
+    from floodplain.workload.goals import describe_goals
+
     scale = _scale(demo)
     sample = sample_spec(demo.seed, scale)
     base = engine_config(demo.model, sample, scale)
@@ -100,13 +111,7 @@ async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[
     return scale, [await serve_way(way, base, spec, capacity, progress=progress) for way in ways]
 
 
-def _serve_leases(demo: DemoConfig, *, progress: bool) -> dict[str, Any]:
-    scale = _scale(demo)
-    sample = sample_spec(demo.seed, scale)
-    base = engine_config(demo.model, sample, scale)
-    scene = QUICK_SCENE if demo.quick else FULL_SCENE
-    return serve_scene(base, sample, scene, scale.num_resident, progress=progress)
-
-
 def _scale(demo: DemoConfig) -> Scale:
+    from floodplain.demo.load import FULL, QUICK
+
     return QUICK if demo.quick else FULL

@@ -8,20 +8,23 @@ experiment of AQUA's Figure 12, with real servers and a real coordinator of leas
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from floodplain.demo.cluster import neighbourhood
-from floodplain.demo.leases_load import DemoServer, LendingScale, borrower_flags, lender_flags, short_texts, texts
+from floodplain.demo.cluster import Neighbourhood, neighbourhood
+from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, to_columns, watching
 from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK
 from floodplain.engine.config import EngineConfig
+from floodplain.model.weights.open_model import open_model
 from floodplain.observe.table import format_number
+from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.spec import WorkloadSpec, build
 
 
@@ -40,17 +43,15 @@ def serve_scene(
     Raises:
         UserError: A process does not start.
     """
-    from floodplain.model.weights.open_model import open_model
-
     tokenizer = open_model(base.model).load_tokenizer()
     if progress:
         print("leases: a coordinator and two servers", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="floodplain-demo-") as folder:
         flags = lender_flags(base, scale), borrower_flags(base, scale, num_resident)
         with neighbourhood(Path(folder), base.model, *flags) as places:
-            lender = DemoServer(places.producer, base.model, build(short_texts(sample, 0), tokenizer))
-            borrower = DemoServer(places.consumer, base.model, build(texts(sample, 1), tokenizer))
-            samples = asyncio.run(_play(lender, borrower, scale))
+            lender = Users(HttpTarget(places.producer, base.model), build(short_texts(sample, 0), tokenizer))
+            borrower = Users(HttpTarget(places.consumer, base.model), build(texts(sample, 1), tokenizer))
+            samples = asyncio.run(_play(places, lender, borrower, scale))
     return {
         "scene": asdict(scale),
         **summarise(samples, lender, borrower),
@@ -58,9 +59,11 @@ def serve_scene(
     }
 
 
-async def _play(lender: DemoServer, borrower: DemoServer, scale: LendingScale) -> list[LendingSample]:
+async def _play(places: Neighbourhood, lender: Users, borrower: Users, scale: LendingScale) -> list[LendingSample]:
     await asyncio.gather(lender.warm_up(), borrower.warm_up())
-    async with watching(lender.url, borrower.url) as samples:
+    async with watching(places.producer, places.consumer) as samples:
+        lender.begin()
+        borrower.begin()
         visits = [
             asyncio.create_task(visit)
             for visit in (
@@ -105,7 +108,7 @@ def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def summarise(samples: Sequence[LendingSample], lender: DemoServer, borrower: DemoServer) -> dict[str, Any]:
+def summarise(samples: Sequence[LendingSample], lender: Users, borrower: Users) -> dict[str, Any]:
     """The scene in numbers: recalls, lent bytes, the borrower's tokens per second with and without, failures."""
     last, records = samples[-1], [*lender.records, *borrower.records]
     return {
@@ -127,3 +130,83 @@ def _rate(samples: Sequence[LendingSample], *, is_lent: bool) -> float | None:
     busy = [pair for pair in pairwise(samples) if pair[0].num_tokens > first and (pair[0].lent_bytes > 0) is is_lent]
     seconds = sum(after.time_s - before.time_s for before, after in busy)
     return sum(after.num_tokens - before.num_tokens for before, after in busy) / seconds if seconds else None
+
+
+LENDER_POOL_BYTES = 224 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingScale:
+    """The sizes of the scene, and its times in seconds from its start.
+
+    Attributes:
+        lend_after_s: Seconds of calm before the lender lends (``--lend-after``).
+        borrow_s: When the borrower's users start.
+        double_s: When the lender's users double.
+        light_s: When the added users send no further requests.
+        end_s: When the scene ends.
+        num_lender_users: The lender's users at first.
+        num_borrower_users: The borrower's users.
+        num_resident: Requests that the borrower's own memory holds.
+    """
+
+    lend_after_s: float
+    borrow_s: float
+    double_s: float
+    light_s: float
+    end_s: float
+    num_lender_users: int
+    num_borrower_users: int
+    num_resident: int
+
+
+FULL_SCENE = LendingScale(
+    lend_after_s=7.0, borrow_s=8.0, double_s=21.0, light_s=31.0, end_s=54.0,
+    num_lender_users=16, num_borrower_users=36, num_resident=12,
+)  # fmt: skip
+QUICK_SCENE = LendingScale(
+    lend_after_s=1.5, borrow_s=0.5, double_s=3.6, light_s=5.6, end_s=8.6,
+    num_lender_users=12, num_borrower_users=18, num_resident=6,
+)  # fmt: skip
+
+
+def lender_flags(base: EngineConfig, scale: LendingScale) -> list[str]:
+    """Flags of the lending server."""
+    return [
+        *_common_flags(base),
+        *("--kv-memory", str(LENDER_POOL_BYTES), "--swap", "none", "--policy", "fcfs"),
+        *("--lend", "auto", "--lend-after", str(scale.lend_after_s)),
+    ]
+
+
+def borrower_flags(base: EngineConfig, scale: LendingScale, num_resident: int) -> list[str]:
+    """Flags of the borrowing server; ``base`` has a pool for ``num_resident`` requests."""
+    pool_bytes = round((base.kv_memory or 0) * scale.num_resident / num_resident)
+    return [
+        *_common_flags(base),
+        *("--kv-memory", str(pool_bytes), "--hardware", HOST_LINK),
+        *("--swap", "peer", "--peer-memory", str(LENDER_POOL_BYTES)),
+    ]
+
+
+def _common_flags(base: EngineConfig) -> list[str]:
+    return ["--dtype", base.dtype, "--max-model-len", str(base.max_model_len), "--seed", str(base.seed)]
+
+
+def texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
+    """Requests like those of the first part; different ones for each ``number``."""
+    return replace(sample, request_rate=math.inf, seed=sample.seed + 1 + number)
+
+
+def short_texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
+    """The same at half the length: the load of many short requests is more even than that of a few long ones."""
+    return replace(
+        texts(sample, number),
+        length_scale=sample.length_scale / 2,
+        max_input=_halve(sample.max_input),
+        max_output=_halve(sample.max_output),
+    )
+
+
+def _halve(num_tokens: int | None) -> int | None:
+    return None if num_tokens is None else max(1, num_tokens // 2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
+from floodplain.model.weights.open_model import open_model
 from floodplain.workload.spec import WorkloadSpec, build
 
 PROMPTS_PER_PLACE = 3
@@ -86,9 +88,6 @@ def fit_pool(scale: Scale, num_prompts: int) -> Scale:
 
 def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:
     """An engine whose pool holds ``num_resident`` requests when half of their output is generated."""
-    from floodplain.engine.build import kv_bytes_per_token
-    from floodplain.model.weights.open_model import open_model
-
     source = open_model(model)
     requests = build(sample, source.load_tokenizer())
     mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)

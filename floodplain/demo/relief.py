@@ -8,29 +8,37 @@ that of KunServe's Figure 12, with real processes on one machine.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
+from floodplain.bench.offline import hardware_report
 from floodplain.demo.cluster import VerbProcess
-from floodplain.demo.relief_load import DTYPE, NUM_INSTANCES, Crowd, ReliefScale, relief_requests, serve_words, shifted
-from floodplain.demo.relief_watch import (
+from floodplain.demo.run import Run
+from floodplain.demo.users import Users, shifted
+from floodplain.demo.watch import (
     SOLO,
     ReliefSample,
     ReliefTotals,
     find_spans,
     has_restored,
     read_totals,
+    to_columns,
     watching_relief,
 )
-from floodplain.demo.watch import to_columns
-
-if TYPE_CHECKING:
-    from floodplain.demo.run import Run
-    from floodplain.workload.records import LoadRequest, RequestRecord
+from floodplain.engine.build import kv_bytes_per_token
+from floodplain.model.weights.open_model import open_model
+from floodplain.observe.result import benchmark_result
+from floodplain.observe.run_facts import RunInfo
+from floodplain.workload.http_target import HttpTarget
+from floodplain.workload.prompts import PromptTokenizer
+from floodplain.workload.records import LoadRequest, RequestRecord
+from floodplain.workload.spec import WorkloadSpec, build
 
 PHASES = ("before", "spike", "after")
 NO_DROP_S = 10.0
@@ -52,9 +60,6 @@ def serve_relief(
     Raises:
         UserError: The front does not start, or ended.
     """
-    from floodplain.engine.build import kv_bytes_per_token
-    from floodplain.model.weights.open_model import open_model
-
     source = open_model(model)
     requests = relief_requests(source.load_tokenizer(), seed, scale)
     words = serve_words(model, seed, scale, kv_bytes_per_token(source.config, DTYPE))
@@ -72,19 +77,16 @@ def serve_relief(
 async def _play(
     url: str, model: str, requests: Sequence[LoadRequest], scale: ReliefScale
 ) -> tuple[list[RequestRecord], list[ReliefSample], ReliefTotals]:
-    from floodplain.workload.http_target import HttpTarget
-
-    crowd = Crowd(HttpTarget(url, model), requests)
-    await crowd.warm_up()
-    over = asyncio.Event()
+    crowd = Users(HttpTarget(url, model), requests)
+    await crowd.warm_up(2 * NUM_INSTANCES)
     async with watching_relief(url, crowd.begin()) as samples, asyncio.TaskGroup() as group:
-        calm = group.create_task(crowd.visit(scale.num_users, 0.0, lambda _: over.is_set()))
+        calm = group.create_task(crowd.visit(scale.num_users, 0.0))
         more = scale.num_spike_users - scale.num_users
-        group.create_task(crowd.visit(more, scale.spike_s, lambda now_s: now_s >= scale.calm_s))
+        group.create_task(crowd.visit(more, scale.spike_s, scale.calm_s))
         while not (calm.done() or is_at_end(samples, crowd.now_s(), scale)):
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(scale.after_s)
-        over.set()
+        crowd.stop()
     return crowd.records, samples, await read_totals(url)
 
 
@@ -121,10 +123,6 @@ def summarise(
 
 def runs_of(records: Sequence[RequestRecord], model: str, seed: int, scale: ReliefScale) -> list[Run]:
     """A benchmark result for the requests that were sent before the spike, in it, and after it."""
-    from floodplain.bench.offline import hardware_report
-    from floodplain.observe.result import benchmark_result
-    from floodplain.observe.run_facts import RunInfo
-
     begins = (0.0, scale.spike_s, scale.calm_s, float("inf"))
     users = (scale.num_users, scale.num_spike_users, scale.num_users)
     runs = []
@@ -160,3 +158,76 @@ def describe_drop(cluster: Mapping[str, Any]) -> str:
         f"requests went on with their KV, and {totals['num_recomputed']} were computed again; "
         f"{cluster['failed']} failed."
     )
+
+
+NUM_INSTANCES = 2
+BLOCK_TOKENS = 16
+DTYPE = "bfloat16"
+POOL_MARGIN = 1.08
+"""Factor on KV memory: an engine maps only whole quanta of blocks, at most as many as its memory holds."""
+SILENCE_S = 2.0
+"""``--instance-timeout``: twice the default: both instances, the front and the users may share two cores."""
+NUM_PROMPTS = 600
+LENGTH_SCALE = 8.0
+"""Factor on chat-like lengths, so large that nearly all prompts are cut at ``max_input``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliefScale:
+    """The times and sizes of the scene.
+
+    Attributes:
+        spike_s: When more users start.
+        calm_s: When these send no further requests.
+        give_up_s: When the scene ends even without a restore.
+        after_s: Seconds that the scene continues after the restore.
+        num_users: Users at first, and after the spike.
+        num_spike_users: Users in the spike, the first ones included.
+        pool_blocks: KV blocks of an instance.
+        max_input: Tokens of nearly all prompts.
+        max_output: Most tokens of an answer; the least is half of it.
+    """
+
+    spike_s: float
+    calm_s: float
+    give_up_s: float
+    after_s: float
+    num_users: int
+    num_spike_users: int
+    pool_blocks: int
+    max_input: int = 176
+    max_output: int = 64
+
+
+FULL_RELIEF = ReliefScale(
+    spike_s=12.0, calm_s=37.0, give_up_s=110.0, after_s=8.0, num_users=6, num_spike_users=24, pool_blocks=96
+)
+QUICK_RELIEF = ReliefScale(
+    spike_s=4.0, calm_s=14.0, give_up_s=60.0, after_s=3.0, num_users=4, num_spike_users=15, pool_blocks=64
+)
+
+
+def relief_requests(tokenizer: PromptTokenizer, seed: int, scale: ReliefScale) -> list[LoadRequest]:
+    """Requests of nearly equal size, so that KV is proportional to users. Answers differ: users are not in step."""
+    spec = WorkloadSpec(
+        request_rate=math.inf,
+        num_prompts=NUM_PROMPTS,
+        seed=seed,
+        length_scale=LENGTH_SCALE,
+        max_input=scale.max_input,
+        ignore_eos=True,
+    )
+    rng = Random(seed)
+    half = scale.max_output // 2
+    return [replace(one, max_tokens=rng.randint(half, scale.max_output)) for one in build(spec, tokenizer)]
+
+
+def serve_words(model: str, seed: int, scale: ReliefScale, token_bytes: int) -> list[str]:
+    """The words of ``serve`` and its flags; a token has ``token_bytes`` of KV."""
+    kv_memory = round(scale.pool_blocks * BLOCK_TOKENS * token_bytes * POOL_MARGIN)
+    return [
+        *("serve", model, "--port", "0", "--instances", str(NUM_INSTANCES), "--relief", "drop"),
+        *("--policy", "fcfs", "--swap", "none", "--dtype", DTYPE, "--seed", str(seed)),
+        *("--kv-memory", str(kv_memory), "--block-tokens", str(BLOCK_TOKENS)),
+        *("--max-model-len", str(scale.max_input + scale.max_output), "--instance-timeout", str(SILENCE_S)),
+    ]

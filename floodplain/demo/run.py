@@ -7,18 +7,23 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.offline import hardware_report, run_offline
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.demo.ways import Way
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.observe.result import benchmark_result
+from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.strip import residence_columns
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
+from floodplain.workload.client import run_load
+from floodplain.workload.goals import measure_goals
 from floodplain.workload.spec import WorkloadSpec, build
-
-if TYPE_CHECKING:
-    from floodplain.engine.async_engine import AsyncEngine
-    from floodplain.observe.run_facts import RunInfo
 
 CALIBRATION_TOKENS = 32
 NUM_WARM_UP, WARM_UP_TOKENS = 8, 16
@@ -37,10 +42,6 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
         capacity: Measured requests a second, for the result.
         progress: Whether to show the progress of the load.
     """
-    from floodplain.bench.offline import run_offline
-    from floodplain.observe.result import benchmark_result
-    from floodplain.observe.strip import residence_columns
-
     lifecycles: list[Lifecycle] = []
     async with _started(way.config(base), way.make_policy()) as engine:
         await _warm_up(engine, spec)
@@ -61,11 +62,8 @@ async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[floa
     Capacity: a full batch is timed with two output lengths; the difference is pure decoding. Both runs have
     the same prompts, and prefixes are not cached, so that nothing else differs.
     """
-    from floodplain.bench.engine_target import EngineTarget
-    from floodplain.workload.goals import measure_goals
-
     async with _started(replace(base, enable_prefix_caching=False), make_policy(base.policy)) as engine:
-        _, short_s, long_s = [await _time_batch(engine, batch, 0, n) for n in (1, 1, CALIBRATION_TOKENS)]  # 1: warms up
+        _, short_s, long_s = [await _time_batch(engine, batch, n) for n in (1, 1, CALIBRATION_TOKENS)]  # 1: warms up
         requests = build(batch, engine.tokenizer)
         goals = await measure_goals(EngineTarget(engine), requests)
     decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
@@ -75,9 +73,6 @@ async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[floa
 
 @asynccontextmanager
 async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncEngine]:
-    from floodplain.engine.async_engine import AsyncEngine
-    from floodplain.engine.build import build_engine
-
     engine = AsyncEngine(build_engine(config, policy))
     await engine.start()
     try:
@@ -87,9 +82,6 @@ async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncE
 
 
 def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:
-    from floodplain.bench.offline import hardware_report
-    from floodplain.observe.run_facts import RunInfo
-
     return RunInfo(
         backend="floodplain",
         model_id=engine.model_name,
@@ -105,15 +97,12 @@ def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) ->
 async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
     """Serve a few other texts, so that threads, allocator and learned prices are alike for every way."""
     batch = replace(spec, num_prompts=NUM_WARM_UP)
-    await _time_batch(engine, batch, 0, WARM_UP_TOKENS)
+    await _time_batch(engine, batch, WARM_UP_TOKENS)
 
 
-async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
+async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, num_tokens: int) -> float:
     """Seconds for the requests of ``spec``, with another seed, sent at once, with ``num_tokens`` output tokens each."""
-    from floodplain.bench.engine_target import EngineTarget
-    from floodplain.workload.client import run_load
-
-    requests = build(replace(spec, seed=spec.seed + number + 1), engine.tokenizer)
+    requests = build(replace(spec, seed=spec.seed + 1), engine.tokenizer)
     batch = [replace(request, arrival_s=0.0, max_tokens=num_tokens) for request in requests]
     begin = time.monotonic()
     await run_load(EngineTarget(engine), batch, progress=False)

@@ -35,7 +35,7 @@ def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
     """Draw the results of ``floodplain demo --cluster`` (``cluster`` of ``demo.json``).
 
     Args:
-        cluster: ``samples``: one list for each attribute of ``demo.relief_watch.ReliefSample``; ``spans``;
+        cluster: ``samples``: one list for each attribute of ``demo.watch.ReliefSample``; ``spans``;
             ``requests`` with ``sent_s`` and ``ttft_s``; ``scene`` with the spike; ``totals``.
         where: The model and the machine.
     """

@@ -15,14 +15,15 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.demo import leases
-from floodplain.demo.cluster import VerbProcess, neighbourhood, split_cores
-from floodplain.demo.leases import describe, serve_scene
-from floodplain.demo.leases_load import QUICK_SCENE, DemoServer
+from floodplain.demo.cluster import Neighbourhood, VerbProcess, neighbourhood, split_cores
+from floodplain.demo.leases import QUICK_SCENE, describe, serve_scene
+from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, watching
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.observe.lending import draw_lending
 from floodplain.observe.plots import to_svg
+from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 from tests.support import forks
@@ -34,6 +35,12 @@ SAMPLE = WorkloadSpec(num_prompts=60, max_input=40, max_output=64, ignore_eos=Tr
 SCENE = replace(QUICK_SCENE, lend_after_s=0.5, end_s=100.0)
 """``Patient`` ends this scene; ``end_s`` matters only if it hangs."""
 
+TARGET = HttpTarget("http://a", "m")
+ANSWERED = RequestRecord(
+    request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=1.0, token_times_s=(0.5,),
+    output_token_ids=None, text="", error=None,
+)  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +48,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)
 
 
-class Patient(DemoServer):
+class Patient(Users):
     """Its users wait for events: the crowd sends once memory is lent; its first answer ends all users."""
 
     samples: ClassVar[list[LendingSample]]
@@ -54,7 +61,7 @@ class Patient(DemoServer):
 
         async def use() -> None:
             while not Patient.is_over:
-                self.records += await self.send(next(self._requests))
+                self.records.append(await self.send(next(self._requests)))
                 Patient.is_over = Patient.is_over or is_crowd
 
         await asyncio.gather(*(use() for _ in range(num_users)))
@@ -66,7 +73,7 @@ def test_memory_is_lent_while_both_servers_answer(monkeypatch: pytest.MonkeyPatc
         async with watching(*urls) as Patient.samples:
             yield Patient.samples
 
-    monkeypatch.setattr(leases, "DemoServer", Patient)
+    monkeypatch.setattr(leases, "Users", Patient)
     monkeypatch.setattr(leases, "watching", seen)
     Patient.samples, Patient.is_over = [], False
     told = serve_scene(BASE, SAMPLE, SCENE, num_resident=SCENE.num_resident, progress=False)
@@ -86,7 +93,7 @@ def test_users_leave_when_the_scene_is_over_or_one_of_them_fails(
 ) -> None:
     num_here = num_gone = 0
 
-    class Idle(DemoServer):
+    class Idle(Users):
         async def warm_up(self) -> None:
             pass
 
@@ -105,7 +112,7 @@ def test_users_leave_when_the_scene_is_over_or_one_of_them_fails(
         yield []
 
     monkeypatch.setattr(leases, "watching", seen)
-    play = leases._play(Idle("a", "m", []), Idle("b", "m", []), replace(SCENE, end_s=end_s))
+    play = leases._play(Neighbourhood("c", "a", "b"), Idle(TARGET, []), Idle(TARGET, []), replace(SCENE, end_s=end_s))
     with nullcontext() if error is None else pytest.raises(UserError, match="it hung up"):
         assert asyncio.run(play) == []
     assert (num_here, num_gone) == (3, 3)
@@ -115,16 +122,16 @@ def test_users_leave_when_the_scene_is_over_or_one_of_them_fails(
 def test_users_ask_again_when_they_are_answered_until_they_leave(to_s: float, goes_on: bool) -> None:
     num_sent = 0
 
-    class Quick(DemoServer):
-        async def send(self, request: LoadRequest) -> list[RequestRecord]:
+    class Quick(Users):
+        async def send(self, request: LoadRequest) -> RequestRecord:
             nonlocal num_sent
             num_sent += 1
             await asyncio.sleep(0)
             if num_sent == 10:
                 raise UserError("enough")
-            return []
+            return ANSWERED
 
-    visit = Quick("a", "m", build(SAMPLE, ByteTokenizer(256))).visit(3, 0.0, to_s)
+    visit = Quick(TARGET, build(SAMPLE, ByteTokenizer(256))).visit(3, 0.0, to_s)
     with pytest.raises(UserError, match="enough") if goes_on else nullcontext():
         asyncio.run(visit)
     assert num_sent == (10 if goes_on else 0)

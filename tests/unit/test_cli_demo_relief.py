@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from floodplain.cli.main import main
 from floodplain.cluster.router.routes import GroupRow, Groups, InstanceRow, Listing
 from floodplain.core.groups import GroupState
-from floodplain.demo.relief import PHASES, describe_drop, is_at_end, runs_of, summarise
-from floodplain.demo.relief_load import FULL_RELIEF, QUICK_RELIEF, Crowd, relief_requests, serve_words
-from floodplain.demo.relief_page import print_cluster_summary, write_cluster_files
-from floodplain.demo.relief_watch import (
+from floodplain.demo.page import print_cluster_summary, write_cluster_files
+from floodplain.demo.relief import (
+    FULL_RELIEF,
+    PHASES,
+    QUICK_RELIEF,
+    describe_drop,
+    is_at_end,
+    relief_requests,
+    runs_of,
+    serve_words,
+    summarise,
+)
+from floodplain.demo.users import Users
+from floodplain.demo.watch import (
     ReliefSample,
     ReliefTotals,
     find_spans,
@@ -175,13 +185,16 @@ def test_the_two_other_demos_do_not_go_together(tmp_path: Path, capsys: pytest.C
 
 
 class Scripted:
-    """Answers requests with one token; number ``failing`` fails."""
+    """Answers requests with one token; number ``failing`` fails, and users stop after a dozen."""
 
     def __init__(self, failing: int) -> None:
         self.num_sent, self._failing = 0, failing
+        self.users: Users | None = None
 
     async def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
         self.num_sent += 1
+        if self.num_sent >= 12 and self.users is not None:
+            self.users.stop()
         if self.num_sent == self._failing:
             raise RequestFailed("gone")
         yield TokenChunk(time.monotonic(), "a", (1,))
@@ -191,11 +204,10 @@ def test_a_user_whose_request_failed_leaves_and_others_go_on() -> None:
     requests = relief_requests(ByteTokenizer(256), 0, QUICK_RELIEF)[:5]
     target = Scripted(failing=3)
 
-    async def play() -> Crowd:
-        crowd = Crowd(target, requests)
-        crowd.begin()
-        await crowd.visit(2, 0.0, lambda _: target.num_sent >= 12)
-        return crowd
+    async def play() -> Users:
+        users = target.users = Users(target, requests)
+        await users.visit(2, 0.0)
+        return users
 
     records = asyncio.run(asyncio.wait_for(play(), HANG_S))
     errors = [one.error for one in records.records]

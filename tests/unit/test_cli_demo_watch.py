@@ -10,12 +10,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from floodplain.core.errors import UserError
 from floodplain.demo import watch
 from floodplain.demo.leases import summarise
-from floodplain.demo.leases_load import DemoServer
+from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, sample_of, to_columns
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.lending import token_rate
 from floodplain.observe.metrics import ServingMetrics
+from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import RequestRecord
+
+TARGET = HttpTarget("http://a", "m")
 
 
 def text_of(stats: EngineStats) -> str:
@@ -102,16 +105,16 @@ def test_rates_count_only_the_time_with_and_without_borrowed_memory() -> None:
         sample(15, 86, 0),
     ]
     seen.append(sample(17, 106, 0, num_recalls=4, recall_s=6.0, num_forced=1))
-    server = DemoServer("http://nobody", "m", [])
+    server = Users(TARGET, [])
     server.records = [record(None), record("refused"), record(None)]
-    told = summarise(seen, server, DemoServer("http://nobody", "m", []))
+    told = summarise(seen, server, Users(TARGET, []))
     assert told["tokens_per_s"] == {"borrowing": 20.0, "without": 10.0}
     assert told["recalls"] == {"num": 4, "mean_s": 1.5, "num_forced": 1}
     assert (told["completed"], told["failed"], told["most_lent_bytes"]) == (2, 1, 64)
 
 
 def test_a_scene_in_which_nothing_is_lent_has_no_recalls_and_no_rate() -> None:
-    told = summarise([sample(0, 0, 0), sample(1, 0, 0)], *(DemoServer("http://nobody", "m", []) for _ in range(2)))
+    told = summarise([sample(0, 0, 0), sample(1, 0, 0)], *(Users(TARGET, []) for _ in range(2)))
     assert told["recalls"] == {"num": 0, "mean_s": None, "num_forced": 0}
     assert told["tokens_per_s"] == {"borrowing": None, "without": None}
 
