@@ -17,8 +17,8 @@ from floodplain.core.ranges import HostPort, Line, Port, Positive, Range, Secret
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Pause at a step boundary, and report what is held. Answered by ``Prepared``.
+class GroupMessage:
+    """A message between the router and a member of a group.
 
     Attributes:
         epoch: Of the member.
@@ -30,11 +30,13 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """The group is not formed: resume."""
+class Prepare(GroupMessage):
+    """Pause at a step boundary, and report what is held. Answered by ``Prepared``."""
 
-    epoch: int
-    number: int
+
+@dataclass(frozen=True, slots=True)
+class Cancel(GroupMessage):
+    """The group is not formed: resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,12 @@ class HeldRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(GroupMessage):
     """Drop layers, map the group's pool, link up. Answered by ``GroupDone``. Beside it: used quanta, then blocks.
 
     A member of a group that is taken in drops some of its remaining layers, and leaves its old pipeline.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         place: Of the member in the pipeline, from 0, and
         num_members: of how many.
         first_layer: The first that it keeps, and
@@ -75,8 +75,6 @@ class Drop:
         held: For the leader: requests whose blocks are reserved, by the group's ids; for others empty.
     """
 
-    epoch: int
-    number: int
     place: int
     num_members: int
     first_layer: int
@@ -92,148 +90,113 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(GroupMessage):
     """Copy these requests' KV, in the kept layers, from their places. Answered by ``Copied`` for each.
 
     Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
     request's place, or a slot of that member's swap space. For its own requests a member copies slots only.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         addresses: Bulk servers, by place.
         sources: For each place and layer of the model: the place that has this layer's KV of the place's requests.
         held: The requests.
     """
 
-    epoch: int
-    number: int
     addresses: tuple[HostPort, ...]
     sources: tuple[tuple[int, ...], ...]
     held: tuple[HeldRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(GroupMessage):
     """Resume a request whose KV is there. Its tokens are beside the message.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         request: The router's number of it, as in ``HeldRequest``.
         num_computed: Leading tokens whose KV is there.
         submit: The request, as in any placement.
     """
 
-    epoch: int
-    number: int
     request: int
     num_computed: int
     submit: Submit
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(GroupMessage):
     """Free the blocks that are reserved for a request; no member writes to them any more."""
 
-    epoch: int
-    number: int
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(GroupMessage):
     """Unmap KV of dropped layers, and map ``num_quanta`` quanta. Answered by ``GroupDone``."""
 
-    epoch: int
-    number: int
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Grow:
+class Grow(GroupMessage):
     """All members have ``num_quanta`` quanta: add their blocks to the leader's ledger."""
 
-    epoch: int
-    number: int
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(GroupMessage):
     """Drain the pipeline, and plan to shrink it to ``num_quanta`` quanta. Answered by ``Planned``."""
 
-    epoch: int
-    number: int
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(GroupMessage):
     """Move blocks and unmap quanta, as in ``Planned``. Answered by ``GroupDone``."""
 
-    epoch: int
-    number: int
     num_moves: int
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(GroupMessage):
     """All members have moved their blocks: the leader resumes."""
-
-    epoch: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(GroupMessage):
     """Map the dropped layers' parameters, and fill them. Answered by ``GroupDone``.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         addresses: For each layer of the model, the bulk server of a member that has its parameters.
     """
 
-    epoch: int
-    number: int
     addresses: tuple[HostPort, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(GroupMessage):
     """Leave the pipeline and serve alone. The leader answers ``HandedOver``, others ``GroupDone``.
 
     Beside it, except for the leader: the group's quanta that hold KV of requests; all others are unmapped.
     """
 
-    epoch: int
-    number: int
-
 
 @dataclass(frozen=True, slots=True)
-class Collect:
+class Collect(GroupMessage):
     """Copy these requests' KV, in all layers, to the own pool. Answered by ``Copied`` for each. Beside it: blocks.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         addresses: For each layer of the model, the bulk server of the member that has its KV.
         held: The requests; ``place`` is the member's own.
     """
 
-    epoch: int
-    number: int
     addresses: tuple[HostPort, ...]
     held: tuple[HeldRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(GroupMessage):
     """Unmap the group's KV, grow the own pool to its size before the group. Answered by ``GroupDone``."""
-
-    epoch: int
-    number: int
 
 
 GroupOrder = (
@@ -263,12 +226,10 @@ class KvRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(GroupMessage):
     """A member is paused, or cannot be in a group. Beside it: the sources of its rows' blocks.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         problem: What to change; None if it can be in the group. The other fields count only then.
         host: The address at which its neighbours reach it, and
         port: where it listens for the stage before.
@@ -280,8 +241,6 @@ class Prepared:
         rows: Its requests, by priority and arrival.
     """
 
-    epoch: int
-    number: int
     problem: Line | None
     host: Line
     port: Port
@@ -294,66 +253,50 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(GroupMessage):
     """The leader drained, and planned a shrink. Beside it: (source, destination) pairs of blocks, then freed quanta.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         num_moves: Pairs.
         given_back: Tickets of requests that no longer fit: they are recomputed.
     """
 
-    epoch: int
-    number: int
     num_moves: int
     given_back: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class HandedOver(GroupMessage):
     """The leader has left the pipeline. Beside it: the blocks of its rows.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         rows: Its requests, by priority and arrival.
     """
 
-    epoch: int
-    number: int
     rows: tuple[KvRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDone:
+class GroupDone(GroupMessage):
     """A member has executed an order.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         answer: The answer to that order.
     """
 
-    epoch: int
-    number: int
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(GroupMessage):
     """A member has copied one request's KV, or failed to.
 
     Attributes:
-        epoch: Of the member.
-        number: Of the group.
         answer: ``FETCHED`` or ``COLLECTED``.
         request: The router's number of it.
         is_whole: Whether all of it arrived and was verified.
     """
 
-    epoch: int
-    number: int
     answer: Answer
     request: int
     is_whole: bool
