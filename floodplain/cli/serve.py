@@ -118,7 +118,7 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
         return [flags for _ in range(num_instances)]
     shared = [f"--microbatches={cluster_config.microbatches}"]
     if cluster_config.step_profile is not None:
-        from floodplain.cluster.pipeline.engine import read_price
+        from floodplain.cluster.pipeline.stage import read_price
 
         read_price(cluster_config.step_profile)
         shared.append(f"--step-profile={cluster_config.step_profile}")

@@ -21,7 +21,7 @@ LIMITS_S = {
     "floodplain.cluster.migration.controller.STEP_TIMEOUT_S": HANG_S,
     "floodplain.cluster.launch.launcher.SETTLED_S": HANG_S,
     "floodplain.cluster.wire.stage_link.HELLO_TIMEOUT_S": HANG_S,
-    "floodplain.cluster.pipeline.stage_ring.LINK_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.pipeline.stage.LINK_TIMEOUT_S": HANG_S,
     "floodplain.coordinator.leadership.LEASE_S": HANG_S,
     "floodplain.coordinator.leadership.TAKEOVER_S": 2 * HANG_S,
     "floodplain.coordinator.run.CLOSING_S": 2 * HANG_S,

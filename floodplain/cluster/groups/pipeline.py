@@ -8,9 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.pipeline.engine import make_engine, plan_limits
-from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
-from floodplain.cluster.pipeline.stage_ring import StageRing
+from floodplain.cluster.pipeline.stage import PipelineStage, plan_limits
 from floodplain.cluster.wire.group_messages import Drop
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
@@ -35,39 +33,36 @@ class GroupPipeline:
         blocks: For the leader: blocks of the requests whose KV is being copied, one request after the other.
 
     Attributes:
-        engine: The leader's engine; None in other members.
         is_ending: Whether the end of a neighbour's link is expected, and so not a failure.
     """
 
     def __init__(self, member: GroupMember, order: Drop, blocks: Sequence[int]) -> None:
-        self.engine: AsyncEngine | None = None
         self.is_ending = False
         self._member, self._order, self._blocks = member, order, blocks
         kept = range(order.first_layer, order.end_layer)
         self._parts = replace(member.parts, model=member.parts.model.part(kept))
         self._limits = plan_limits(self._parts, self._count_blocks(order.num_quanta), order.max_model_len)
-        secret, device = bytes.fromhex(order.secret), self._parts.model.device
-        self._ring = StageRing(
-            member.listener, secret, order.number, order.place, order.num_members, self._limits, device
-        )
-        self._worker: StageWorker | None = None
+        rule, busy = MicrobatchRule("even", ChunkPrice(cost_by_shape(self._parts.shape))), member.gate.busy
+        place, num_members = order.place, order.num_members
+        self._stage = PipelineStage(self._parts, member.listener, order, place, num_members, self._limits, rule, busy)
         self._held: HeldBlocks | None = None
         self._pause: Pause | None = None
         self._shrink: ShrinkPlan | None = None
 
     @property
+    def engine(self) -> AsyncEngine | None:
+        """The leader's engine; None in other members."""
+        return self._stage.engine
+
+    @property
     def failure(self) -> BaseException | None:
         """The exception that ended the pipeline; None if there is none."""
-        if self._worker is not None and not self.is_ending:
-            return self._worker.failure
-        return None if self.engine is None else self.engine.failure
+        return None if self.is_ending and self.engine is None else self._stage.failure
 
     @property
     def meter(self) -> StepMeter | None:
         """The step meter of this member's part; None before it computes."""
-        if self._worker is not None:
-            return self._worker.meter
-        return None if self.engine is None else self.engine.engine.meter
+        return self._stage.meter
 
     async def open(self) -> None:
         """Link with both neighbours, and start to compute.
@@ -75,26 +70,14 @@ class GroupPipeline:
         Raises:
             PeerLost: A neighbour cannot be reached.
         """
-        member, limits = self._member, self._limits
-        inbound, outbound = await self._ring.open(self._order.host, self._order.port)
-        runner = self._parts.make_runner(member.memory.layers, self._order.max_model_len)
-        if self._order.place:
-            self._worker = StageWorker(runner, inbound, outbound, limits, busy=member.gate.busy)
-            self._worker.start()
-            return
-        executor = PipelineExecutor(runner, outbound, inbound, limits, busy=member.gate.busy)
-        rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(self._parts.shape)))
-        ledger, self._held = await asyncio.to_thread(self._make_ledger)  # off the event loop, so that beats continue
-        engine = make_engine(self._parts, ledger, executor, limits, self._order.num_members, rule)
-        self._note_held(engine)
-        self.engine = AsyncEngine(engine)
-        await self.engine.start()
+        make_runner = partial(self._parts.make_runner, self._member.memory.layers, self._order.max_model_len)
+        await self._stage.open(make_runner, self._make_ledger, self._note_held)
 
     def limit(self, num_quanta: int) -> None:
         """Let plans name blocks of ``num_quanta`` quanta from now on."""
         self._limits = replace(self._limits, num_blocks=self._count_blocks(num_quanta))
-        if self._worker is not None:
-            self._worker.limits = self._limits
+        if self._stage.worker is not None:
+            self._stage.worker.limits = self._limits
 
     # -- of the leader -------------------------------------------------------------------------------------------------
 
@@ -167,18 +150,14 @@ class GroupPipeline:
     async def leave(self) -> list[Record]:
         """Stop computing. The leader's records (its links stay open until ``close``); empty for other members."""
         records = await self.hold()
-        if self._worker is not None:
-            await asyncio.to_thread(self._worker.close)
+        if self._stage.worker is not None:
+            await asyncio.to_thread(self._stage.worker.close)
         return records
 
     async def close(self) -> None:
         """Close the links, the thread and the engine. Safe to call twice."""
         self.is_ending = True
-        await asyncio.to_thread(self._ring.close)
-        if self._worker is not None:
-            await asyncio.to_thread(self._worker.close)
-        if self.engine is not None:
-            await self.engine.close()
+        await self._stage.close()
 
     def _note_held(self, engine: Engine) -> None:
         """Tell the loop how many blocks are held: requests may wait for them while nothing else runs."""
@@ -187,7 +166,7 @@ class GroupPipeline:
     def _count_blocks(self, num_quanta: int) -> int:
         return num_quanta * self._member.memory.quantum_blocks
 
-    def _make_ledger(self) -> tuple[BlockLedger, HeldBlocks]:
+    def _make_ledger(self) -> BlockLedger:
         config, quantum_blocks = self._parts.config, self._member.memory.quantum_blocks
         ledger = BlockLedger(
             self._count_blocks(self._order.num_quanta),
@@ -195,7 +174,8 @@ class GroupPipeline:
             quantum_blocks=quantum_blocks,
             caches_prefixes=config.enable_prefix_caching,
         )
-        return ledger, HeldBlocks(ledger, self._split_blocks())
+        self._held = HeldBlocks(ledger, self._split_blocks())
+        return ledger
 
     def _split_blocks(self) -> dict[int, list[BlockId]]:
         rows, start = {}, 0

@@ -16,14 +16,11 @@ from typing import cast
 
 from floodplain import __version__
 from floodplain.cluster.instance.session import Role, Session
-from floodplain.cluster.pipeline.engine import make_engine, plan_limits, read_price
-from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
-from floodplain.cluster.pipeline.stage_ring import StageRing
+from floodplain.cluster.pipeline.stage import PipelineStage, plan_limits, read_price
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Form, Formed, Hello, InstanceFacts, RouterMessage, StageFacts, Welcome
 from floodplain.cluster.wire.order_checks import check_form
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
-from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.stage_build import Stage, build_stage
@@ -110,58 +107,41 @@ class _StageRole(Role):
     def __init__(self, session: Session, member: StageMember) -> None:
         super().__init__(session)
         self._member = member
-        self._ring: StageRing | None = None
-        self._worker: StageWorker | None = None
-        self._is_forming = False
+        self._stage: PipelineStage | None = None
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Take the first ``Form``; see ``Role.take``."""
-        if not isinstance(message, Form) or self._is_forming:
+        if not isinstance(message, Form) or self._stage is not None:
             return False
         check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
-        self._is_forming = True
-        self._session.start(self._form(message))
+        member, parts = self._member, self._member.stage.parts
+        limits = plan_limits(parts, message.num_blocks, message.max_model_len)
+        self._stage = PipelineStage(
+            parts, member.listener, message, member.place, member.num_stages, limits, member.rule
+        )
+        self._session.start(self._form(self._stage, message))
         return True
 
     def meter(self) -> StepMeter | None:
         """The step meter of the stage's thread, or of the leader's engine."""
-        return super().meter() if self._worker is None else self._worker.meter
+        return None if self._stage is None else self._stage.meter
 
     def find_failure(self) -> BaseException | None:
         """The exception that ended the stage's thread or the leader's engine; None if there is none."""
-        return super().find_failure() if self._worker is None else self._worker.failure
+        return None if self._stage is None else self._stage.failure
 
     async def end(self) -> None:
         """Close the links, the stage's thread and the engine."""
-        if self._ring is not None:
-            await asyncio.to_thread(self._ring.close)
-        if self._worker is not None:
-            await asyncio.to_thread(self._worker.close)
-        if self._session.engine is not None:
-            await self._session.engine.close()
+        if self._stage is not None:
+            await self._stage.close()
 
-    async def _form(self, form: Form) -> None:
+    async def _form(self, stage: PipelineStage, form: Form) -> None:
         """Link with both neighbours, and start to compute.
 
         Raises:
             PeerLost: A neighbour cannot be reached.
         """
-        member = self._member
-        limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
-        runner = member.stage.make_runner(form.max_model_len)
-        secret, num_stages = bytes.fromhex(form.secret), member.num_stages
-        device = member.stage.parts.model.device
-        self._ring = StageRing(member.listener, secret, form.number, member.place, num_stages, limits, device)
-        inbound, outbound = await self._ring.open(form.host, form.port)
-        if member.place == 0:
-            executor = PipelineExecutor(runner, outbound, inbound, limits)
-            ledger = await asyncio.to_thread(member.stage.make_ledger, limits.num_blocks)  # beats continue
-            engine = AsyncEngine(
-                make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
-            )
-            await engine.start()
-            self._session.engine = engine
-        else:
-            self._worker = StageWorker(runner, inbound, outbound, limits)
-            self._worker.start()
+        own = self._member.stage
+        await stage.open(partial(own.make_runner, form.max_model_len), partial(own.make_ledger, form.num_blocks))
+        self._session.engine = stage.engine
         self._session.send(Formed(self._session.epoch, form.number))

@@ -1,0 +1,238 @@
+"""One stage of a linked pipeline: its links to both neighbours, and what computes between them.
+
+The engine of the leader is FCFS, without swap space, with as many outstanding steps as there are stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from floodplain.cluster.pipeline.device_link import RECEIVER, SENDER, Link, choose_link, describe_end, introduce
+from floodplain.cluster.pipeline.executor import Busy, PipelineExecutor, StageWorker
+from floodplain.cluster.wire.group_messages import Drop
+from floodplain.cluster.wire.messages import Form
+from floodplain.cluster.wire.plan_codec import PlanLimits
+from floodplain.cluster.wire.stage_link import LinkKey, StageLink, accept_link, dial_link
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import PeerLost
+from floodplain.cost.pipeline import ChunkPrice
+from floodplain.cost.step_time import read_cost
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.shell import Engine
+from floodplain.engine.stage_build import StageParts
+from floodplain.engine.stage_runner import StageRunner
+from floodplain.engine.step_meter import StepMeter
+from floodplain.files.profile import read_profile
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+
+LINK_TIMEOUT_S = 10.0
+"""A stage that is not linked with both neighbours after this time fails with ``PeerLost``."""
+
+
+class PipelineStage:
+    """A stage of one pipeline: the leader's engine, or a thread that runs the layers of another stage.
+
+    Args:
+        parts: The parts of the stage.
+        listener: The socket to which the stage before connects; it stays open.
+        order: The router's order: number and secret of the pipeline, address of the next stage.
+        place: Of this stage, from 0; the first stage leads.
+        num_stages: Of the pipeline.
+        limits: What plans may name.
+        rule: How the leader divides work over microbatches.
+        busy: Entered while the stage computes.
+
+    Attributes:
+        engine: The leader's engine; None in other stages, and until ``open`` has linked the stage.
+        worker: The thread of a stage behind the first; None in the leader, and until ``open`` has linked the stage.
+    """
+
+    def __init__(
+        self,
+        parts: StageParts,
+        listener: socket.socket,
+        order: Form | Drop,
+        place: int,
+        num_stages: int,
+        limits: PlanLimits,
+        rule: MicrobatchRule,
+        busy: Busy = nullcontext,
+    ) -> None:
+        self.engine: AsyncEngine | None = None
+        self.worker: StageWorker | None = None
+        self._parts, self._limits, self._rule, self._busy = parts, limits, rule, busy
+        self._listener, self._next, self._device = listener, (order.host, order.port), parts.model.device
+        self._place, self._num_stages = place, num_stages
+        secret = bytes.fromhex(order.secret)
+        self._before = LinkKey(secret, order.number, (place - 1) % num_stages)
+        self._own = LinkKey(secret, order.number, place)
+        self._links: list[StageLink] = []
+        self._threads = ThreadPoolExecutor(2, "floodplain-link-choice")  # they block on other stages: not the loop's
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the stage's thread or the leader's engine; None if there is none."""
+        computes = self.worker or self.engine
+        return None if computes is None else computes.failure
+
+    @property
+    def meter(self) -> StepMeter | None:
+        """The step meter of the stage's thread or of the leader's engine; None before it computes."""
+        if self.worker is not None:
+            return self.worker.meter
+        return None if self.engine is None else self.engine.engine.meter
+
+    async def open(
+        self,
+        make_runner: Callable[[], StageRunner],
+        make_ledger: Callable[[], BlockLedger],
+        on_engine: Callable[[Engine], None] = lambda _: None,
+    ) -> None:
+        """Link with both neighbours, and start to compute.
+
+        Args:
+            make_runner: Makes what runs the stage's layers.
+            make_ledger: Makes the ledger of the leader's blocks. Called on another thread, so that beats continue.
+            on_engine: Called with the leader's engine before it starts.
+
+        Raises:
+            PeerLost: A neighbour cannot be reached.
+        """
+        inbound, outbound = await self._link()
+        runner = make_runner()
+        if self._place:
+            self.worker = StageWorker(runner, inbound, outbound, self._limits, busy=self._busy)
+            self.worker.start()
+            return
+        executor = PipelineExecutor(runner, outbound, inbound, self._limits, busy=self._busy)
+        ledger = await asyncio.to_thread(make_ledger)
+        engine = make_engine(self._parts, ledger, executor, self._limits, self._num_stages, self._rule)
+        on_engine(engine)
+        self.engine = AsyncEngine(engine)
+        await self.engine.start()
+
+    async def close(self) -> None:
+        """Close the links, the thread and the engine. Safe to call twice."""
+        await asyncio.to_thread(self._close_links)
+        if self.worker is not None:
+            await asyncio.to_thread(self.worker.close)
+        if self.engine is not None:
+            await self.engine.close()
+
+    def _close_links(self) -> None:
+        """Close the links that exist; waits for their threads."""
+        for link in self._links:
+            link.close()
+        self._threads.shutdown(wait=False)
+
+    async def _link(self) -> tuple[Link, Link]:
+        """(link from the stage before, link to the next stage)."""
+        tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._dial(*self._next))]
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                inbound, outbound = await asyncio.gather(*tasks)
+        except TimeoutError:
+            raise PeerLost(f"a neighbour in the pipeline did not link within {LINK_TIMEOUT_S:g} s") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return inbound, outbound
+
+    async def _accept(self) -> Link:
+        link = await self._keep(accept_link(self._listener, self._before, self._limits.max_data_bytes))
+        own_host = self._listener.getsockname()[0]
+        return link if self._place == 0 else await self._choose(link, RECEIVER, own_host)
+
+    async def _dial(self, host: str, port: int) -> Link:
+        link = await self._keep(dial_link(host, port, self._own, self._limits.max_data_bytes))
+        return link if self._place == self._num_stages - 1 else await self._choose(link, SENDER, host)
+
+    async def _choose(self, link: StageLink, rank: int, host: str) -> Link:
+        """The link to use: on CPUs the given one, without exchanging facts. ``close`` ends a device link made here too,
+        because it ends with its connection."""
+        if not describe_end(self._device).device:
+            return link
+        introduce(link, self._device)
+        choose = partial(choose_link, link, rank, self._limits, self._device, host)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, choose)
+
+    async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
+        """Wait for a link and keep it, so that ``close`` ends it even if the other link fails."""
+        link = await coming
+        self._links.append(link)
+        return link
+
+
+def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanLimits:
+    """The bounds of plans in a pipeline with ``num_blocks`` blocks."""
+    return PlanLimits(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_batched_tokens=stage.config.max_batched_tokens,
+        hidden_size=stage.shape.hidden_size,
+        vocab_size=stage.shape.vocab_size,
+        dtype=stage.model.dtype,
+    )
+
+
+def read_price(step_profile: Path) -> ChunkPrice:
+    """The cost of chunks from a step profile of one engine. The ratios are taken to be those of a stage.
+
+    Raises:
+        UserError: The profile cannot be read, or is of another kind.
+    """
+    return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
+
+
+def make_engine(
+    stage: StageParts,
+    ledger: BlockLedger,
+    executor: PipelineExecutor,
+    limits: PlanLimits,
+    num_stages: int,
+    rule: MicrobatchRule,
+) -> Engine:
+    """The engine of a pipeline that was just linked; without requests or cached prefixes.
+
+    Args:
+        stage: The parts of the first stage.
+        ledger: Of the pipeline's blocks.
+        executor: Over all stages; the engine closes it.
+        limits: Of the pipeline.
+        num_stages: Of the pipeline.
+        rule: How work is divided over microbatches.
+    """
+    config = stage.config
+    loop_config = LoopConfig(
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        depth=num_stages,
+        eos_token_ids=stage.eos_token_ids,
+        fingerprint=stage.fingerprint,
+        block_bytes=stage.block_bytes,
+    )
+    policy = FcfsPolicy(microbatches=rule)
+    return Engine(
+        Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
+        executor,
+        stage.tokenizer,
+        model_name=config.model,
+        config=config,
+        block_bytes=stage.block_bytes,
+        vocab_size=stage.shape.vocab_size,
+        pipeline=executor.facts,
+        meter=executor.meter,
+    )
