@@ -33,11 +33,7 @@ NUM_GUESTS = 1
 
 
 class CudaBackend:
-    """The ``Backend`` of one GPU. Made by ``open_cuda_backend``.
-
-    Args:
-        index: Index of the GPU.
-    """
+    """The ``Backend`` of one GPU. Made by ``open_cuda_backend``."""
 
     shares_host_memory = False
     piece_bytes = 16
@@ -89,7 +85,7 @@ class CudaBackend:
         return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """A started line for streamed layers. Not yet run on a GPU."""
+        """A started line for streamed layers."""
         driver = CudaDriver(self._index)
         if not driver.reads_host_memory:
             raise UserError(
@@ -126,11 +122,7 @@ class CudaBackend:
 
 
 def open_cuda_backend(device: torch.device) -> CudaBackend:
-    """The backend of a GPU; without an index, of the first one.
-
-    Raises:
-        UserError: torch does not see that GPU.
-    """
+    """The backend of a GPU; without an index, of the first one. Raises ``UserError`` if torch does not see that GPU."""
     index = device.index or 0
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UserError(f"--device {device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")

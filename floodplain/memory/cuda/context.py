@@ -35,10 +35,8 @@ _PATIENCE_S = 60.0
 def measure_context_bytes(index: int, program: str = PROGRAM) -> int:
     """Bytes that a bare context of another process takes of CUDA device ``index``; runs for a second or two.
 
-    Memory that other processes allocate or free there meanwhile changes the result, too. Not yet run on a GPU.
-
-    Raises:
-        UserError: No second process can make a context there.
+    Memory that other processes allocate or free there meanwhile changes the result, too. Raises ``UserError`` if no
+    second process can make a context there.
     """
     before, _ = torch.cuda.mem_get_info(index)
     with subprocess.Popen(

@@ -23,9 +23,7 @@ _NO_PAGE = Page(-1)
 class CudaDevice:
     """A ``Device`` of CUDA memory. Made by ``open_cuda_device``. One thread at a time.
 
-    Args:
-        driver: Driver of the device.
-        max_pages: Most pages that this object owns at a time; None leaves it to the device.
+    ``max_pages`` bounds the pages that this object owns at a time; None leaves it to the device.
     """
 
     def __init__(self, driver: CudaDriver, max_pages: int | None) -> None:
@@ -62,7 +60,7 @@ class CudaDevice:
 
         The driver says how much of a device is free, not who owns the rest (cuMemGetInfo). Memory in use when the
         device was opened, or at the last ``forget_others``, is not counted: it is mostly contexts. So memory that a
-        neighbour borrowed before then is missed, and a context that it creates later is counted. Not yet run on a GPU.
+        neighbour borrowed before then is missed, and a context that it creates later is counted.
         """
         return max(0, self._other_bytes() - self._base_bytes) // self.page_bytes
 
@@ -74,11 +72,7 @@ class CudaDevice:
         self._base_bytes = self._other_bytes(max)
 
     def _other_bytes(self, choose: Callable[[int, int], int] = min) -> int:
-        """Bytes in use beside our own; too many, never too few, if another thread allocates or releases meanwhile.
-
-        Args:
-            choose: ``max`` makes them too few, never too many.
-        """
+        """Bytes in use beside our own: never too few, or with ``max`` never too many, while other threads allocate."""
         own_bytes = self._own_bytes()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._driver.index)
         return int(total_bytes) - int(free_bytes) - choose(own_bytes, self._own_bytes())
@@ -89,10 +83,8 @@ class CudaDevice:
     def cap_torch(self, kept_bytes: int) -> None:
         """Keep torch's own pool (activations, workspaces, what no arena has) out of ``kept_bytes``, until ``close``.
 
-        Those bytes are for this object's pages and for borrowers: lent memory must be free whenever it is lent.
-
-        Raises:
-            UserError: What is left beside them is less than torch has taken already.
+        Those bytes are for this object's pages and for borrowers: lent memory must be free whenever it is lent. Raises
+        ``UserError`` if torch has taken more than the rest already.
         """
         _, total_bytes = torch.cuda.mem_get_info(self._driver.index)
         room = int(total_bytes) - self._base_bytes - kept_bytes
@@ -272,8 +264,7 @@ class DeviceBytes:
 def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice:
     """Open a device; ``max_bytes`` bounds what is owned through it, rounded down to whole pages.
 
-    Raises:
-        UserError: No such device, no cuda-bindings, or a device without virtual memory management.
+    Raises ``UserError`` without the device, cuda-bindings, or virtual memory management.
     """
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UserError(f"there is no CUDA device {index}: use --device cpu or install a CUDA build of torch")

@@ -23,18 +23,10 @@ def _load_driver() -> Any:
 
 
 class CudaDriver:
-    """Driver calls for one device. Calls on virtual memory need no current context; others are left to torch.
+    """Driver calls for one of the CUDA devices that this process sees; safe from several threads, as the driver is.
 
-    Safe to call from several threads, as the driver is.
-
-    Args:
-        index: Which CUDA device, of those that this process sees.
-
-    Attributes:
-        api: The bindings.
-
-    Raises:
-        UserError: There is no cuda-bindings.
+    Calls on virtual memory need no current context; others are left to torch. ``api`` are the bindings; the constructor
+    raises ``UserError`` without them.
     """
 
     def __init__(self, index: int) -> None:
@@ -43,11 +35,7 @@ class CudaDriver:
         torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def call(self, function: Any, *args: Any) -> Any:
-        """Call, raise on an error, return the one result or None.
-
-        Raises:
-            InvariantError: The call failed, with the driver's name for it.
-        """
+        """Call, and return the one result or None; on an error ``InvariantError`` with the driver's name for it."""
         status, result = self.try_call(function, *args)
         if status != self.api.CUresult.CUDA_SUCCESS:
             raise InvariantError(f"{function.__name__} failed: {status.name}")

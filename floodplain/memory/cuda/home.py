@@ -22,12 +22,7 @@ _MAGIC = b"floodcu1"
 
 
 class CudaHome:
-    """The claim of an engine on a device name, until ``close``. Made by ``claim_cuda_home``.
-
-    Args:
-        fd: Descriptor of the claimed file; this object owns it.
-        path: Path of the file.
-    """
+    """The claim of an engine on a device name, until ``close``. Made by ``claim_cuda_home``. Owns ``fd``."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd: int | None = fd
@@ -49,15 +44,9 @@ class CudaHome:
 
 
 def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> CudaHome:
-    """Claim ``name`` for the engine on that GPU; the file of a killed engine is replaced.
+    """Claim ``name`` for the engine on the GPU with that UUID, 16 bytes; the file of a killed engine is replaced.
 
-    Args:
-        name: Of the device among its neighbours.
-        device_uuid: 16 bytes, as the driver has them.
-        directory: Where the file lies; None as in ``open_home_device``.
-
-    Raises:
-        UserError: Another engine has that name, or the file is another user's, or no GPU's.
+    Raises ``UserError`` if another engine has that name, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
     while True:
@@ -74,10 +63,9 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
 
 
 def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
-    """The UUID of the GPU on which the engine of that name computes: 16 bytes.
+    """The UUID, 16 bytes, of the GPU on which the engine of that name computes.
 
-    Raises:
-        UserError: No such engine runs on this machine, or the file is another user's, or no GPU's.
+    Raises ``UserError`` if no such engine runs on this machine, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
     fd = named_file.open_existing(path)

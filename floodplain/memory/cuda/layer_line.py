@@ -32,13 +32,9 @@ LONG_RUN_BYTES = 2**19
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """How the pieces of one array of offsets are copied.
+    """How the pieces of one array of offsets are copied: ``runs`` (first, count), or ``ids`` by a kernel if any.
 
-    Attributes:
-        offsets: The array itself: while it is kept, no other array has its identity.
-        piece_bytes: Bytes of each piece.
-        runs: (first, count) of adjacent pieces, for the copy engine; unused if there are ``ids``.
-        ids: The pieces for a kernel, in the GPU's memory, int64 [n]; None for the copy engine.
+    The array is kept, so that no other one has its identity. ``ids`` are int64 [n] in the GPU's memory.
     """
 
     offsets: np.ndarray
@@ -59,11 +55,7 @@ def compile_kernel(device: torch.device) -> None:
 class PieceCopier:
     """Copies pieces of layers on one stream, by copy engine or kernel. One for each stream: nothing else runs there.
 
-    Args:
-        driver: Driver of the device.
-        device: The GPU whose current stream copies; its kernels reach all memory that is copied.
-        few_runs: Up to so many runs of pieces are for the copy engine, whatever their size.
-        long_run_bytes: So are more runs, if their average is at least so long.
+    The copy engine gets up to ``few_runs`` runs of pieces, and more if their average is at least ``long_run_bytes``.
     """
 
     def __init__(
@@ -78,10 +70,9 @@ class PieceCopier:
         self._last: _Pieces | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
-        """Enqueue copies on the current stream. Only the first layer of a step looks at its shared pieces.
+        """Enqueue copies on the current stream. Only the first layer of a step sorts the pieces that all share.
 
-        Raises:
-            InvariantError: Pieces are not whole 32-bit words.
+        Raises ``InvariantError`` if pieces are not whole 32-bit words.
         """
         if not len(offsets):
             return
@@ -98,8 +89,10 @@ class PieceCopier:
             copy_pieces(target.data_ptr(), source.data_ptr(), last.ids, piece_bytes // 4)
 
     def _look_at(self, offsets: np.ndarray, piece_bytes: int) -> _Pieces:
-        """Choose runs, or ids for a kernel. torch reuses memory of a stream in that stream's order, and page-locked
-        memory only after its copies: so ids may be dropped as soon as others replace them.
+        """Choose runs, or ids for a kernel.
+
+        torch reuses memory of a stream in that stream's order, and page-locked memory only after its copies: so ids may
+        be dropped as soon as others replace them.
         """
         pieces = np.sort(offsets) // piece_bytes
         num_runs = 1 + int(np.count_nonzero(np.diff(pieces) != 1))
@@ -135,13 +128,7 @@ class _Copy:
 
 
 class CudaLayerLine:
-    """A ``LayerLine`` on a GPU.
-
-    Args:
-        device: The GPU that computes.
-        num_layers: Layers of the model.
-        open_copier: Makes the copier of one stream.
-    """
+    """A ``LayerLine`` on a GPU; ``open_copier`` makes the copier of each of its two streams."""
 
     def __init__(self, device: torch.device, num_layers: int, open_copier: Callable[[], PieceCopier]) -> None:
         self._device = device

@@ -25,18 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class CudaPeerMemory:
-    """``PeerMemory`` on GPUs of this machine, each under its producer's name.
+    """``PeerMemory`` on GPUs of this machine, each under its producer's name. Safe to call from several threads.
 
-    A neighbour may be the home device itself: another engine on the same GPU. Safe to call from several threads.
-
-    The constructor checks which GPUs that this process sees can be borrowed from, and logs that.
-
-    Args:
-        index: Index of the home device, on which this process computes.
-        directory: Where producers' home files lie; None as in ``open_home_device``.
-
-    Raises:
-        UserError: There is no cuda-bindings, or none of the GPUs can be borrowed from.
+    A neighbour may be the home device itself: another engine on the same GPU. The constructor checks which GPUs that
+    this process sees can be borrowed from, and logs that; it raises ``UserError`` if there is none, or no cuda-
+    bindings.
     """
 
     def __init__(self, index: int, directory: Path | None = None) -> None:
@@ -57,8 +50,7 @@ class CudaPeerMemory:
     def allocate(self, producer: str, num_bytes: int) -> CudaExtent | None:
         """Take the whole pages in ``num_bytes`` on a producer's GPU, of unspecified bytes; else None.
 
-        Raises:
-            UserError: No such engine runs here, or its GPU is not visible or not reachable.
+        Raises ``UserError`` if no such engine runs here, or its GPU is not visible or not reachable.
         """
         neighbour = self._find(producer)
         num_bytes -= num_bytes % self.page_bytes
@@ -83,11 +75,7 @@ class CudaPeerMemory:
 class CudaExtent:
     """An ``Extent`` on a GPU. Made by ``CudaPeerMemory``. Any thread may call ``close`` when no copy uses it.
 
-    Args:
-        address: Where it begins.
-        num_bytes: Its length.
-        device: The home device if its bytes lie there; None if they lie on a neighbour.
-        undo: Frees the bytes.
+    ``device`` is the home device if the bytes lie there; None if they lie on a neighbour. ``undo`` frees them.
     """
 
     def __init__(self, address: int, num_bytes: int, device: torch.device | None, undo: ExitStack) -> None:
@@ -99,12 +87,10 @@ class CudaExtent:
         self._is_open = True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """View the extent from its start, if it lies on the home device.
+        """View the extent from its start; ``InvariantError`` if it is too small, closed, or not on the home device.
 
-        torch would run kernels for memory on another device there, and that device has no right to this memory.
-
-        Raises:
-            InvariantError: It is too small for that, or closed, or on another device: copies go by ``address``.
+        torch would run kernels for memory on another device there, and that device has no right to this memory: copies
+        go by ``address``.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.num_bytes:
@@ -142,8 +128,7 @@ def find_obstacle(home: CudaDriver, neighbour: CudaDriver) -> str | None:
 def _create_extent(home: CudaDriver, neighbour: CudaDriver, num_bytes: int) -> CudaExtent | None:
     """One piece of physical memory, mapped; None if the neighbour has no room.
 
-    Raises:
-        UserError: The driver refuses, with its name of the error: the lease is of no use, the engine continues.
+    Raises ``UserError`` with the driver's error: the lease is of no use, the engine continues.
     """
     api = home.api
     with ExitStack() as undo:

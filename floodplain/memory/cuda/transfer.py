@@ -32,11 +32,8 @@ from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, Pass, 
 class Batch:
     """One filling of the staging buffer: a part of a copy, its slots ascending.
 
-    Attributes:
-        order: Index in ``BlockCopy.blocks`` of each row.
-        blocks: Block of each row.
-        slots: Slot of each row.
-        runs: (row, first slot, count): each is one copy over the link.
+    ``order`` has the index of each row in ``BlockCopy.blocks``. Each of the ``runs`` (row, first slot, count) is one
+    copy over the link.
     """
 
     order: np.ndarray
@@ -59,12 +56,9 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
 
 
 class CudaMark:
-    """The end of copies that were enqueued on a CUDA stream.
+    """The end of copies that were enqueued on a CUDA stream. ``digests``, page-locked int64 [n], are valid after it.
 
-    Args:
-        begin: Event before the copies on their stream, behind earlier work there.
-        end: Event after the copies; a thread that waits for it sleeps.
-        digests: Page-locked int64 [n]; valid after ``end``.
+    ``begin`` is behind earlier work on the stream; a thread that waits for ``end`` sleeps.
     """
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event, digests: torch.Tensor) -> None:
@@ -79,13 +73,7 @@ class CudaMark:
 class CudaStream:
     """Copies of one direction on a CUDA stream, one after another, beside everything else.
 
-    Args:
-        direction: Direction of all its copies.
-        device: The GPU that computes, and whose copy engine copies.
-        layout: Shape of the blocks.
-        end: Where the blocks are.
-        wire: Copies between staging and the slots.
-        staging_blocks: Blocks that are gathered at a time.
+    ``end`` is where the blocks are; ``wire`` copies between staging, for ``staging_blocks``, and the slots.
     """
 
     def __init__(
@@ -140,8 +128,6 @@ class CudaJob:
     """A copy under way.
 
     Attributes:
-        transfer_id: The id that was submitted.
-        copy: The copy that was submitted.
         order: Which of the copy's blocks each digest belongs to; slots without memory have none.
         expected: The digests of its slots when it began: int64 [n].
         mark: Its end; None if none of its slots has memory.
@@ -157,13 +143,7 @@ class CudaJob:
 
 
 class CudaLane:
-    """A ``Lane`` that copies on a CUDA stream.
-
-    Args:
-        store: Its blocks are copied.
-        slots: The slots that they are copied to and from.
-        stream: CudaStream of the lane's direction.
-    """
+    """A ``Lane`` that copies on the CUDA stream of its direction."""
 
     most_jobs: float = 1
 
@@ -220,13 +200,7 @@ class CudaLane:
 
 
 class CudaTransferEngine(CopyEngine[CudaJob]):
-    """A ``CopyEngine`` whose blocks move over a GPU.
-
-    Args:
-        store: Its blocks are copied.
-        slots: The slots that they are copied to and from.
-        open_stream: Makes the stream of a direction.
-    """
+    """A ``CopyEngine`` whose blocks move over a GPU; ``open_stream`` makes the stream of a direction."""
 
     def __init__(self, store: BlockStore, slots: Slots, open_stream: Callable[[Direction], CudaStream]) -> None:
         super().__init__(store, slots, lambda direction: CudaLane(store, slots, open_stream(direction)))
@@ -235,16 +209,10 @@ class CudaTransferEngine(CopyEngine[CudaJob]):
 def open_pool_copies(
     pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
 ) -> CudaTransferEngine:
-    """The transfer engine of a KV pool on a GPU, not yet started.
+    """The transfer engine of a KV pool on a GPU and page-locked slots or slots on neighbours, not yet started.
 
-    Args:
-        pool: Its blocks are copied.
-        device: The GPU on which it lies.
-        slots: The slots, page-locked or on neighbours.
-        staging_blocks: Blocks that are gathered at a time; each direction has such a buffer on the device.
-
-    Raises:
-        InvariantError: Slots in host memory are not page-locked.
+    Each direction gathers ``staging_blocks`` at a time on the device. Raises ``InvariantError`` if slots in host memory
+    are not page-locked.
     """
     end, wire = PoolEnd(pool, device), _open_wire(slots, device)
     return CudaTransferEngine(
@@ -255,14 +223,8 @@ def open_pool_copies(
 class CudaSlotMover(SlotMover):
     """A ``SlotMover`` whose copies pass through staging on the GPU, which computes their digests.
 
-    Args:
-        host: The buffer; page-locked.
-        peer: The slots on neighbours.
-        device: The GPU; the neighbours' memory is mapped for it.
-        staging_blocks: Blocks in staging at a time, in each direction.
-
-    Raises:
-        InvariantError: The buffer is not page-locked.
+    The neighbours' memory is mapped for the GPU; each direction stages ``staging_blocks``. Raises ``InvariantError`` if
+    the buffer ``host`` is not page-locked.
     """
 
     def __init__(self, host: SwapSlots, peer: PeerSlots, device: torch.device, staging_blocks: int) -> None:

@@ -1,8 +1,7 @@
-"""Gather and scatter of KV blocks with their digests, on the GPU that holds them, and copies of pieces of a layer
-between it and memory that it reaches. Imports triton: load it lazily.
+"""Gather and scatter of KV blocks with their digests on a GPU, and copies of pieces of a layer to and from it.
 
-One program moves a stretch of one layer's part of one block. Sums are integers, so that the order in which programs add
-to a digest does not matter. The digest is the one of ``memory.digest``.
+Imports triton: load it lazily. One program moves a stretch of one layer's part of one block. Sums are integers, so that
+the order in which programs add to a digest (``memory.digest``) does not matter.
 """
 
 from __future__ import annotations
@@ -87,12 +86,7 @@ def scatter(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, di
 
 
 def add_digests(staging: torch.Tensor, digests: torch.Tensor) -> None:
-    """Add to the digests of blocks that are in staging already; on the current stream.
-
-    Args:
-        staging: int32 [n, num_layers, layer_block_words], contiguous.
-        digests: int64 [n]; starts at ``digest.SEED``.
-    """
+    """Add to the digests (``gather``) of blocks in staging: int32 [n, num_layers, layer_block_words], contiguous."""
     num_words = staging[0].numel()
     grid = (len(staging), triton.cdiv(num_words, _STRETCH_WORDS))
     _digest_kernel[grid](staging, digests, num_words, stretch=_STRETCH_WORDS)
@@ -101,11 +95,8 @@ def add_digests(staging: torch.Tensor, digests: torch.Tensor) -> None:
 def copy_pieces(target: int, source: int, ids: torch.Tensor, piece_words: int) -> None:
     """Copy pieces from one address to another, each to its own place; on the current stream.
 
-    Args:
-        target: In memory that the GPU reaches: its own, page-locked, or a neighbour's. A multiple of 16.
-        source: The same.
-        ids: Which pieces, counted from these addresses: int64 [n], on the GPU.
-        piece_words: 32-bit words of each.
+    Both are multiples of 16 in memory that the GPU reaches: its own, page-locked, or a neighbour's. ``ids`` are counted
+    from there, int64 [n] on the GPU; each piece has ``piece_words`` 32-bit words.
     """
     num_programs = min(_MOST_PROGRAMS, len(ids) * triton.cdiv(piece_words, _STRETCH_WORDS))
     _pieces_kernel[(num_programs,)](target, source, ids, len(ids), piece_words, stretch=_STRETCH_WORDS)

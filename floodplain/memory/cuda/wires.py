@@ -31,11 +31,7 @@ class Wire(Protocol):
 
 
 class PinnedWire:
-    """A ``Wire`` to page-locked memory of the host.
-
-    Raises:
-        InvariantError: The slots are not page-locked.
-    """
+    """A ``Wire`` to page-locked memory of the host; raises ``InvariantError`` if the slots are not page-locked."""
 
     def __init__(self, slots: SwapSlots) -> None:
         if not slots.words.is_pinned():
@@ -50,12 +46,7 @@ class PinnedWire:
 
 
 class PeerWire:
-    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``).
-
-    Args:
-        slots: Slots on neighbours.
-        driver: Driver of our own device.
-    """
+    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``), by our device's driver."""
 
     def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
         self._slots = slots

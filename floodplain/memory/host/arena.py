@@ -39,11 +39,7 @@ class MappingBudget:
             return cls(limit - sum(1 for _ in maps) - _SPARE_MAPPINGS)
 
     def add(self, num_mappings: int) -> None:
-        """Count mappings that a map makes (or saves, if negative: pages that continue their neighbours).
-
-        Raises:
-            UserError: They would be too many; nothing is counted.
-        """
+        """Count mappings that a map makes (or saves, if negative); ``UserError``, and nothing counted, if too many."""
         if num_mappings > 0 and self.num_mappings + num_mappings > self.max_mappings:
             raise UserError(
                 f"too many memory mappings: {self.num_mappings + num_mappings} needed, {self.max_mappings} left by"
@@ -57,16 +53,10 @@ class MappingBudget:
 
 
 class HostArena:
-    """An ``Arena`` over a host device's file. Made by ``HostDevice.reserve``.
+    """An ``Arena`` over a host device's file, whose page 0 begins at ``data_offset``. Made by ``HostDevice.reserve``.
 
-    Args:
-        fd: The device's file.
-        data_offset: Where page 0 begins in the file, in bytes.
-        page_bytes: Bytes of a page.
-        num_pages: Room of the range.
-        budget: Counts mappings, shared by the arenas of a device.
-        release: Takes the pages that are still mapped at ``close``.
-        is_reserved: Whether the pages have memory before they are mapped.
+    The arenas of a device share ``budget``; ``release`` takes the pages that are still mapped at ``close``; with
+    ``is_reserved`` pages have memory before they are mapped.
     """
 
     def __init__(

@@ -22,13 +22,7 @@ _STAGING_BYTES = 4 * 2**20
 
 
 class NativeMover:
-    """Moves blocks by C++, in one pass over the bytes, without Python's lock.
-
-    Args:
-        library: ``native/copy.cpp``, loaded.
-        pool: The blocks.
-        slots: The slots.
-    """
+    """Moves blocks by C++ (``native/copy.cpp``), in one pass over the bytes, without Python's lock."""
 
     def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: Slots) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64

@@ -31,12 +31,9 @@ from floodplain.memory.runs import find_runs
 class HostDevice:
     """A ``Device`` of shared memory. Made by one of the functions below; safe to use from several threads.
 
-    Args:
-        fd: The device's file, open for reading and writing; the device owns it. All users of one ``HostDevice`` share
-            its locks, so pages owned here are also kept in a set.
-        capacity_pages: Pages of the file behind its header.
-        path: Where the file lies; None if it has no name.
-        is_home: Whether this process computes on the device, and ``fd`` has the lock for that.
+    All users of one ``HostDevice`` share the locks of its ``fd``, so pages owned here are also kept in a set. ``path``
+    is None for a file without a name. ``is_home``: this process computes on the device, and ``fd`` has the lock for
+    that.
     """
 
     page_bytes = PAGE_BYTES
@@ -108,11 +105,7 @@ class HostDevice:
         return taken
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Give pages back, their memory first and then the ownership. They must not be mapped.
-
-        Raises:
-            InvariantError: A page is not owned through this object.
-        """
+        """Give unmapped pages back, first their memory, then the ownership; ``InvariantError`` if one is not owned."""
         with self._mutex:
             if not self._is_owned[list(pages)].all():
                 raise InvariantError("pages are released that are not owned")
@@ -130,10 +123,7 @@ class HostDevice:
         return arena
 
     def close(self) -> None:
-        """Close all arenas and give up every page; the last process to close a named device removes it.
-
-        A second call does nothing.
-        """
+        """Close all arenas and give up every page, once; the last process to close a named device removes it."""
         with self._mutex:
             if not self._is_open:
                 return
@@ -180,11 +170,7 @@ class HostDevice:
         return is_free
 
     def _acquire_all(self, runs: list[tuple[int, int]], taken: list[Page]) -> bool:
-        """Own and back runs, adding to ``taken``; a run that another process just took is skipped.
-
-        Returns:
-            False when the system has no memory left.
-        """
+        """Own and back runs, adding to ``taken``; skip a run that another process just took. False without memory."""
         for first, count in runs:
             if not self._try_lock(first, count):
                 continue
@@ -227,16 +213,11 @@ def open_home_device(name: str, capacity_bytes: int, directory: Path | None = No
     """Open the machine's device ``name`` as its home, the one engine that computes on it, until it is closed.
 
     Pages that other processes borrowed from an earlier run of this engine stay theirs. A file of another size is
-    replaced if no process has it open.
+    replaced if no process has it open. The file is ``floodplain-NAME`` in ``directory``, for this user only; None is
+    /dev/shm, or the temporary folder if there is none.
 
-    Args:
-        name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
-        capacity_bytes: Its size, rounded down to whole pages.
-        directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
-
-    Raises:
-        UserError: The name is bad; the file is another user's, or no device; another engine is the device's home; or
-            the file has another size, and other processes have it open.
+    Raises ``UserError`` if the name is bad, the file is another user's or no device, another engine is the device's
+    home, or the file has another size, and other processes have it open.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     return HostDevice(device_file.claim(path, num_pages), num_pages, path, is_home=True)
@@ -245,12 +226,7 @@ def open_home_device(name: str, capacity_bytes: int, directory: Path | None = No
 def attach_device(name: str, directory: Path | None = None) -> HostDevice:
     """Attach to the machine's device ``name``, which another process has made, whatever its size.
 
-    Args:
-        name: As in ``open_home_device``.
-        directory: As in ``open_home_device``.
-
-    Raises:
-        UserError: There is none, the name is bad, or the file is another user's or no device.
+    Raises ``UserError`` if there is none, the name is bad, or the file is another user's or no device.
     """
     path = named_file.find_path(name, directory)
     return HostDevice(*device_file.attach(path), path)

@@ -33,8 +33,7 @@ def create_anonymous(num_pages: int) -> int:
 def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
     """Open the device file at ``path``, creating it of that size if there is none; returns what ``attach`` does.
 
-    Raises:
-        UserError: The file is another user's or no device, or the folder is missing.
+    Raises ``UserError`` if the file is another user's or no device, or the folder is missing.
     """
     header = _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES)
     fd = named_file.open_or_create(path, header, (1 + num_pages) * PAGE_BYTES)
@@ -42,12 +41,9 @@ def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
 
 
 def attach(path: Path) -> tuple[int, int]:
-    """Open the device file at ``path``, which must be there; returns its descriptor and its number of pages.
+    """Open the device file at ``path``; returns its descriptor, for ``named_file.leave``, and its number of pages.
 
-    To be closed by ``named_file.leave``.
-
-    Raises:
-        UserError: There is none, or it is another user's or no device.
+    Raises ``UserError`` if there is none, or it is another user's or no device.
     """
     fd = named_file.open_existing(path)
     return fd, _checked_pages(fd, path)
@@ -56,10 +52,8 @@ def attach(path: Path) -> tuple[int, int]:
 def claim(path: Path, num_pages: int) -> int:
     """Open the device file at ``path`` as its home; returns its descriptor, to be closed by ``named_file.leave``.
 
-    A file of another size that no other process has open is replaced.
-
-    Raises:
-        UserError: As ``attach_or_create``; another engine is its home; or others hold a file of another size.
+    A file of another size that no other process has open is replaced. Raises ``UserError`` as ``attach_or_create``, if
+    another engine is its home, or if others hold a file of another size.
     """
     while True:
         fd, found_pages = attach_or_create(path, num_pages)

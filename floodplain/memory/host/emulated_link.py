@@ -13,9 +13,7 @@ from floodplain.cost.link import LinkProfile
 class EmulatedLink:
     """Paces copies. Each direction carries one copy at a time, for all its users; the two directions are independent.
 
-    Args:
-        profile: The modelled link.
-        scale: Slows it down: every copy takes ``1 / scale`` of its modelled time (``cost.link.common_scale``).
+    Every copy takes ``1 / scale`` of its time on the modelled link ``profile`` (``cost.link.common_scale``).
     """
 
     def __init__(self, profile: LinkProfile, scale: float) -> None:
@@ -32,10 +30,8 @@ class EmulatedLink:
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
         """Book copies of these sizes one after another, behind all that is booked already.
 
-        Work beside the copies (gather, digests) is a part of that time: on a GPU it is hidden behind the link.
-
-        Returns:
-            When the last byte arrives, on the monotonic clock, and the seconds since the first one left.
+        Returns when the last byte arrives, on the monotonic clock, and the seconds since the first one left. Work
+        beside the copies (gather, digests) is a part of that time: on a GPU it is hidden behind the link.
         """
         busy_s = sum(self.time_s(direction, size) for size in sizes_bytes)
         with self._lock:
@@ -45,12 +41,7 @@ class EmulatedLink:
 
 
 class LinkPair:
-    """The path between two tiers that each have a link to the device: over both links, one after the other.
-
-    Args:
-        near: Link of the tier that an OUTBOUND copy reads.
-        far: Link of the tier that it writes.
-    """
+    """The path from the tier of link ``near`` to that of ``far`` (OUTBOUND): over both links, one after the other."""
 
     def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
         self._near, self._far = near, far

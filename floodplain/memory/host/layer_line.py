@@ -33,12 +33,7 @@ class HostClock:
 
 
 class NativeLayerLine(HostClock):
-    """A ``LayerLine`` by a C++ thread, which takes no lock of Python's, and no thread of torch's pool.
-
-    Args:
-        library: ``native/layer_line.cpp``, loaded.
-        num_layers: Of the model.
-    """
+    """A ``LayerLine`` by a C++ thread, which takes no lock of Python's, and no thread of torch's pool."""
 
     def __init__(self, library: ctypes.CDLL, num_layers: int) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
@@ -108,11 +103,7 @@ class NativeLayerLine(HostClock):
 
 
 class PythonLayerLine(HostClock):
-    """A ``LayerLine`` where nothing can be compiled; slower, since its thread waits for Python's lock.
-
-    Args:
-        num_layers: Of the model.
-    """
+    """A ``LayerLine`` where nothing can be compiled; slower, since its thread waits for Python's lock."""
 
     def __init__(self, num_layers: int) -> None:
         self._copies: list[tuple[np.ndarray | None, np.ndarray | None]] = [(None, None)] * num_layers

@@ -36,15 +36,10 @@ def reserve_range(num_bytes: int) -> int:
 
 
 def map_file(address: int, num_bytes: int, fd: int, offset: int, *, is_populated: bool = True) -> None:
-    """Put bytes of a file, shared, behind reserved addresses.
+    """Put bytes of a file from ``offset`` on, shared and whole system pages, behind reserved addresses.
 
-    Args:
-        address: The first of the addresses.
-        num_bytes: Whole system pages.
-        fd: The file.
-        offset: Where the bytes begin in it.
-        is_populated: Whether page tables are filled at once, for memory that is there already: the cost falls here, at
-            a boundary, and not as faults in the steps after. Else memory is taken page by page when it is written.
+    ``is_populated`` fills page tables at once, for memory that is there already: the cost falls here, at a boundary,
+    and not as faults in the steps after. Else memory is taken page by page when it is written.
     """
     flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if is_populated else 0)
     _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
@@ -77,8 +72,8 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
 def keep_activation_pages() -> None:
     """Let glibc keep the pages of freed activations: each step asks for the same sizes again.
 
-    By default blocks of megabytes go back to the system at once, and every step faults their pages in anew (measured:
-    8 % of a prefill). Costs at most ``_KEPT_HEAP_BYTES`` of this process. Does nothing with another C library.
+    By default blocks of megabytes go back to the system at once, and every step faults their pages in anew (measured: 8
+    % of a prefill). Costs at most ``_KEPT_HEAP_BYTES`` of this process. Does nothing with another C library.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt

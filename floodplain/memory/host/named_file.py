@@ -38,13 +38,9 @@ def find_path(name: str, directory: Path | None) -> Path:
 def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
     """Open the file at ``path``, creating it if there is none; returns its descriptor, to be closed by ``leave``.
 
-    Args:
-        path: Where.
-        header: What it begins with if it is created: "flood" and more.
-        num_bytes: Its size if it is created; it has no blocks behind the header yet.
-
-    Raises:
-        UserError: It cannot be opened, is another user's or has another mode than 0600, or the folder is missing.
+    A created file has ``num_bytes``, and begins with ``header`` ("flood" and more); it has no blocks behind that.
+    Raises ``UserError`` if it cannot be opened, is another user's or has another mode than 0600, or the folder is
+    missing.
     """
     while True:
         try:
@@ -63,8 +59,7 @@ def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
 def open_existing(path: Path) -> int:
     """Open the file at ``path``, which must be there; returns its descriptor, to be closed by ``leave``.
 
-    Raises:
-        UserError: There is none, it cannot be opened, is another user's or has another mode than 0600.
+    Raises ``UserError`` if it cannot be opened, is another user's or has another mode than 0600.
     """
     try:
         fd = _try_enter(path)
@@ -78,11 +73,7 @@ def open_existing(path: Path) -> int:
 
 
 def claim(fd: int, path: Path) -> None:
-    """Become the device's home, until ``leave`` or the end of this process.
-
-    Raises:
-        UserError: Another engine is its home.
-    """
+    """Become the device's home, until ``leave`` or the end of this process; ``UserError`` if another engine is."""
     if not file_locks.try_lock(fd, _HOME, 1):
         raise _taken(path)
 
@@ -115,11 +106,7 @@ def remove_if_alone(fd: int, path: Path) -> bool:
 
 
 def sweep(directory: Path | None = None) -> dict[str, int]:
-    """Remove what killed processes of this user left; returns the devices' names with their bytes in memory.
-
-    Args:
-        directory: As in ``find_path``.
-    """
+    """Remove what killed processes of this user left; returns the devices' names with their bytes in memory."""
     removed: dict[str, int] = {}
     for path in (directory or _default_directory()).glob(f"{_PREFIX}*"):
         try:

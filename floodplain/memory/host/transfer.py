@@ -28,12 +28,7 @@ MEASURED_BLOCKS, MEASURED_BYTES = 64, 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class HostJob:
-    """One copy.
-
-    Attributes:
-        ready_s: When its result may be reported: its bytes are on the modelled link until then.
-        link_s: Seconds for which they are on the link.
-    """
+    """One copy, on the modelled link for ``link_s`` seconds; its result may be reported from ``ready_s`` on."""
 
     transfer_id: int
     copy: BlockCopy
@@ -42,16 +37,10 @@ class HostJob:
 
 
 class HostLane:
-    """A ``Lane`` that copies in the calling thread.
+    """A ``Lane`` that copies in the calling thread, paced by ``link``, or as fast as this machine does.
 
     If all cores of a machine compute, each wake-up of a copy thread delays a step. So a pass takes all jobs that are
     queued, and the thread never sleeps until bytes have crossed a modelled link: results wait instead.
-
-    Args:
-        direction: Direction of all its copies.
-        store: Its blocks are copied.
-        slots: The slots that they are copied to and from.
-        link: Paces the copies; None lets them run as fast as this machine does.
     """
 
     most_jobs: float = math.inf
@@ -116,10 +105,8 @@ class HostTransferEngine(CopyEngine[HostJob]):
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
     """Bytes per second of gather, digest, copy and scatter here: the best of several tries, the slower direction.
 
-    Copies are not paced: ``cost.link.common_scale`` needs this rate. It takes three times the memory of what is copied.
-
-    Raises:
-        UserError: There is not that much memory.
+    Copies are not paced: ``cost.link.common_scale`` needs this rate. It takes three times the memory of what is copied,
+    and raises ``UserError`` without it.
     """
     num_blocks = _count_measured(layout)
     num_bytes = num_blocks * layout.block_bytes

@@ -45,14 +45,10 @@ class CompilerFailed(Exception):
 
 @functools.cache
 def load_library(source: Path, fallback: str) -> ctypes.CDLL | None:
-    """Compile and load a C++ file; None, with one line in the log that says why, if that fails or is off.
+    """Compile and load a C++ file; None, with one line in the log that names ``fallback``, if that fails or is off.
 
-    Args:
-        source: The file.
-        fallback: Name of what does its work otherwise, for the log.
-
-    The library is kept under a name that changes with source, flags, compiler and processor (see ``LibraryCache``).
-    torch must be loaded first: OpenMP loops then run on its threads, not on a second pool beside it.
+    The library is kept under a name that changes with source, flags, compiler and processor. torch must be loaded
+    first: OpenMP loops then run on its threads, not on a second pool beside it.
     """
     if os.environ.get(DISABLE_VARIABLE):
         logger.info("%s is off (%s): %s does its work, slower", source.name, DISABLE_VARIABLE, fallback)
@@ -119,21 +115,12 @@ def _find_compiler() -> str | None:
 
 @functools.cache
 def _compiler_version(compiler: str) -> str:
-    """Output of the compiler's ``--version``.
-
-    Raises:
-        CompilerFailed: It fails, or takes too long.
-    """
+    """Output of the compiler's ``--version``; raises ``CompilerFailed``."""
     return _run((compiler, "--version"), VERSION_TIMEOUT_S, os.environ)
 
 
 def _compile_library(compiler: str, source: Path) -> bytes:
-    """Compile ``source`` to a shared library; returns its bytes.
-
-    Raises:
-        CompilerFailed: The compiler fails, or takes too long.
-        OSError: There is no folder for temporary files.
-    """
+    """Bytes of the shared library of ``source``; raises ``CompilerFailed``, ``OSError`` without a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="floodplain-") as scratch:
         built = Path(scratch) / f"{source.stem}.so"
         command = (compiler, *FLAGS, str(source), "-o", str(built))

@@ -26,13 +26,9 @@ _OTHERS_WRITE = 0o022
 
 
 class LibraryCache:
-    """A folder of libraries, held open: what happens to its path afterwards does not matter.
+    """A folder of libraries, made if missing and held open: what happens to its path afterwards does not matter.
 
-    Args:
-        folder: Made if it is missing.
-
-    Raises:
-        OSError: It cannot be made or opened, is a link, or others may change it.
+    Raises ``OSError`` if it cannot be made or opened, is a link, or others may change it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,10 +40,7 @@ class LibraryCache:
 
     @classmethod
     def of_user(cls) -> Self | None:
-        """The cache in the user's cache folder, else in the folder for temporary files.
-
-        None, with a line in the log, if neither can be used.
-        """
+        """The cache in the user's cache folder or the temporary folder; None, with a line in the log, if in neither."""
         refusals = []
         for folder in _candidates():
             try:
@@ -72,11 +65,7 @@ class LibraryCache:
         return library if seal == _seal(library) else None
 
     def store(self, name: str, library: bytes) -> None:
-        """Keep ``library`` as ``name``: whole or not at all, replacing what is there.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Keep ``library`` as ``name``, whole or not at all; replaces what is there. Raises ``OSError``."""
         scratch = f".{name}.{secrets.token_hex(8)}"
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:

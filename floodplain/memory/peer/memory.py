@@ -19,23 +19,18 @@ from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 class Extent(Protocol):
-    """A piece of a device's memory. One thread at a time.
+    """A piece of a device's memory, zeroed or of unspecified bytes. One thread at a time.
 
-    Attributes:
-        address: Where it begins in this process, until ``close``.
-        num_bytes: Usable bytes; fresh bytes are zero or unspecified.
+    ``address`` is where it begins in this process, until ``close``.
     """
 
     address: int
     num_bytes: int
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """View it from its start, valid until ``close``.
+        """View it from its start, valid until ``close``; ``InvariantError`` if the extent is too small, or closed.
 
         Reading or writing the view raises torch.AcceleratorError if the device is gone.
-
-        Raises:
-            InvariantError: The extent is too small, or closed.
         """
 
     def close(self) -> None:
@@ -43,11 +38,10 @@ class Extent(Protocol):
 
 
 class PeerMemory(Protocol):
-    """Allocates extents on neighbours' devices.
+    """Allocates extents on neighbours' devices, by whole pages of ``page_bytes``.
 
-    Attributes:
-        page_bytes: Memory is taken by whole pages. A lease should be a multiple, or its rest is idle: requests for
-            leases round up; ``allocate`` rounds down, so that it never takes more than was leased.
+    A lease should be a multiple, or its rest is idle: requests for leases round up; ``allocate`` rounds down, so that
+    it never takes more than was leased.
     """
 
     page_bytes: int
@@ -55,20 +49,15 @@ class PeerMemory(Protocol):
     def allocate(self, producer: str, num_bytes: int) -> Extent | None:
         """Take the whole pages in ``num_bytes`` on a producer's device; None without a whole page, or without room.
 
-        Raises:
-            UserError: The device cannot be reached from here.
+        Raises ``UserError`` if the device cannot be reached from here.
         """
 
 
 class HostPeerMemory:
     """Neighbours that are host devices of this machine, each under its producer's name.
 
-    Safe to call from several threads, also to close extents: one thread may close what another had no time to close.
-
-    A device stays attached only while it has extents, so that a device that was removed and created anew is found.
-
-    Args:
-        directory: Where the devices' files lie; None as in ``open_home_device``.
+    Safe to call from several threads, also to close extents: one thread may close what another had no time to close. A
+    device stays attached only while it has extents, so that a device that was removed and created anew is found.
     """
 
     page_bytes = PAGE_BYTES
@@ -86,8 +75,7 @@ class HostPeerMemory:
     def allocate(self, producer: str, num_bytes: int) -> HostExtent | None:
         """Take the whole pages in ``num_bytes`` on a producer's host device, zeroed; None as in ``PeerMemory``.
 
-        Raises:
-            UserError: There is no such device here, it is another user's, or too many mappings are needed.
+        Raises ``UserError`` if there is no such device, it is another user's, or too many mappings are needed.
         """
         num_pages = num_bytes // PAGE_BYTES
         if not num_pages:
@@ -110,13 +98,7 @@ class HostPeerMemory:
 
 
 class HostExtent:
-    """An ``Extent`` on a host device. Made by ``HostPeerMemory``.
-
-    Args:
-        arena: Holds the extent's pages, from its first place on, and no others.
-        num_bytes: Bytes of these pages.
-        on_close: Called when the pages are free.
-    """
+    """An ``Extent`` on a host device, behind the pages of ``arena``; ``on_close`` is called when they are free."""
 
     def __init__(self, arena: HostArena, num_bytes: int, on_close: Callable[[], None]) -> None:
         self.address = arena.tensor(torch.uint8, (num_bytes,)).data_ptr()
@@ -125,11 +107,7 @@ class HostExtent:
         self._on_close = on_close
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """View the extent from its start. Host memory cannot be lost: a mapping outlives the name of its file.
-
-        Raises:
-            InvariantError: The extent is closed, or too small.
-        """
+        """View the extent from its start. Host memory cannot be lost: a mapping outlives the name of its file."""
         if not self._arena.is_open:
             raise InvariantError("the extent is closed")
         return self._arena.tensor(dtype, shape)

@@ -17,11 +17,7 @@ from floodplain.memory.transfer import BlockCopy, CopyEngine
 
 
 class SlotStore:
-    """Slots of one buffer as a ``BlockStore``: blocks of a single layer.
-
-    Attributes:
-        slots: The wrapped slots.
-    """
+    """Slots of one buffer as a ``BlockStore``: blocks of a single layer."""
 
     def __init__(self, slots: SwapSlots) -> None:
         self.layout = slots.layout
@@ -42,10 +38,7 @@ class _Open:
 class SlotMover:
     """Copies between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
 
-    Args:
-        host: The buffer.
-        peer: The slots elsewhere.
-        engine: Copies between ``SlotStore(host)`` and ``peer``; not yet started; the mover owns it.
+    ``engine`` copies between ``SlotStore(host)`` and ``peer``; it is not yet started, and the mover owns it.
     """
 
     def __init__(self, host: SwapSlots, peer: Slots, engine: CopyEngine[Any]) -> None:
@@ -76,11 +69,7 @@ class SlotMover:
         self._engine.submit(relocation.relocation_id, copy)
 
     def poll(self) -> list[tuple[int, Sequence[int]]]:
-        """Relocations that ended since the last call.
-
-        Returns:
-            (id, places in ``Relocation.sources`` of the blocks that did not arrive whole, ascending) of each.
-        """
+        """Ended relocations: (id, places in ``Relocation.sources`` of blocks that did not arrive whole, ascending)."""
         return [self._settle(result.transfer_id, result.digests) for result in self._engine.poll()]
 
     def close(self) -> None:

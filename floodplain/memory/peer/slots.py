@@ -21,13 +21,7 @@ from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 
 
 class PeerSlots(Slots):
-    """``Slots`` in leased memory. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
-
-    Args:
-        layout: Shape of the cache.
-        chunk_slots: Slots of a chunk.
-        max_chunks: The most chunks that can ever exist, numbered from 0.
-    """
+    """``Slots`` in leased memory. Chunk ``i``, of ``max_chunks``, holds the slots from ``i * chunk_slots`` on."""
 
     tier = Tier.PEER
 
@@ -55,11 +49,7 @@ class PeerSlots(Slots):
         return int(self._num_copies[chunk])
 
     def add(self, chunk: int, extent: Extent) -> None:
-        """Make an extent the memory of a chunk; the slots own it from now on.
-
-        Raises:
-            InvariantError: The chunk has memory already, or would have too little.
-        """
+        """Make an extent, owned from now on, the memory of a chunk; ``InvariantError`` if it has any, or too little."""
         with self._changed:
             if chunk in self._extents:
                 raise InvariantError(f"chunk {chunk} of the slots has memory already")
