@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request
@@ -44,7 +43,17 @@ class EngineTarget:
             raise RequestFailed(str(error)) from error
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
+async def started(engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
+    """Start an engine, and close it when the context ends."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
 async def sampled_timeline(engine: AsyncEngine, interval_s: float = 0.25) -> AsyncIterator[Timeline]:
     """Record running, waiting and KV use of ``engine`` every ``interval_s`` seconds while the context is open."""
     timeline = Timeline()

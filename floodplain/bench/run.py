@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.engine_target import EngineTarget, started
 from floodplain.bench.offline import OfflineRun, hardware_report, run_offline
 from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.core.errors import UserError
@@ -39,14 +39,11 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
     async def replay() -> tuple[tuple[str, ...], OfflineRun]:
-        await engine.start()
-        try:
+        async with started(engine):
             requests = build(spec, engine.tokenizer, trace)
             goals = await _goals(spec, EngineTarget(engine), requests, how)
             run = await run_offline(engine, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
             return goals, run
-        finally:
-            await engine.close()
 
     goals, run = asyncio.run(replay())
     info = RunInfo(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.engine_target import EngineTarget, started
 from floodplain.bench.offline import hardware_report, run_offline
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.demo.ways import Way
@@ -19,7 +17,6 @@ from floodplain.engine.config import EngineConfig
 from floodplain.observe.result import benchmark_result
 from floodplain.observe.run_facts import RunInfo
 from floodplain.observe.strip import residence_columns
-from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import measure_goals
@@ -43,7 +40,7 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
         progress: Whether to show the progress of the load.
     """
     lifecycles: list[Lifecycle] = []
-    async with _started(way.config(base), way.make_policy()) as engine:
+    async with started(AsyncEngine(build_engine(way.config(base), way.make_policy()))) as engine:
         await _warm_up(engine, spec)
         engine.subscribe(lifecycles.append)
         if progress:
@@ -62,23 +59,14 @@ async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[floa
     Capacity: a full batch is timed with two output lengths; the difference is pure decoding. Both runs have
     the same prompts, and prefixes are not cached, so that nothing else differs.
     """
-    async with _started(replace(base, enable_prefix_caching=False), make_policy(base.policy)) as engine:
+    alone = build_engine(replace(base, enable_prefix_caching=False), make_policy(base.policy))
+    async with started(AsyncEngine(alone)) as engine:
         _, short_s, long_s = [await _time_batch(engine, batch, n) for n in (1, 1, CALIBRATION_TOKENS)]  # 1: warms up
         requests = build(batch, engine.tokenizer)
         goals = await measure_goals(EngineTarget(engine), requests)
     decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
     return len(requests) / (short_s + decode_s * mean_output), goals
-
-
-@asynccontextmanager
-async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(build_engine(config, policy))
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:

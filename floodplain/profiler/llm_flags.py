@@ -8,11 +8,14 @@ from pathlib import Path
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.profiler.goals import TryGoals
+from floodplain.profiler.search import RepeatedTries, rate_grid
 from floodplain.web.address import check_base_url
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.prompt_form import SEND_HELP, WAYS
 from floodplain.workload.spec import WorkloadSpec
 
+MOST_TRY_S = 86400.0
 DEFAULT_THRESHOLD_BYTES = 10 * 10**9
 """AQUA's: a producer has more than this to spare."""
 DEFAULT_TTFT_MS, DEFAULT_ITL_MS = 1000.0, 100.0
@@ -83,7 +86,11 @@ class LlmProfileConfig:
                 raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name):g}")
         if self.goodput and (self.ttft_ms, self.itl_ms) != (DEFAULT_TTFT_MS, DEFAULT_ITL_MS):
             raise UserError("--goodput names all goals itself: leave out --ttft-ms and --itl-ms")
-        parse_goodput(self.goodput)
+        if not 0 < self.try_seconds <= MOST_TRY_S:
+            raise UserError(f"--try-seconds must be above 0 and at most {MOST_TRY_S:g}, not {self.try_seconds:g}")
+        if not 0 < self.confidence < 1:
+            raise UserError(f"--confidence must lie between 0 and 1, not {self.confidence:g}")
+        _ = self.goals, self.rate_grid, self.test  # which check the other numbers
         if self.base_url is not None:
             check_base_url(self.base_url)
         if self.base_url is not None and self.steps is not None:
@@ -91,6 +98,27 @@ class LlmProfileConfig:
         for name in ("tokenizer", "api_key_file", "send", "kv_block_bytes"):
             if getattr(self, name) is not None and self.base_url is None:
                 raise UserError(f"--{name.replace('_', '-')} is of a server: give its address with --base-url")
+
+    @property
+    def goals(self) -> TryGoals:
+        """The goals of a try."""
+        limits_ms = parse_goodput(self.goodput) or {"ttft": self.ttft_ms}
+        return TryGoals(
+            share=self.share,
+            limits_s={name: limit_ms / 1e3 for name, limit_ms in limits_ms.items()},
+            gap_s=None if self.goodput else self.itl_ms / 1e3,
+        )
+
+    @property
+    def rate_grid(self) -> list[float]:
+        """The rates to search."""
+        lowest, highest = self.rates
+        return rate_grid(lowest, highest, self.rate_step)
+
+    @property
+    def test(self) -> RepeatedTries:
+        """The test of one rate. The answer depends on two of them, so each has half of the error."""
+        return RepeatedTries(self.tries, (1 - self.confidence) / 2)
 
     def check_engine(self, engine: EngineConfig) -> None:
         """Refuse flags of an engine that do not apply to what is profiled.

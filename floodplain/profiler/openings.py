@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.engine_target import EngineTarget, started
 from floodplain.bench.offline import hardware_report
 from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
@@ -19,7 +19,6 @@ from floodplain.profiler.measured import Opened
 from floodplain.web.client import AnswerLimits, HttpClient
 from floodplain.web.exchange import NoAnswer
 from floodplain.workload.http_target import HttpTarget
-from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.prompts import PromptTokenizer
 
 ENGINE_LOOK_S, SERVER_LOOK_S = 0.1, 0.25
@@ -41,8 +40,7 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
     async def read() -> KvUse:
         return _use_of(engine.stats())
 
-    await engine.start()
-    try:
+    async with started(engine):
         yield Opened(
             name=engine.model_name,
             machine=hardware_report(config.device, engine.engine.links).name,
@@ -51,8 +49,6 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
             read=read,
             look_s=ENGINE_LOOK_S,
         )
-    finally:
-        await engine.close()
 
 
 def _use_of(stats: EngineStats) -> KvUse:
@@ -64,47 +60,31 @@ def _use_of(stats: EngineStats) -> KvUse:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAddress:
-    """The address of a server, and how to use it.
-
-    Attributes:
-        base_url: As for ``HttpTarget``.
-        model: The name under which it serves the model.
-        api_key: Sent as a bearer token; None sends none.
-    """
-
-    base_url: str
-    model: str
-    api_key: str | None = None
-
-    @property
-    def root(self) -> str:
-        """The address without a path of the API."""
-        return self.base_url.rstrip("/").removesuffix("/v1")
-
-
 @asynccontextmanager
 async def open_server(
-    server: ServerAddress, tokenizer: PromptTokenizer, vllm: VllmBlocks, prompts: PromptForm
+    target: HttpTarget, client: HttpClient, tokenizer: PromptTokenizer, vllm: VllmBlocks
 ) -> AsyncIterator[Opened]:
     """Open a server that answers, and whose metrics state how much KV is in use.
+
+    Args:
+        target: The server, for requests.
+        client: The server's address without a path of the API, for its metrics.
+        tokenizer: Of its model.
+        vllm: What vLLM's metrics do not state.
 
     Raises:
         UserError: There is none, or its metrics do not state it.
     """
-    target = HttpTarget(server.base_url, server.model, api_key=server.api_key, prompts=prompts)
-    client = HttpClient(server.root, server.api_key)
 
     async def read() -> KvUse:
         try:
             return kv_use_of(await _scrape(client), vllm)
         except UserError as error:
-            raise UserError(f"{server.root}: {error}") from None
+            raise UserError(f"{client.url}: {error}") from None
 
     await read()
     yield Opened(
-        name=server.root, machine=server.root, tokenizer=tokenizer, target=target, read=read, look_s=SERVER_LOOK_S
+        name=client.url, machine=client.url, tokenizer=tokenizer, target=target, read=read, look_s=SERVER_LOOK_S
     )
 
 
