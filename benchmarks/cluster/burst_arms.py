@@ -1,4 +1,4 @@
-"""The arms of the burst benchmark: flags of ``serve``, and what the harness asks the front for."""
+"""The arms of the burst benchmark: flags of ``serve``, and what the harness asks the router for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Arm:
 
     Attributes:
         flags: Of ``serve``, beside those of all arms.
-        asks: Moves that the harness asks for when ``policy/drop_timing.py`` decides on them; none if the front decides
+        asks: Moves that the harness asks for when ``policy/drop_timing.py`` decides on them; none if the router decides
             itself, or never drops.
     """
 

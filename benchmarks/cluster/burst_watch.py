@@ -1,4 +1,4 @@
-"""Watches a front while it serves a load: a timeline, and the drops and restores that an arm asks for."""
+"""Watches a router while it serves a load: a timeline, and the drops and restores that an arm asks for."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def load_of(sample: Sample, undropped_blocks: int, head_blocks: int) -> ClusterL
 
 
 class Watcher:
-    """Polls a front as long as the context is open.
+    """Polls a router as long as the context is open.
 
     Args:
-        url: Of the front.
+        url: Of the router.
         asks: Moves that are asked for when they are due.
         head_blocks: Blocks of a request's prompt.
 
@@ -140,7 +140,7 @@ class Watcher:
         return sample_of(time.monotonic() - self._start_s, listing or {}, groups)
 
     async def _get(self, path: str) -> Any:
-        """What a path answers; None if the front has no such thing."""
+        """What a path answers; None if the router has no such thing."""
         answer = await self._client.ask(path, limits=LIMITS)
         return answer.json() if answer.status == 200 else None
 

@@ -101,7 +101,7 @@ def start_arms(
 
 
 def scrape(url: str) -> dict[str, float]:
-    """What a front has counted so far."""
+    """What a router has counted so far."""
     metrics = Scraped(ask_now(url, "/metrics").text, prefix="floodplain_")
     busy = {f"busy {found['stage']}": value for found, value in metrics.samples(_STAGES) if found["state"] == "busy"}
     return {**busy, "stage_s": metrics.sum(_STAGES), "preemptions": metrics.sum("preemptions_total")}

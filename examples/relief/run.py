@@ -6,7 +6,7 @@
 Starts ``floodplain serve smollm2 --instances 2 --relief auto`` with little KV memory. The instances drop layers, one of
 them is killed while all clients stream, they drop layers again, and restore them when it is calm. All of it runs on the
 CPU of one machine, in two to four minutes; what is printed at the end is the proof: each stream against one engine that
-had no burst, and the front's own counters.
+had no burst, and the router's own counters.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """The address of the front; it and its instances end with the context."""
+    """The address of the router; it and its instances end with the context."""
     words = [FLOODPLAIN, "serve", MODEL, *FLAGS, "--instances", "2", "--relief", "auto", "--port", "0", "--quiet"]
     print("$", *words, flush=True)
     with subprocess.Popen([*words, "--format", "json"], stdout=subprocess.PIPE, text=True) as process:
@@ -101,7 +101,7 @@ def serving() -> Iterator[str]:
         try:
             line = process.stdout.readline()
             if not line:
-                raise SystemExit("the front did not start")
+                raise SystemExit("the router did not start")
             yield json.loads(line)["url"]
         finally:
             process.terminate()

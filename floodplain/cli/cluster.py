@@ -1,4 +1,4 @@
-"""``floodplain cluster``: makes instances behind a front drop and restore layers, and migrates requests."""
+"""``floodplain cluster``: makes instances behind a router drop and restore layers, and migrates requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.front import KEY_HELP, ask_front, key_to_send, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.router import KEY_HELP, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import complain, say
 from floodplain.web.address import check_base_url
@@ -36,7 +36,7 @@ class ClusterVerbConfig:
         UserError: A value is out of its range.
     """
 
-    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the front", "metavar": "URL"})
+    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
     api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
     wait: float = field(
         default=60.0, metadata={"help": "seconds to wait until it is done; 0 returns at once", "metavar": "S"}
@@ -59,10 +59,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the order, and wait for a drop or restore; 1 if the front refuses or does not answer, or the group fails."""
+    """Send the order, and wait for a drop or restore; 1 if the router refuses or is silent, or the group fails."""
     config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
     base_url = config.base_url.rstrip("/")
-    ask = partial(ask_front, base_url, api_key=key_to_send(config.api_key_file))
+    ask = partial(ask_router, base_url, api_key=key_to_send(config.api_key_file))
     body: dict[str, Any] = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
     if verb == "migrate":
         body = dict(zip(("source", "target"), args.instances, strict=True))
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     text = told(base_url, tell)
     if text == "":
-        complain("the group ended before that was done: see the front's log")
+        complain("the group ended before that was done: see the router's log")
     if not text:
         return 1
     say(text)

@@ -1,4 +1,4 @@
-"""``floodplain instance MODEL --join HOST:PORT``: one engine behind a front (``serve --instances``)."""
+"""``floodplain instance MODEL --join HOST:PORT``: one engine behind a router (``serve --instances``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VERB = "import sys; from floodplain.cli.main import main; sys.exit(main())"
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
     about = (
-        "Join a front (floodplain serve --instances) and compute what it is told, until SIGTERM. "
+        "Join a router (floodplain serve --instances) and compute what it is told, until SIGTERM. "
         "The model and its number format must be those of the other instances."
     )
     parser = add_verb(verbs, "instance", about)
@@ -33,7 +33,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve a front; returns when a signal has stopped the instance and its requests have ended."""
+    """Serve a router; returns when a signal has stopped the instance and its requests have ended."""
     config, instance_config = dataclass_from(args, EngineConfig), dataclass_from(args, InstanceConfig)
     host, port = split_address(instance_config.join, "--join")
 
@@ -71,7 +71,7 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 
 
 def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:
-    """The command of a child of the front, without the address; the child reads its token from standard input.
+    """The command of a child of the router, without the address; the child reads its token from standard input.
 
     Args:
         config: Its engine flags.
@@ -90,6 +90,6 @@ def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequen
 
 
 def environment_of_instances(environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
-    """The environment of the front's children: no flags, which are in the command, and a share of the cores."""
+    """The environment of the router's children: no flags, which are in the command, and a share of the cores."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(PREFIX) or name in NO_FLAGS}
     return {"OMP_NUM_THREADS": str(num_threads), **kept}

@@ -1,4 +1,4 @@
-"""``floodplain instances``: lists the instances behind a front, and their state."""
+"""``floodplain instances``: lists the instances behind a router, and their state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.front import KEY_HELP, ask_front, key_to_send, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.router import KEY_HELP, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
 from floodplain.observe.table import format_table
 from floodplain.observe.terminal import say
@@ -29,7 +29,7 @@ class InstancesConfig:
         UserError: A value is out of its range.
     """
 
-    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the front", "metavar": "URL"})
+    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
     api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
     watch: bool = field(default=False, metadata={"help": "show it again and again until Ctrl-C"})
     interval: float = field(default=1.0, metadata={"help": "seconds between two looks", "metavar": "S"})
@@ -42,11 +42,11 @@ class InstancesConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "instances", "Say which instances are behind a front."), InstancesConfig)
+    add_dataclass_flags(add_verb(verbs, "instances", "Say which instances are behind a router."), InstancesConfig)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the list once, or until Ctrl-C; 1 if no front answers."""
+    """Show the list once, or until Ctrl-C; 1 if no router answers."""
     config = dataclass_from(args, InstancesConfig)
     key = key_to_send(config.api_key_file)
     while True:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) -> bool:
     def tell() -> str:
-        listing = ask_front(base_url, "/instances", api_key=key)
+        listing = ask_router(base_url, "/instances", api_key=key)
         table = describe(listing)  # also for JSON: fails on the answer of another service
         return json.dumps(listing) if is_json else table
 

@@ -22,9 +22,9 @@ from floodplain.observe.terminal import complain, start_logging
 VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",
     "serve": "serve a model over the OpenAI API",
-    "instance": "one of many engines behind a front, which serve --instances is",
-    "instances": "which instances are behind a front, and how they are",
-    "cluster": "let instances behind a front drop layers, restore them, or move a request",
+    "instance": "one of many engines behind a router, which serve --instances is",
+    "instances": "which instances are behind a router, and how they are",
+    "cluster": "let instances behind a router drop layers, restore them, or move a request",
     "vllm": "serve a model by vLLM, with our scheduler and swap space in it",
     "bench": "measure an engine (offline) or any OpenAI server (serve)",
     "coordinator": "keep the leases of memory that engines lend each other",

@@ -128,7 +128,7 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
 def open_processes(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> Processes:
-    """The processes of the front's instances: on this machine, or where Ray places them. None is started yet.
+    """The processes of the router's instances: on this machine, or where Ray places them. None is started yet.
 
     Raises:
         UserError: A flag is only for a single engine, or Ray is needed and not installed.

@@ -233,33 +233,33 @@ class InstanceConfig:
     """
 
     join: str = field(
-        metadata={"help": "where the front listens: its --instance-address", "metavar": "HOST:PORT"},
+        metadata={"help": "where the router listens: its --instance-address", "metavar": "HOST:PORT"},
     )
     instance_token_file: str = field(
         metadata={
-            "help": "the front's token, in a file of mode 0600; -: the first line of standard input, "
+            "help": "the router's token, in a file of mode 0600; -: the first line of standard input, "
             "whose end ends the instance",
             "metavar": "FILE",
         },
     )
     stage: str | None = field(
         default=None,
-        metadata={"help": "of the front's own instances: which stage of its pipeline this is, from 0, of how many",
+        metadata={"help": "of the router's own instances: which stage of its pipeline this is, from 0, of how many",
                   "metavar": "STAGE/STAGES"},
     )  # fmt: skip
     microbatches: str = field(
         default="even",
-        metadata={"help": "of the front's own instances: how the first stage divides work", "choices": SPLITS},
+        metadata={"help": "of the router's own instances: how the first stage divides work", "choices": SPLITS},
     )
     step_profile: Path | None = field(
         default=None,
-        metadata={"help": "of the front's own instances: what the first stage takes work to cost", "metavar": "FILE"},
+        metadata={"help": "of the router's own instances: what the first stage takes work to cost", "metavar": "FILE"},
     )
     droppable: bool = field(
-        default=False, metadata={"help": "let the front have this instance drop layers, as its --relief says"}
+        default=False, metadata={"help": "let the router have this instance drop layers, as its --relief says"}
     )
     movable: bool = field(
-        default=False, metadata={"help": "let the front move this instance's requests, as its --relief migrate says"}
+        default=False, metadata={"help": "let the router move this instance's requests, as its --relief migrate says"}
     )
     backstop: Path | None = field(
         default=None,

@@ -27,7 +27,7 @@ class MovableRequest:
     """A running request that may migrate.
 
     Attributes:
-        number: The front's number of the request.
+        number: The router's number of the request.
         num_blocks: Of its known tokens and the next one.
         tried_s: When its last move began; None if it never moved.
     """

@@ -1,4 +1,4 @@
-"""A front whose instances drop layers, with streams over it, for a chaos run."""
+"""A router whose instances drop layers, with streams over it, for a chaos run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 
 from tests.chaos import group_hooks
 from tests.chaos.group_load import Known, Load
-from tests.support.front_process import ROOT, START_TIMEOUT_S, FrontProcess
+from tests.support.router_process import ROOT, START_TIMEOUT_S, RouterProcess
 from tests.support.waiting import wait_until
 
 MODEL = "dummy:tiny-deep"
@@ -30,7 +30,7 @@ class GroupCluster:
 
     Args:
         folder: For the log, the backstop, and the control files of patched processes.
-        num_instances: Of the front.
+        num_instances: Of the router.
         known: Requests of the load.
     """
 
@@ -40,20 +40,20 @@ class GroupCluster:
         flags = [*FLAGS, "--relief", "manual", "--backstop", str(self._backstops)]
         paths = [str(ROOT / "tests" / "chaos" / "hooks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), group_hooks.FOLDER: str(self.control)}
-        self.front = FrontProcess(folder, MODEL, flags, num_instances, environment)
-        self.load = Load(self.front.url, MODEL, known, NUM_STREAMS)
+        self.router = RouterProcess(folder, MODEL, flags, num_instances, environment)
+        self.load = Load(self.router.url, MODEL, known, NUM_STREAMS)
         self._threads = ThreadPoolExecutor(2)
-        self._http = httpx.Client(base_url=self.front.url, timeout=PATIENCE_S)
+        self._http = httpx.Client(base_url=self.router.url, timeout=PATIENCE_S)
         self.num_blocks = 0
         self.pids: set[int] = set()
 
     def start(self) -> None:
         """Wait until all instances serve, and begin the load."""
-        self.num_blocks = self.front.wait_full()[0]["blocks"]
+        self.num_blocks = self.router.wait_full()[0]["blocks"]
         self.load.start()
         self.wait_for_calm()
 
-    # -- the front's reports and changes ---------------------------------------------------------------------------
+    # -- the router's reports and changes ---------------------------------------------------------------------------
 
     def groups(self) -> Any:
         return self._http.get("/groups").json()
@@ -67,10 +67,10 @@ class GroupCluster:
         return self._threads.submit(self._http.post, f"/v1/cluster/{verb}", json=body)
 
     def log_bytes(self) -> int:
-        return self.front.log.stat().st_size
+        return self.router.log.stat().st_size
 
     def log_since(self, start: int) -> str:
-        with self.front.log.open("rb") as log:
+        with self.router.log.open("rb") as log:
             log.seek(start)
             return log.read().decode(errors="replace")
 
@@ -120,10 +120,10 @@ class GroupCluster:
         try:
             wait_until(lambda: self.load.wrong or condition(), timeout_s=PATIENCE_S)
         except AssertionError:
-            seen = f"{self.front.listing()}, {self.groups()}"
-            for pid in (self.front.process.pid, *(row["pid"] for row in self.front.rows())):
+            seen = f"{self.router.listing()}, {self.groups()}"
+            for pid in (self.router.process.pid, *(row["pid"] for row in self.router.rows())):
                 os.kill(pid, group_hooks.STACKS)
-            raise AssertionError(f"{what}: {seen}; see {self.front.log}\n{self.last_words()}") from None
+            raise AssertionError(f"{what}: {seen}; see {self.router.log}\n{self.last_words()}") from None
 
     def wait_for_calm(self) -> None:
         """Wait until all instances are alone with all of their memory, and every stream gets right tokens."""
@@ -137,20 +137,20 @@ class GroupCluster:
             lambda: all(now > then for now, then in zip(self.load.num_tokens, before, strict=True)), "a stream hangs"
         )
         assert not self.load.wrong, f"{self.load.wrong}\n{self.last_words()}"
-        assert self.front.process.poll() is None
+        assert self.router.process.poll() is None
 
     def is_solo(self) -> bool:
         """Whether all instances serve alone with all of their memory."""
-        rows = self.front.rows()
+        rows = self.router.rows()
         self.pids |= {row["pid"] for row in rows}
         are_back = all(row["state"] == "serving" and row["blocks"] == self.num_blocks for row in rows)
-        return len(rows) == self.front.num_instances and are_back and not self.groups()["groups"]
+        return len(rows) == self.router.num_instances and are_back and not self.groups()["groups"]
 
     def finish(self) -> None:
         """End normally; no process is left."""
         self.load.close()
-        self.front.process.send_signal(signal.SIGTERM)
-        assert self.front.process.wait(START_TIMEOUT_S) == 0
+        self.router.process.send_signal(signal.SIGTERM)
+        assert self.router.process.wait(START_TIMEOUT_S) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in self.pids), "a process is left"
 
     def close(self) -> None:
@@ -158,4 +158,4 @@ class GroupCluster:
         self.load.close()
         self._threads.shutdown()
         self._http.close()
-        self.front.close()
+        self.router.close()

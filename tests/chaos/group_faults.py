@@ -146,7 +146,7 @@ def overwrite_backstop(scene: Scene) -> None:
         os.pwrite(fd, content, 0)  # for processes that still have it open
     finally:
         os.close(fd)
-    pids = {row["pid"] for row in scene.cluster.front.rows()}
+    pids = {row["pid"] for row in scene.cluster.router.rows()}
     assert victim not in pids and (scene.state in WHOLE or pids.isdisjoint(having))
 
 

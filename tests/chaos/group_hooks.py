@@ -28,7 +28,7 @@ HOLD, DAMAGE, BLIND = "hold", "damage", "blind"
 
 
 def install(argv: Sequence[str]) -> None:
-    """Patch the process with this command line: a front, or an instance of one."""
+    """Patch the process with this command line: a router, or an instance of one."""
     if FOLDER not in os.environ:
         return
     faulthandler.enable()

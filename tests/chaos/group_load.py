@@ -18,7 +18,7 @@ import openai
 import torch
 
 from floodplain.model import sampler
-from tests.support import front_process
+from tests.support import router_process
 
 MAX_TOKENS = 240
 SILENCE_S = 60.0
@@ -50,7 +50,7 @@ def known_requests(model: str, flags: dict[str, Any], seed: int) -> list[Known]:
         while sum(one.how == how for one in found) < NUM_EACH:
             prompt = [random.randrange(256) for _ in range(random.randrange(20, 160))]
             with least_margin() as margin:
-                (tokens,) = front_process.one_engine(model, [prompt], flags, max_tokens=MAX_TOKENS, **how)
+                (tokens,) = router_process.one_engine(model, [prompt], flags, max_tokens=MAX_TOKENS, **how)
             if margin() >= ROUNDING:
                 found.append(Known(prompt, how, tokens))
     random.shuffle(found)
@@ -79,7 +79,7 @@ class Load:
     """Repeats the known requests on its own event loop. ``start`` it, and ``close`` it.
 
     Args:
-        url: Of the front.
+        url: Of the router.
         model: The served model.
         known: The requests.
         num_streams: Concurrent streams.

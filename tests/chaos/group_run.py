@@ -23,29 +23,29 @@ from tests.chaos.group_load import known_requests
 from tests.chaos.group_scene import Story
 
 PARTS = {"groups": (STORIES, (2, 3)), "merges": (MERGES, (3, 4))}
-"""Stories, and the numbers of instances of the fronts over which they are distributed in turn."""
+"""Stories, and the numbers of instances of the routers over which they are distributed in turn."""
 
 
 def deal(part: str, seed: int, num_faults: int | None) -> list[tuple[int, list[tuple[int, Story]]]]:
-    """Return the number of instances and the numbered stories, in an order by seed, for each front of a part.
+    """Return the number of instances and the numbered stories, in an order by seed, for each router of a part.
 
     Args:
         part: Of ``PARTS``.
         seed: See above.
         num_faults: Stories of the part, repeated after the last; None: each once.
     """
-    found, fronts = PARTS[part]
+    found, routers = PARTS[part]
     stories = Random(seed).sample(found, len(found))
     dealt = [(number, stories[number % len(stories)]) for number in range(num_faults or len(stories))]
-    return [(num_instances, dealt[which :: len(fronts)]) for which, num_instances in enumerate(fronts)]
+    return [(num_instances, dealt[which :: len(routers)]) for which, num_instances in enumerate(routers)]
 
 
 def run(seed: int, num_faults: int | None, parts: Sequence[str]) -> dict[str, Any]:
-    """Play the stories of these parts, over one front after the other."""
-    fronts = [front for part in parts for front in deal(part, seed, num_faults)]
+    """Play the stories of these parts, over one router after the other."""
+    routers = [router for part in parts for router in deal(part, seed, num_faults)]
     known = known_requests(MODEL, ENGINE, seed)
     seconds, totals = defaultdict[str, list[float]](list), Counter[str]()
-    for num_instances, dealt in fronts:
+    for num_instances, dealt in routers:
         folder = Path(tempfile.mkdtemp(prefix="chaos-groups-"))
         with closing(GroupCluster(folder, num_instances, known)) as cluster:
             cluster.start()
@@ -57,7 +57,7 @@ def run(seed: int, num_faults: int | None, parts: Sequence[str]) -> dict[str, An
             totals.update(_count(cluster))
             cluster.finish()
         shutil.rmtree(folder)  # the log of a failed run is kept
-    played = [story for _, dealt in fronts for _, story in dealt]
+    played = [story for _, dealt in routers for _, story in dealt]
     return {
         "seed": seed,
         "merges": sum(story.is_merge for story in played),

@@ -55,7 +55,7 @@ class Scene:
 
     def __init__(self, cluster: GroupCluster, story: Story, random: Random) -> None:
         self.cluster, self.state, self.random = cluster, story.state, random
-        rows = sorted(cluster.front.rows(), key=lambda row: row["slot"])
+        rows = sorted(cluster.router.rows(), key=lambda row: row["slot"])
         members = random.sample(rows, len(rows) if story.is_merge else random.randint(2, len(rows)))
         self.pids = [row["pid"] for row in members]
         self._epochs = {row["pid"]: row["epoch"] for row in members}
@@ -81,7 +81,7 @@ class Scene:
             self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
 
     def _has_running(self) -> bool:
-        return any(row["running"] for row in self.cluster.front.rows() if row["pid"] in self.pids)
+        return any(row["running"] for row in self.cluster.router.rows() if row["pid"] in self.pids)
 
     def _hold(self) -> None:
         leader, others = self.pids[:1], self.pids[1:]

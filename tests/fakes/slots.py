@@ -1,4 +1,4 @@
-"""The launcher as a front sees it: it admits all slots, and records what the front reports."""
+"""The launcher as a router sees it: it admits all slots, and records what the router reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children of the front: they read tokens from a pipe, are restarted, and exit when the front exits."""
+"""Children of the router: they read tokens from a pipe, are restarted, and exit when the router exits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with open(sys.argv[1], "a") as log:
     print(os.getpid(), token, " ".join(sys.argv[2:]), file=log)
 threading.Event().wait()
 """
-FRONT = f"""
+ROUTER = f"""
 import asyncio, os, sys
 from floodplain.cluster.launch.launcher import Launcher
 from floodplain.cluster.launch.processes import LocalProcesses
@@ -53,9 +53,9 @@ def children(log: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped child", "closed"])
-def test_no_child_outlives_its_front(tmp_path: Path, how: str) -> None:
+def test_no_child_outlives_its_router(tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
-    front = subprocess.Popen([sys.executable, "-c", FRONT, str(log)], stdin=subprocess.PIPE)
+    router = subprocess.Popen([sys.executable, "-c", ROUTER, str(log)], stdin=subprocess.PIPE)
     try:
         rows = wait_until(lambda: len(found := children(log)) == 2 and found)
         assert isinstance(rows, list)
@@ -66,17 +66,17 @@ def test_no_child_outlives_its_front(tmp_path: Path, how: str) -> None:
         if how == "stopped child":
             os.kill(rows[0][0], signal.SIGSTOP)
         if how == "closed":
-            assert front.stdin is not None
-            front.stdin.close()
-            assert front.wait(HANG_S) == 0
+            assert router.stdin is not None
+            router.stdin.close()
+            assert router.wait(HANG_S) == 0
         else:
-            front.kill()
+            router.kill()
         wait_until(lambda: not any(is_alive(pid) for pid, _, _ in rows))
     finally:
-        front.kill()
-        front.wait()
-        if front.stdin is not None:
-            front.stdin.close()
+        router.kill()
+        router.wait()
+        if router.stdin is not None:
+            router.stdin.close()
 
 
 def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
@@ -184,7 +184,7 @@ def cluster(processes: FakeProcesses) -> ClusterEngine:
 
 
 @pytest.mark.parametrize(("status", "num_runs"), [(1, MAX_FAILED_STARTS), (2, 1)])
-def test_a_front_whose_instance_does_not_start_ends_with_one_line(
+def test_a_router_whose_instance_does_not_start_ends_with_one_line(
     status: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad input (status 2) is not tried again; other failures are, up to ``MAX_FAILED_STARTS``."""
@@ -201,7 +201,7 @@ def test_a_front_whose_instance_does_not_start_ends_with_one_line(
     asyncio.run(run())
 
 
-def test_a_bug_that_ends_the_care_for_a_slot_ends_the_front() -> None:
+def test_a_bug_that_ends_the_care_for_a_slot_ends_the_router() -> None:
     class Broken(FakeProcesses):
         async def run(self, slot: int, address: str, token: str) -> Ending:
             raise InvariantError("a slot has two processes")
@@ -215,7 +215,7 @@ def test_a_bug_that_ends_the_care_for_a_slot_ends_the_front() -> None:
     asyncio.run(run())
 
 
-def test_a_front_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
 
     async def run() -> None:
@@ -312,7 +312,7 @@ def test_a_fork_that_finds_no_room_is_no_failed_start(
 
 def test_a_token_file_of_others_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_text("# front\nsecret\n")
+    file.write_text("# router\nsecret\n")
     file.chmod(0o644)
     with pytest.raises(UserError, match="others may use the instance token file"):
         read_token(str(file))

@@ -1,4 +1,4 @@
-"""Which keys may read the state of a cluster, and which may change it: by route, over a front without instances."""
+"""Which keys may read the state of a cluster, and which may change it: by route, over a router without instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from floodplain.cli.front import key_to_send
+from floodplain.cli.router import key_to_send
 from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.routes import extend_with
@@ -30,7 +30,7 @@ CHANGES: list[tuple[str, Any]] = [
 ]
 JSON = {"Content-Type": "application/json"}
 REACHED = (200, 400)
-"""Statuses of a reached route; 400: the front has no instances to drop or to move."""
+"""Statuses of a reached route; 400: the router has no instances to drop or to move."""
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def app_with(keys: KeyRing | None) -> FastAPI:
     """A server that listens on ``gpu-host``."""
-    front = Router(60.0, {}, lambda _: None, lambda _: None, lambda _: None)
-    engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=front))
+    router = Router(60.0, {}, lambda _: None, lambda _: None, lambda _: None)
+    engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=router))
     return create_app(FakeEngine(), keys=keys, extend=extend_with(engine, OwnNames.of("gpu-host", None)))
 
 

@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from tests.support import forks, front_process
-from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
+from tests.support import forks, router_process
 from tests.support.process_tree import is_alive
+from tests.support.router_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-llama"
@@ -28,94 +28,94 @@ LONG = 900
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    with started(tmp_path_factory.mktemp("front"), MODEL, FLAGS) as one:
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with started(tmp_path_factory.mktemp("router"), MODEL, FLAGS) as one:
         yield one
 
 
 def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
-    return front_process.one_engine(MODEL, prompts, ENGINE, **how)
+    return router_process.one_engine(MODEL, prompts, ENGINE, **how)
 
 
-def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: FrontProcess) -> None:
+def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(router: RouterProcess) -> None:
     prompts = [[3 + index, *PROMPT] for index in range(6)]
     with ThreadPoolExecutor(6) as threads:
-        streamed = list(threads.map(lambda prompt: front.stream(prompt, max_tokens=40), prompts))
+        streamed = list(threads.map(lambda prompt: router.stream(prompt, max_tokens=40), prompts))
     assert streamed == one_engine(prompts, max_tokens=40)
-    wait_until(lambda: all(row["generated_tokens"] >= 40 for row in front.rows()))
+    wait_until(lambda: all(row["generated_tokens"] >= 40 for row in router.rows()))
 
 
-def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: FrontProcess) -> None:
+def test_a_kill_in_the_middle_of_a_stream_costs_no_token(router: RouterProcess) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": LONG}  # the next test is greedy
-    before = {row["epoch"] for row in front.wait_full()}
-    moved = front.listing()["moved_requests"]
-    assert [front.stream(do=front.kill_busy, **how)] == one_engine([PROMPT], **how)
-    assert front.listing()["moved_requests"] == moved + 1
-    after = {row["epoch"] for row in front.wait_full()}  # a new instance has joined
+    before = {row["epoch"] for row in router.wait_full()}
+    moved = router.listing()["moved_requests"]
+    assert [router.stream(do=router.kill_busy, **how)] == one_engine([PROMPT], **how)
+    assert router.listing()["moved_requests"] == moved + 1
+    after = {row["epoch"] for row in router.wait_full()}  # a new instance has joined
     assert len(before & after) == 1 and max(after) > max(before)
 
 
-def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(front: FrontProcess) -> None:
-    front.wait_full()
+def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(router: RouterProcess) -> None:
+    router.wait_full()
     stopped: list[Any] = []
 
     def stop() -> None:
-        stopped.append(front.busy())
+        stopped.append(router.busy())
         os.kill(stopped[0]["pid"], signal.SIGSTOP)
 
     try:
-        tokens = front.stream(do=stop, max_tokens=LONG)  # ends, although its instance is silent and still connected
+        tokens = router.stream(do=stop, max_tokens=LONG)  # ends, although its instance is silent and still connected
     finally:
         os.kill(stopped[0]["pid"], signal.SIGCONT)
     assert [tokens] == one_engine([PROMPT], max_tokens=LONG)
-    rows = front.wait_full()
+    rows = router.wait_full()
     (again,) = (row for row in rows if row["pid"] == stopped[0]["pid"])
-    assert again["epoch"] > stopped[0]["epoch"] and front.listing()["ends"]["silent"] == 1
-    assert [front.stream()] == one_engine([PROMPT])
+    assert again["epoch"] > stopped[0]["epoch"] and router.listing()["ends"]["silent"] == 1
+    assert [router.stream()] == one_engine([PROMPT])
 
 
-def test_an_unlike_instance_is_refused_in_one_line(front: FrontProcess) -> None:
-    address = front.address()
-    flags = ["--join", address, "--instance-token-file", str(front.token_file)]
+def test_an_unlike_instance_is_refused_in_one_line(router: RouterProcess) -> None:
+    address = router.address()
+    flags = ["--join", address, "--instance-token-file", str(router.token_file)]
     command = [*VERB, "instance", MODEL, *flags, *FLAGS, "--dtype", "bfloat16", "-q"]
     done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "floodplain: the front does not take this instance: --dtype bfloat16 is not the others' float32: "
+        "floodplain: the router does not take this instance: --dtype bfloat16 is not the others' float32: "
         "start it with --dtype float32\n"
     )
 
 
-def test_refusals_keep_their_status(front: FrontProcess) -> None:
+def test_refusals_keep_their_status(router: RouterProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        front.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5000)
+        router.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5000)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
-        front.client.completions.create(model=MODEL, prompt=[3, 100000], max_tokens=5)
+        router.client.completions.create(model=MODEL, prompt=[3, 100000], max_tokens=5)
 
 
-def test_metrics_are_per_instance_and_in_sum(front: FrontProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = front.wait_full()
-    text = front.http.get("/metrics").text
+def test_metrics_are_per_instance_and_in_sum(router: RouterProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = router.wait_full()
+    text = router.http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     running = [s for s in samples if s.name == "floodplain_instance_requests_running"]
     assert {sample.labels["instance"] for sample in running} == {str(row["epoch"]) for row in rows}
     values = {sample.name: sample.value for sample in samples if set(sample.labels) == {"model_name"}}
     assert values["floodplain_generation_tokens_total"] >= 6 * 40
     assert values["floodplain_time_to_first_token_seconds_count"] >= 6
-    assert main(["instances", "--base-url", front.url]) == 0
+    assert main(["instances", "--base-url", router.url]) == 0
     shown = capsys.readouterr().out
     assert all(str(row["pid"]) in shown for row in rows) and "requests moved: " in shown
     assert main(["instances", "--base-url", "http://127.0.0.1:1"]) == 1
 
 
-def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) -> None:
-    pids = [row["pid"] for row in front.wait_full()]
-    tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
+def test_a_signal_lets_streams_end_and_leaves_no_process(router: RouterProcess) -> None:
+    pids = [row["pid"] for row in router.wait_full()]
+    tokens = router.stream(do=lambda: router.process.send_signal(signal.SIGTERM))
     assert [tokens] == one_engine([PROMPT])
-    assert front.process.wait(HANG_S) == 0
+    assert router.process.wait(HANG_S) == 0
     assert not any(is_alive(pid) for pid in pids)
-    assert "Traceback" not in front.log.read_text()
+    assert "Traceback" not in router.log.read_text()
 
 
 def test_a_signal_while_instances_load_ends_all() -> None:

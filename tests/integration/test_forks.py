@@ -53,7 +53,7 @@ def test_a_fork_is_killed_and_waited_for_as_any_process() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--instances"]])
 def test_what_a_fork_starts_is_its_child(words: list[str]) -> None:
-    """A front (``--instances``) forks its children; other programs execute them."""
+    """A router (``--instances``) forks its children; other programs execute them."""
     pid, parent_of_child = json.loads(forks.run([sys.executable, "-c", STARTS, *words], 60.0).stdout)
     assert parent_of_child == pid
 

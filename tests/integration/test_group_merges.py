@@ -14,7 +14,7 @@ from floodplain.cluster.bulk.kv_copies import Puller
 from floodplain.cluster.groups.plan import GroupPlan
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
-from tests.support import front_process
+from tests.support import router_process
 from tests.support.group_in_process import Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 120
@@ -27,7 +27,7 @@ PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + 3 * numbe
 @cache
 def expected() -> list[list[int]]:
     """Tokens of one engine."""
-    return front_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
 
 
 async def group(one: Ring, *groups: list[int]) -> int:
@@ -53,7 +53,7 @@ def on_ring(folder: Path, play: Callable[[Ring], Any]) -> tuple[list[list[int]],
             await play(one)
             outputs = await one.first_results(NUM_TOKENS)
             counts = one.group_controller.counts
-            await one.until(lambda: len(one.front.table.roster) == 4)
+            await one.until(lambda: len(one.router.table.roster) == 4)
             for member in one.members:
                 member.memory.check_integrity()
             return outputs, counts.num_carried, counts.num_recomputed
@@ -95,7 +95,7 @@ def test_a_member_may_end_in_a_merge(folder: Path, state: GroupState) -> None:
         def end_then(plan: GroupPlan, entered: GroupState) -> None:
             enter(plan, entered)
             if plan.number == 3 and entered is state:
-                asyncio.get_running_loop().call_soon(one.front._end, 2, "hung_up")
+                asyncio.get_running_loop().call_soon(one.router._end, 2, "hung_up")
 
         one.group_controller._enter = end_then  # type: ignore[method-assign]
         one.group_controller.drop([1, 2, 3, 4])

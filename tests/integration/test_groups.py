@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from floodplain.cli.main import main
-from tests.support import front_process
-from tests.support.front_process import START_TIMEOUT_S, FrontProcess, started
+from tests.support import router_process
+from tests.support.router_process import START_TIMEOUT_S, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
@@ -26,33 +26,33 @@ PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + 30 * numb
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[FrontProcess]:
+def router(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[RouterProcess]:
     flags = [*FLAGS, "--relief", "manual", "--backstop", str(folder)]
-    with started(tmp_path_factory.mktemp("front"), MODEL, flags) as one:
+    with started(tmp_path_factory.mktemp("router"), MODEL, flags) as one:
         one.wait_full()
         yield one
 
 
 def expected(num_tokens: int) -> list[list[int]]:
     """Tokens of one engine."""
-    return front_process.one_engine(MODEL, PROMPTS, ENGINE, max_tokens=num_tokens)
+    return router_process.one_engine(MODEL, PROMPTS, ENGINE, max_tokens=num_tokens)
 
 
-def groups(front: FrontProcess) -> Any:
-    return front.http.get("/groups").json()
+def groups(router: RouterProcess) -> Any:
+    return router.http.get("/groups").json()
 
 
-def verb(front: FrontProcess, *words: str) -> int:
-    return main(["cluster", *words, "--base-url", front.url, "--quiet"])
+def verb(router: RouterProcess, *words: str) -> int:
+    return main(["cluster", *words, "--base-url", router.url, "--quiet"])
 
 
-def wait_solo(front: FrontProcess) -> None:
+def wait_solo(router: RouterProcess) -> None:
     """Wait until both instances are idle, in no group, and have equally many blocks."""
 
     def find() -> bool:
-        rows = front.rows()
+        rows = router.rows()
         is_idle = len(rows) == 2 and all(row["state"] == "serving" and not row["requests"] for row in rows)
-        return is_idle and len({row["blocks"] for row in rows}) == 1 and not groups(front)["groups"]
+        return is_idle and len({row["blocks"] for row in rows}) == 1 and not groups(router)["groups"]
 
     wait_until(find, timeout_s=START_TIMEOUT_S)
 
@@ -60,17 +60,17 @@ def wait_solo(front: FrontProcess) -> None:
 class Streams:
     """Streams of all prompts until their client disconnects, and their tokens."""
 
-    def __init__(self, front: FrontProcess, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, router: RouterProcess, threads: ThreadPoolExecutor) -> None:
         self.counts = [0] * len(PROMPTS)
         self._has_enough = Event()
         self._futures: list[Future[list[int]]] = [
-            threads.submit(self._stream, front, number, prompt) for number, prompt in enumerate(PROMPTS)
+            threads.submit(self._stream, router, number, prompt) for number, prompt in enumerate(PROMPTS)
         ]
 
-    def _stream(self, front: FrontProcess, number: int, prompt: list[int]) -> list[int]:
+    def _stream(self, router: RouterProcess, number: int, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
         extra = {"ignore_eos": True, "return_token_ids": True}
-        chunks = front.client.completions.create(
+        chunks = router.client.completions.create(
             model=MODEL, prompt=prompt, stream=True, extra_body=extra, temperature=0.0, max_tokens=MAX_TOKENS
         )
         for chunk in chunks:
@@ -91,53 +91,53 @@ class Streams:
         return [future.result(timeout=HANG_S) for future in self._futures]
 
 
-def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, capsys: Any) -> None:
-    before = groups(front)
+def test_streams_cross_a_drop_and_a_restore_with_their_kv(router: RouterProcess, capsys: Any) -> None:
+    before = groups(router)
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        streams = Streams(front, threads)
+        streams = Streams(router, threads)
         streams.wait(10)
-        assert verb(front, "drop", "0", "1") == 0
+        assert verb(router, "drop", "0", "1") == 0
         assert "share the layers 6 + 6, pipelined" in capsys.readouterr().out
         streams.wait(10)
-        (group,) = groups(front)["groups"]
+        (group,) = groups(router)["groups"]
         assert group["state"] == "pipelined" and group["blocks"] > group["own_blocks"]
-        assert verb(front, "restore", "0") == 0
+        assert verb(router, "restore", "0") == 0
         assert "have all layers again" in capsys.readouterr().out
         streams.wait(30)
         tokens = streams.end()
     assert max(map(len, tokens)) < MAX_TOKENS
     right = expected(max(map(len, tokens)))
     assert tokens == [one[: len(some)] for one, some in zip(right, tokens, strict=True)]
-    after = groups(front)
+    after = groups(router)
     entered = {state: number - before["entered"][state] for state, number in after["entered"].items()}
     assert entered == dict.fromkeys(after["entered"], 1) | {"over": 0}
     assert after["carried_requests"] == before["carried_requests"] + 2 * len(PROMPTS)
     assert after["recomputed_requests"] == before["recomputed_requests"]
-    wait_solo(front)
+    wait_solo(router)
 
 
-def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -> None:
+def test_idle_instances_that_drop_layers_serve_what_comes(router: RouterProcess) -> None:
     """Idle instances have no KV to exchange."""
-    wait_solo(front)
-    assert verb(front, "drop", "0", "1") == 0
+    wait_solo(router)
+    assert verb(router, "drop", "0", "1") == 0
     extra = {"ignore_eos": True, "return_token_ids": True}
-    answer = front.client.with_options(timeout=HANG_S, max_retries=0).completions.create(
+    answer = router.client.with_options(timeout=HANG_S, max_retries=0).completions.create(
         model=MODEL, prompt=PROMPTS[0], extra_body=extra, temperature=0.0, max_tokens=20
     )
     assert answer.choices[0].token_ids == expected(20)[0]  # type: ignore[attr-defined]
-    assert {row["state"] for row in front.rows()} == {"leading", "grouped"}
-    assert verb(front, "restore", "0") == 0
-    wait_solo(front)
+    assert {row["state"] for row in router.rows()} == {"leading", "grouped"}
+    assert verb(router, "restore", "0") == 0
+    wait_solo(router)
 
 
-def test_an_impossible_change_is_refused_in_one_line(front: FrontProcess, capsys: Any, folder: Path) -> None:
-    wait_solo(front)
+def test_an_impossible_change_is_refused_in_one_line(router: RouterProcess, capsys: Any, folder: Path) -> None:
+    wait_solo(router)
     lines = []
     (backstop,) = folder.glob("*.layers")
     size = backstop.stat().st_size
     os.truncate(backstop, size - 1)
     for words in (["drop", "0"], ["drop", "0", "7"], ["drop", "0", "0"], ["restore", "1"], ["drop", "0", "1"]):
-        assert verb(front, *words) == 1
+        assert verb(router, *words) == 1
         lines.append(capsys.readouterr().err.strip())
     assert "2 to 4 different instances" in lines[0]
     assert "there is no instance '7': there are 0, 1" in lines[1] or "there are 1, 0" in lines[1]
@@ -145,4 +145,4 @@ def test_an_impossible_change_is_refused_in_one_line(front: FrontProcess, capsys
     assert "instance 1 is in no group" in lines[3]
     assert "backstop" in lines[4] and "was not made" in lines[4]
     assert all("\n" not in line for line in lines)
-    wait_solo(front)  # refused changes left no trace
+    wait_solo(router)  # refused changes left no trace

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SEED = 1
 STORIES = [
-    Story("hang_up", S.RETURNING),  # ended the front once
+    Story("hang_up", S.RETURNING),  # ended the router once
     Story("kill_other", S.RETURNING),  # hung all streams once
     Story("ask_again", S.FILLING),
     Story("hang_up", S.EXCHANGING),

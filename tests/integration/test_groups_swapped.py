@@ -12,7 +12,7 @@ import pytest
 from floodplain.cluster.bulk.kv_copies import SwapStore
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
-from tests.support import front_process
+from tests.support import router_process
 from tests.support.group_in_process import Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 36
@@ -25,7 +25,7 @@ NUM_SWAPPED = 16
 @cache
 def expected() -> list[list[int]]:
     """Tokens of one engine with room for all requests."""
-    return front_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
 
 
 def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple[list[list[int]], int, int, int]:

@@ -17,7 +17,7 @@ from floodplain.cluster.migration.movable import Movable
 from floodplain.cluster.migration.table import MigrationState
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from tests.support import front_process
+from tests.support import router_process
 from tests.support.cluster_peers import until
 from tests.support.moving import Moving, moving
 from tests.support.waiting import HANG_S
@@ -35,7 +35,7 @@ def expected(is_seeded: bool = False) -> list[int]:
     """Tokens of one engine."""
     flags = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 512}
     how = SEEDED if is_seeded else {}
-    (tokens,) = front_process.one_engine(MODEL, [PROMPT], flags, max_tokens=NUM_TOKENS, **how)
+    (tokens,) = router_process.one_engine(MODEL, [PROMPT], flags, max_tokens=NUM_TOKENS, **how)
     return tokens
 
 
@@ -82,7 +82,7 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
         assert some.results() == {"moved": 6}
         counts = some.migration_controller.counts
         assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < HANG_S
-        assert not some.front.requests.num_moved  # no request was recomputed
+        assert not some.router.requests.num_moved  # no request was recomputed
         await some.check_at_rest()
 
     story(tell)
@@ -141,10 +141,10 @@ def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> 
         barrier = Barrier(some, source, state)
         some.migration_controller.move_one(source, target)
         await until(lambda: barrier.num_held)
-        some.front.requests.drop(entry)
+        some.router.requests.drop(entry)
         barrier.opened.set()
         assert not len(some.migration_controller.migrations)
-        assert len(some.front.table) == 0
+        assert len(some.router.table) == 0
         await some.check_at_rest()
 
     story(tell)
@@ -161,7 +161,7 @@ def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState)
         await until(lambda: barrier.num_held)
         dead = source if dies == "source" else target
         some.lives[dead].cancel()
-        await until(lambda: some.front.table.roster.get(dead) is None)
+        await until(lambda: some.router.table.roster.get(dead) is None)
         barrier.opened.set()
         assert await some.tokens(caller) == expected()
         await some.ended()
@@ -179,7 +179,7 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
         source, target = await some.started(entry)
         with pytest.raises(UserError, match="has the request already"):
             some.migration_controller.move_one(source, source)
-        some.front.table.roster.expect(target).can_move = False
+        some.router.table.roster.expect(target).can_move = False
         with pytest.raises(UserError, match="--relief migrate"):
             some.migration_controller.move_one(source, target)
         await some.tokens(caller)
@@ -189,7 +189,7 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
 
 def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
     async def tell(some: Moving) -> None:
-        full, empty = (some.front.table.roster.expect(epoch) for epoch in some.members)
+        full, empty = (some.router.table.roster.expect(epoch) for epoch in some.members)
         empty.is_leaving = True
         asked = [some.ask(PROMPT, max_tokens=NUM_TOKENS) for _ in range(5)]
         empty.is_leaving = False

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from tests.support import forks, front_process
-from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
+from tests.support import forks, router_process
 from tests.support.process_tree import is_alive
+from tests.support.router_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
@@ -24,13 +24,13 @@ FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024",
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    with started(tmp_path_factory.mktemp("front"), MODEL, [*FLAGS, "--pipeline"]) as one:
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with started(tmp_path_factory.mktemp("router"), MODEL, [*FLAGS, "--pipeline"]) as one:
         yield one
 
 
 def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
-    return front_process.one_engine(MODEL, prompts, ENGINE, **how)
+    return router_process.one_engine(MODEL, prompts, ENGINE, **how)
 
 
 @cache
@@ -39,82 +39,82 @@ def expected() -> tuple[int, ...]:
     return tuple(one_engine([PROMPT])[0])
 
 
-def wait_formed(front: FrontProcess) -> dict[int, Any]:
+def wait_formed(router: RouterProcess) -> dict[int, Any]:
     """The rows of both stages, once they serve."""
 
     def find() -> Any:
-        rows = [row for row in front.rows() if row["state"] == "serving" and row["stage"] is not None]
+        rows = [row for row in router.rows() if row["state"] == "serving" and row["stage"] is not None]
         return len(rows) == 2 and {row["stage"]: row for row in rows}
 
     found: Any = wait_until(find, timeout_s=START_TIMEOUT_S)
     return dict(found)
 
 
-def kill(front: FrontProcess, stage: int) -> None:
+def kill(router: RouterProcess, stage: int) -> None:
     """Kill a stage."""
-    (row,) = (row for row in front.rows() if row["stage"] == stage)
+    (row,) = (row for row in router.rows() if row["stage"] == stage)
     os.kill(row["pid"], signal.SIGKILL)
 
 
-def count_silent(front: FrontProcess) -> int:
-    """Number of instances that the front has removed for silence."""
-    return int(front.listing()["ends"].get("silent", 0))
+def count_silent(router: RouterProcess) -> int:
+    """Number of instances that the router has removed for silence."""
+    return int(router.listing()["ends"].get("silent", 0))
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}])
-def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[str, Any]) -> None:
+def test_streams_have_the_tokens_of_one_engine(router: RouterProcess, how: dict[str, Any]) -> None:
     prompts = [[(3 + 7 * index + 5 * place) % 256 for place in range(20 + 110 * index)] for index in range(6)]
     with ThreadPoolExecutor(6) as threads:
-        streamed = list(threads.map(lambda prompt: front.stream(prompt, max_tokens=40, **how), prompts))
+        streamed = list(threads.map(lambda prompt: router.stream(prompt, max_tokens=40, **how), prompts))
     assert streamed == one_engine(prompts, max_tokens=40, **how)
 
 
-def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess) -> None:
+def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(router: RouterProcess) -> None:
     """For another stage see ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
-    before, moved, silent = wait_formed(front), front.listing()["moved_requests"], count_silent(front)
-    assert front.stream(do=lambda: kill(front, 0)) == [*expected()]
-    num_held_up = count_silent(front) - silent  # on a busy machine: each moves the request again
-    assert 1 <= front.listing()["moved_requests"] - moved <= 1 + num_held_up
-    after = wait_formed(front)
+    before, moved, silent = wait_formed(router), router.listing()["moved_requests"], count_silent(router)
+    assert router.stream(do=lambda: kill(router, 0)) == [*expected()]
+    num_held_up = count_silent(router) - silent  # on a busy machine: each moves the request again
+    assert 1 <= router.listing()["moved_requests"] - moved <= 1 + num_held_up
+    after = wait_formed(router)
     assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, with a new link
     assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
 
 
-def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_later(front: FrontProcess) -> None:
-    stopped = int(wait_formed(front)[1]["pid"])
-    num_silent = count_silent(front)  # a busy machine may have held a stage up before
+def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_later(router: RouterProcess) -> None:
+    stopped = int(wait_formed(router)[1]["pid"])
+    num_silent = count_silent(router)  # a busy machine may have held a stage up before
     with ThreadPoolExecutor(1) as threads:
-        streaming = threads.submit(front.stream, do=lambda: os.kill(stopped, signal.SIGSTOP))
+        streaming = threads.submit(router.stream, do=lambda: os.kill(stopped, signal.SIGSTOP))
         try:
-            wait_until(lambda: count_silent(front) > num_silent, timeout_s=START_TIMEOUT_S)
+            wait_until(lambda: count_silent(router) > num_silent, timeout_s=START_TIMEOUT_S)
         finally:
             os.kill(stopped, signal.SIGCONT)
         assert streaming.result() == [*expected()]
-    assert wait_formed(front)[1]["pid"] == stopped
+    assert wait_formed(router)[1]["pid"] == stopped
 
 
-def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess) -> None:
-    before = wait_formed(front)
-    flags = ["--join", front.address(), "--instance-token-file", str(front.token_file)]
+def test_an_instance_beside_the_pipeline_takes_its_requests(router: RouterProcess) -> None:
+    before = wait_formed(router)
+    flags = ["--join", router.address(), "--instance-token-file", str(router.token_file)]
     beside = forks.Popen([*VERB, "instance", MODEL, *flags, *FLAGS, "--kv-memory", "8MiB", "-q"], cwd=ROOT)
     try:
-        row = wait_until(lambda: next((one for one in front.rows() if one["pid"] == beside.pid), None), timeout_s=120)
+        row = wait_until(lambda: next((one for one in router.rows() if one["pid"] == beside.pid), None), timeout_s=120)
         assert isinstance(row, dict) and row["stage"] is None
         with ThreadPoolExecutor(4) as threads:  # on both instances
-            streaming = [threads.submit(front.stream, max_tokens=200) for _ in range(4)]
-            wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1))
-            kill(front, 1)
+            streaming = [threads.submit(router.stream, max_tokens=200) for _ in range(4)]
+            wait_until(lambda: all(one["requests"] for one in router.rows() if one["stage"] != 1))
+            kill(router, 1)
             assert [one.result() for one in streaming] == [[*expected()[:200]]] * 4
-        after = wait_formed(front)
+        after = wait_formed(router)
         assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
     finally:
         beside.terminate()
         assert beside.wait(HANG_S) == 0
 
 
-def test_metrics_report_compute_and_idle_times_of_stages(front: FrontProcess) -> None:
-    wait_formed(front)
-    text = front.http.get("/metrics").text
+def test_metrics_report_compute_and_idle_times_of_stages(router: RouterProcess) -> None:
+    wait_formed(router)
+    text = router.http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     seconds = {
         (sample.labels["stage"], sample.labels["state"]): sample.value
@@ -129,24 +129,24 @@ def test_metrics_report_compute_and_idle_times_of_stages(front: FrontProcess) ->
     assert ends["pipeline"] >= 2
 
 
-def test_a_stage_that_the_front_did_not_start_is_refused_in_one_line(front: FrontProcess) -> None:
-    flags = ["--join", front.address(), "--instance-token-file", str(front.token_file), "--stage", "1/2"]
+def test_a_stage_that_the_router_did_not_start_is_refused_in_one_line(router: RouterProcess) -> None:
+    flags = ["--join", router.address(), "--instance-token-file", str(router.token_file), "--stage", "1/2"]
     command = [*VERB, "instance", MODEL, *flags, *FLAGS, "-q"]
     done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "floodplain: the front does not take this instance: the stages of a pipeline are the front's own: "
+        "floodplain: the router does not take this instance: the stages of a pipeline are the router's own: "
         "start this instance without --stage\n"
     )
 
 
-def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) -> None:
-    pids = [row["pid"] for row in wait_formed(front).values()]
-    tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
+def test_a_signal_lets_streams_end_and_leaves_no_process(router: RouterProcess) -> None:
+    pids = [row["pid"] for row in wait_formed(router).values()]
+    tokens = router.stream(do=lambda: router.process.send_signal(signal.SIGTERM))
     assert tokens == [*expected()]
-    assert front.process.wait(HANG_S) == 0
+    assert router.process.wait(HANG_S) == 0
     assert not any(is_alive(pid) for pid in pids)
-    assert "Traceback" not in front.log.read_text()
+    assert "Traceback" not in router.log.read_text()
 
 
 @pytest.mark.parametrize(

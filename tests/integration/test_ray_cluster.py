@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import front_process
-from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
+from tests.support import router_process
 from tests.support.process_tree import ancestors, descendants, is_alive, kill_all
+from tests.support.router_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = [
@@ -81,7 +81,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def front(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontProcess]:
+def router(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterProcess]:
     if not is_alive(nodes.other):
         nodes.add()
     for name, value in nodes.variables.items():
@@ -90,65 +90,71 @@ def front(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield one
 
 
-def instance_on(front: FrontProcess, raylet: int) -> int:
+def instance_on(router: RouterProcess, raylet: int) -> int:
     """Process id of the only instance on a node."""
-    (pid,) = (row["pid"] for row in front.rows() if raylet in ancestors(row["pid"]))
+    (pid,) = (row["pid"] for row in router.rows() if raylet in ancestors(row["pid"]))
     return int(pid)
 
 
-def driver_of(front: FrontProcess) -> int:
+def driver_of(router: RouterProcess) -> int:
     (pid,) = (
-        int(word) for word in Path(f"/proc/{front.process.pid}/task/{front.process.pid}/children").read_text().split()
+        int(word) for word in Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children").read_text().split()
     )
     return pid
 
 
-def kill_machine(front: FrontProcess, nodes: Nodes) -> None:
+def kill_machine(router: RouterProcess, nodes: Nodes) -> None:
     kill_all([nodes.other, *descendants(nodes.other)])
 
 
-def kill_raylet(front: FrontProcess, nodes: Nodes) -> None:
+def kill_raylet(router: RouterProcess, nodes: Nodes) -> None:
     os.kill(nodes.other, signal.SIGKILL)
 
 
-def kill_actor(front: FrontProcess, nodes: Nodes) -> None:
-    os.kill(ancestors(instance_on(front, nodes.other))[0], signal.SIGKILL)
+def kill_actor(router: RouterProcess, nodes: Nodes) -> None:
+    os.kill(ancestors(instance_on(router, nodes.other))[0], signal.SIGKILL)
 
 
-def kill_instance(front: FrontProcess, nodes: Nodes) -> None:
-    os.kill(instance_on(front, nodes.other), signal.SIGKILL)
+def kill_instance(router: RouterProcess, nodes: Nodes) -> None:
+    os.kill(instance_on(router, nodes.other), signal.SIGKILL)
 
 
-def kill_driver(front: FrontProcess, nodes: Nodes) -> None:
-    os.kill(driver_of(front), signal.SIGKILL)
+def kill_driver(router: RouterProcess, nodes: Nodes) -> None:
+    os.kill(driver_of(router), signal.SIGKILL)
 
 
-KILLS: list[Callable[[FrontProcess, Nodes], None]] = [kill_machine, kill_raylet, kill_actor, kill_instance, kill_driver]
+KILLS: list[Callable[[RouterProcess, Nodes], None]] = [
+    kill_machine,
+    kill_raylet,
+    kill_actor,
+    kill_instance,
+    kill_driver,
+]
 
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_what_is_killed_comes_back_and_streams_lose_no_token(
-    front: FrontProcess, nodes: Nodes, kill: Callable[[FrontProcess, Nodes], None]
+    router: RouterProcess, nodes: Nodes, kill: Callable[[RouterProcess, Nodes], None]
 ) -> None:
-    front.wait_full()
-    gone = instance_on(front, nodes.other)
-    assert instance_on(front, nodes.head) != gone
+    router.wait_full()
+    gone = instance_on(router, nodes.other)
+    assert instance_on(router, nodes.head) != gone
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(front.stream, PROMPTS[1])
-        tokens = front.stream(PROMPTS[0], do=lambda: kill(front, nodes))
+        other = threads.submit(router.stream, PROMPTS[1])
+        tokens = router.stream(PROMPTS[0], do=lambda: kill(router, nodes))
         streamed = [tokens, other.result()]
-    assert streamed == front_process.one_engine(MODEL, PROMPTS, ENGINE)
+    assert streamed == router_process.one_engine(MODEL, PROMPTS, ENGINE)
     wait_until(lambda: not is_alive(gone))
     rows = wait_until(
-        lambda: len(rows := front.rows()) == 2 and gone not in {row["pid"] for row in rows} and rows, timeout_s=120
+        lambda: len(rows := router.rows()) == 2 and gone not in {row["pid"] for row in rows} and rows, timeout_s=120
     )
     assert isinstance(rows, list)
     assert {row["slot"] for row in rows} == {0, 1}
     if not is_alive(nodes.other):  # both are on the remaining node
         assert all(nodes.head in ancestors(row["pid"]) for row in rows)
     if kill in (kill_machine, kill_actor, kill_instance):  # at once; other kills end it after seconds
-        assert front.listing()["moved_requests"] >= 1
-    assert [front.stream()] == front_process.one_engine(MODEL, [PROMPT], ENGINE)
+        assert router.listing()["moved_requests"] >= 1
+    assert [router.stream()] == router_process.one_engine(MODEL, [PROMPT], ENGINE)
 
 
 def test_a_wrong_token_of_ray_is_one_line(nodes: Nodes, tmp_path: Path) -> None:
@@ -176,19 +182,19 @@ def test_an_address_without_a_ray_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_local_ray_ends_with_the_front(tmp_path: Path, how: signal.Signals) -> None:
-    with started(tmp_path, MODEL, [*FLAGS, "--cluster", "auto"]) as front:
-        front.wait_full()
-        pids = descendants(front.process.pid)
+def test_a_local_ray_ends_with_the_router(tmp_path: Path, how: signal.Signals) -> None:
+    with started(tmp_path, MODEL, [*FLAGS, "--cluster", "auto"]) as router:
+        router.wait_full()
+        pids = descendants(router.process.pid)
         assert len(pids) > 8
         assert all(
-            os.getpriority(os.PRIO_PROCESS, row["pid"]) == os.getpriority(os.PRIO_PROCESS, 0) for row in front.rows()
+            os.getpriority(os.PRIO_PROCESS, row["pid"]) == os.getpriority(os.PRIO_PROCESS, 0) for row in router.rows()
         )
-        tokens = front.stream(do=(lambda: front.process.send_signal(how)) if how == signal.SIGTERM else None)
-        front.process.send_signal(how)
-        assert front.process.wait(HANG_S) == (0 if how == signal.SIGTERM else -how)
+        tokens = router.stream(do=(lambda: router.process.send_signal(how)) if how == signal.SIGTERM else None)
+        router.process.send_signal(how)
+        assert router.process.wait(HANG_S) == (0 if how == signal.SIGTERM else -how)
         wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    assert [tokens] == front_process.one_engine(MODEL, [PROMPT], ENGINE)
+    assert [tokens] == router_process.one_engine(MODEL, [PROMPT], ENGINE)
 
 
 def test_too_little_room_is_one_line(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

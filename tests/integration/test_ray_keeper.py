@@ -1,4 +1,4 @@
-"""Ray's actors and the front's side of the driver, without Ray but with real processes."""
+"""Ray's actors and the router's side of the driver, without Ray but with real processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import Membership
 from floodplain.cluster.instance.instance import Dialer, Member, Replica
 from floodplain.cluster.instance.stage_member import open_stage
-from floodplain.cluster.router import router as fronts
+from floodplain.cluster.router import router as routers
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import StallRule
 from floodplain.core.groups import GroupState
@@ -31,7 +31,7 @@ from floodplain.engine.stage_runner import StageRunner
 from floodplain.memory.group_memory import GroupMemory
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
-from tests.support import front_process
+from tests.support import router_process
 from tests.support.cluster_peers import until
 from tests.support.group_in_process import Ring, ledger_off_the_event_loop, ring
 from tests.support.waiting import HANG_S
@@ -47,12 +47,12 @@ RULE = StallRule(2.0)
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send five heartbeats a second, although the timeout of silence is ``HANG_S``."""
-    monkeypatch.setattr(fronts, "BEATS_PER_TIMEOUT", 5 * HANG_S)
+    monkeypatch.setattr(routers, "BEATS_PER_TIMEOUT", 5 * HANG_S)
 
 
 @cache
 def expected() -> list[list[int]]:
-    return front_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=NUM_TOKENS)
 
 
 class Block:
@@ -94,23 +94,23 @@ def block(kind: type, name: str, is_bad: Callable[[Any], bool]) -> Iterator[Bloc
 async def served(
     members: Sequence[Member], num_stages: int | None = None
 ) -> AsyncIterator[tuple[Ring, list[tuple[int, str]]]]:
-    """(a front over members in this process, in slots from 0; lost slots with their reasons)."""
+    """(a router over members in this process, in slots from 0; lost slots with their reasons)."""
     slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
-    front = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
+    router = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
-        await front.start(sock)
+        await router.start(sock)
         port = sock.getsockname()[1]
         dialers = [Dialer(one, "127.0.0.1", port, token, 1.0) for one, token in zip(members, tokens, strict=True)]
         lives = [asyncio.create_task(dialer.run()) for dialer in dialers]
         try:
-            yield Ring(front, ()), slots.lost
+            yield Ring(router, ()), slots.lost
         finally:
             for life in lives:
                 life.cancel()
             await asyncio.gather(*lives, return_exceptions=True)
-            await front.close()
+            await router.close()
             sock.close()
 
 
@@ -123,12 +123,12 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where
         bad = members[1].engine.engine
         with block(Engine, where, lambda engine: engine is bad) as blocked:
             async with served(members) as (one, lost):
-                roster = one.front.table.roster
+                roster = one.router.table.roster
                 await until(lambda: len(roster) == 2)
                 blocked.is_shut = True
                 one.ask(PROMPTS, NUM_TOKENS)
                 assert await one.results() == expected()
-                assert (blocked.num_held, lost, one.front.num_ends) == (1, [(1, "stuck")], {"stuck": 1})
+                assert (blocked.num_held, lost, one.router.num_ends) == (1, [(1, "stuck")], {"stuck": 1})
                 assert [instance.slot for instance in roster] == [0]
                 blocked.open()
                 await until(lambda: len(roster) == 2)
@@ -145,7 +145,7 @@ def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monkeypatch
         first = members[1].stage.parts.layers.start
         with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
             async with served(members, 2) as (one, lost):
-                await until(lambda: one.front.is_ready)
+                await until(lambda: one.router.is_ready)
                 one.ask(PROMPTS, NUM_TOKENS)
                 await one.until(lambda: min(one.counts) > 2)
                 blocked.is_shut = True
@@ -163,13 +163,13 @@ def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) ->
             async with ring(CONFIG, 3, folder, HANG_S, RULE) as one:
                 await one.change(one.group_controller.drop([1, 2]), GroupState.PIPELINED)
                 one.ask(PROMPTS, NUM_TOKENS)
-                ended, end = list[tuple[int, str]](), one.front._end
-                one.front._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
+                ended, end = list[tuple[int, str]](), one.router._end
+                one.router._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
                 blocked.is_shut = True
                 assert await one.results() == expected()
-                assert ended[0] == (2, "stuck") and one.front.num_ends == {"stuck": 1, "group": 1}
+                assert ended[0] == (2, "stuck") and one.router.num_ends == {"stuck": 1, "group": 1}
                 blocked.open()
-                await one.until(lambda: len(one.front.table.roster) == 3)
+                await one.until(lambda: len(one.router.table.roster) == 3)
 
     asyncio.run(play())
 
@@ -191,7 +191,7 @@ def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
     folder: Path,
 ) -> None:
     num_tokens = 150
-    tokens = front_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens)
+    tokens = router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens)
 
     async def play() -> None:
         async with ring(CONFIG, 3, folder, HANG_S) as one:
@@ -204,14 +204,14 @@ def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
                     assert await one.results() == tokens, state
                     blocked.open()
                     one.forget()
-                    await one.until(lambda: len(one.front.table.roster) == 3)
+                    await one.until(lambda: len(one.router.table.roster) == 3)
 
     asyncio.run(play())
 
 
 async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens: int) -> None:
     """Group all instances under requests; a member that blocks in ``state`` ends the group."""
-    epochs = [instance.epoch for instance in one.front.table.roster]
+    epochs = [instance.epoch for instance in one.router.table.roster]
     is_restore = list(CHANGES).index(state) > list(CHANGES).index(GroupState.SETTLING)
     if is_restore:
         number = one.group_controller.drop(epochs)

@@ -256,8 +256,8 @@ async def _itself(url: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body", "needle"),
     [
-        (200, b'{"instances": [], "ends": [], "moved_requests": 0, "without_instance": 0}', "not that of a front"),
-        (200, b'{"instances": [{"epoch": 1}]}', "not that of a front"),
+        (200, b'{"instances": [], "ends": [], "moved_requests": 0, "without_instance": 0}', "not that of a router"),
+        (200, b'{"instances": [{"epoch": 1}]}', "not that of a router"),
         (200, b"[" * 100_000, "nested too deeply"),
         (200, b"NaN", "its answer"),
         (200, b"[]", "no JSON object"),

@@ -1,4 +1,4 @@
-"""The front's table under joins, deaths, stops, and late or repeated messages: no wrong token, no lost request."""
+"""The router's table under joins, deaths, stops, and late or repeated messages: no wrong token, no lost request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_MODEL_LEN = 64
 
 @dataclass
 class Said:
-    """A message on its way to the front; it may arrive late, twice, or never."""
+    """A message on its way to the router; it may arrive late, twice, or never."""
 
     epoch: int
     ticket: int
@@ -30,7 +30,7 @@ class Said:
 
 @dataclass
 class FakeInstance:
-    """An instance's process: it acts on the orders it received, whatever state the front has recorded."""
+    """An instance's process: it acts on the orders it received, whatever state the router has recorded."""
 
     epoch: int
     is_stopped: bool = False
@@ -246,7 +246,7 @@ class BookMachine(RuleBasedStateMachine):
 
 
 class TrustfulMachine(BookMachine):
-    """Negative control: a front that accepts any message about one of its requests, from any instance."""
+    """Negative control: a router that accepts any message about one of its requests, from any instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class TrustfulMachine(BookMachine):
 TestBook = BookMachine.TestCase
 
 
-def test_a_front_that_accepts_old_epochs_is_noticed() -> None:
+def test_a_router_that_accepts_old_epochs_is_noticed() -> None:
     """Negative control: a hand-written run in which a stopped instance resumes and sends tokens of a moved request."""
     wrong = []
     for machine in (BookMachine(), TrustfulMachine()):

@@ -251,7 +251,7 @@ def test_restore_in_the_middle_of_a_change_is_refused_in_one_line() -> None:
         table.restore(7)
 
 
-def test_front_cannot_drop_before_all_have_confirmed() -> None:
+def test_router_cannot_drop_before_all_have_confirmed() -> None:
     table = GroupTable()
     table.prepare([1, 2])
     table.confirm(1, 1)

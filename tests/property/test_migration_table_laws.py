@@ -1,4 +1,4 @@
-"""The front's table of migrations under late answers, deaths, aborts and timeouts: each request is in one place."""
+"""The router's table of migrations under late answers, deaths, aborts and timeouts: each request is in one place."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class World:
         self.dice.choice([self.join, self.finish, self.abort, self.die, self.expire])()
 
     def finish(self) -> None:
-        """A request ends in its instance; the front is informed later."""
+        """A request ends in its instance; the router is informed later."""
         one = self.processes[self.dice.choice(sorted(self.processes))]
         if one.requests:
             request = self.dice.choice(sorted(one.requests))
@@ -109,7 +109,7 @@ class World:
             self.close(self.dice.choice(live))
 
     def die(self) -> None:
-        """An instance's life ends: requests that the front had placed there wait."""
+        """An instance's life ends: requests that the router had placed there wait."""
         if len(self.processes) < 2:
             return
         epoch = self.dice.choice(sorted(self.processes))
@@ -140,7 +140,7 @@ class World:
             self.apply(self.table.expire(self.dice.choice(numbers)))
 
     def go_on(self) -> None:
-        """Some instances obey their orders, and the front receives the messages of some."""
+        """Some instances obey their orders, and the router receives the messages of some."""
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
             self.obey(self.processes[epoch], fails=self.dice.random() < 0.15)
         for epoch in self.dice.sample(sorted(self.processes), self.dice.randint(0, len(self.processes))):
@@ -192,7 +192,7 @@ class World:
         one.held.pop(number, None)
         one.copied.pop(number, None)
 
-    # -- the front -----------------------------------------------------------------------------------------------------
+    # -- the router ----------------------------------------------------------------------------------------------------
 
     def take(self, epoch: int, kind: str, key: int, value: Any = None) -> None:
         self.what = "answer"

@@ -13,7 +13,7 @@ from tests.support.examples import examples
 
 
 class World:
-    """Processes, one for each stage, that join under new epochs, and the pipelines that the front must have."""
+    """Processes, one for each stage, that join under new epochs, and the pipelines that the router must have."""
 
     def __init__(self, num_stages: int, table: PipelineTable) -> None:
         self.table, self.num_stages = table, num_stages
@@ -43,7 +43,7 @@ class World:
             self.serving.add(pipeline.number)
 
     def end(self, epoch: int) -> None:
-        """End an epoch, then the epochs that end with it, as the front does."""
+        """End an epoch, then the epochs that end with it, as the router does."""
         if self.stage_of.pop(epoch, None) is None:
             return
         for other in self.table.end(epoch):

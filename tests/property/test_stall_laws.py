@@ -22,7 +22,7 @@ MAX_TOKENS = 512
 
 @dataclass
 class Stage:
-    """A thread that computes, with a real meter on its own clock, which may differ from the front's.
+    """A thread that computes, with a real meter on its own clock, which may differ from the router's.
 
     Attributes:
         steps: (seconds, tokens) of future steps, the next one last.
@@ -103,7 +103,7 @@ def honest_steps(dice: Random, number: int) -> list[tuple[float, int]]:
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32), num_instances=st.integers(1, 3))
 def test_honest_instances_are_never_stuck_whatever_is_stopped(seed: int, num_instances: int) -> None:
-    """Beats are late, the front is paused, instances start cold: a first step may take half of its limit longer."""
+    """Beats are late, the router is paused, instances start cold: a first step may take half of its limit longer."""
     dice = Random(seed)
     steps = honest_steps(dice, 40 * num_instances)
     stages = [Stage(steps[place::num_instances]) for place in range(num_instances)]
@@ -161,7 +161,7 @@ def test_turns_that_begin_no_step_are_no_progress() -> None:
 
 
 def test_time_in_which_no_beat_came_is_no_stall() -> None:
-    """The instance, or the front, was stopped for ten minutes during a step."""
+    """The instance, or the router, was stopped for ten minutes during a step."""
     stage = Stage([(0.01, 4)])
     stage.run(0.02)
     stage.block()

@@ -1,4 +1,4 @@
-"""A front without processes: peers on real sockets that send what the test orders."""
+"""A router without processes: peers on real sockets that send what the test orders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Peer:
     denied: str = ""
 
     async def read(self) -> Any:
-        """Return the next message that is not a beat; None if the front has closed the connection."""
+        """Return the next message that is not a beat; None if the router has closed the connection."""
         while (frame := await self.link.read()) is not None:
             message = read_router_message(frame[0])
             match message:
@@ -97,14 +97,14 @@ class Peer:
 
 
 class Stage:
-    """A front, and peers that dial in."""
+    """A router, and peers that dial in."""
 
     def __init__(self) -> None:
         self.finished: list[Lifecycle] = []
         self.slots = FakeSlots()
         tokens = {OWN: 0, OUTSIDE: None}
-        self.front = Router(HANG_S, tokens, self.slots, self.finished.append)
-        self.front._beat_s = 0.05
+        self.router = Router(HANG_S, tokens, self.slots, self.finished.append)
+        self.router._beat_s = 0.05
         self.sock = bind("127.0.0.1", 0)
         self._peers: list[Peer] = []
 
@@ -128,14 +128,14 @@ class Stage:
         """Submit a client's request; return its entry and its caller, which gets the deltas."""
         request = make_request("r", tuple(prompt), asyncio.get_running_loop().time(), **params)
         caller = Caller(ByteTokenizer(256), request, on_accepted)
-        return self.front.requests.submit(request, caller), caller
+        return self.router.requests.submit(request, caller), caller
 
     def age(self, epoch: int, seconds: float) -> None:
         """Move an instance's last message this long into the past."""
-        self.front.table.roster.expect(epoch).heard_s -= seconds
+        self.router.table.roster.expect(epoch).heard_s -= seconds
 
     async def close(self) -> None:
-        await self.front.close()
+        await self.router.close()
         for peer in self._peers:
             await peer.link.close()
         self.sock.close()
@@ -143,10 +143,10 @@ class Stage:
 
 @asynccontextmanager
 async def stage() -> AsyncIterator[Stage]:
-    """Start a front that listens; a time limit keeps a bug from hanging the suite."""
+    """Start a router that listens; a time limit keeps a bug from hanging the suite."""
     some = Stage()
     async with asyncio.timeout(HANG_S):
-        await some.front.start(some.sock)
+        await some.router.start(some.sock)
         try:
             yield some
         finally:

@@ -2,7 +2,7 @@
 
 An interpreter takes seconds of CPU to import what a server needs, and a test of processes starts a dozen of them.
 Otherwise ``Popen`` equals ``subprocess.Popen``: the process has its own pid, is its caller's child, and has the pipes,
-folder, variables, cores and ``sys.path`` of its arguments. So do processes that it starts itself, as a front does.
+folder, variables, cores and ``sys.path`` of its arguments. So do processes that it starts itself, as a router does.
 OpenMP has read its variables before the fork: it computes with one thread.
 """
 
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def _split(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """Continue here as a front; fork a child from which its instances are forked, with the front as their parent."""
+    """Continue here as a router; fork a child from which its instances are forked, with the router as their parent."""
     global _address
     listening, (end, _alive) = _listen(), os.pipe()
     _address = listening.getsockname()

@@ -1,4 +1,4 @@
-"""A front and instances that can drop layers, in one process: real engines and sockets, with accessible memory."""
+"""A router and instances that can drop layers, in one process: real engines and sockets, with accessible memory."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def ledger_off_the_event_loop(*args: Any, **options: Any) -> BlockLedger:
 
 
 class Ring:
-    """A front of instances that serve; its requests, and their tokens."""
+    """A router of instances that serve; its requests, and their tokens."""
 
-    def __init__(self, front: Router, instances: Sequence[Replica]) -> None:
-        self.front, self._instances = front, instances
+    def __init__(self, router: Router, instances: Sequence[Replica]) -> None:
+        self.router, self._instances = router, instances
         group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
         self.counts: list[int] = []
@@ -53,8 +53,8 @@ class Ring:
 
     @property
     def group_controller(self) -> GroupController:
-        assert self.front.group_controller is not None
-        return self.front.group_controller
+        assert self.router.group_controller is not None
+        return self.router.group_controller
 
     @property
     def members(self) -> list[GroupMember]:
@@ -67,13 +67,13 @@ class Ring:
             self._streams.append(asyncio.create_task(self._stream(len(self.counts) - 1, prompt, num_tokens)))
 
     async def _stream(self, number: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Read a request's tokens; if this task is cancelled, the front drops the request."""
+        """Read a request's tokens; if this task is cancelled, the router drops the request."""
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(
             request_id=f"r{number}", prompt_token_ids=tuple(prompt), params=params, arrival_s=time.monotonic()
         )
         caller, tokens = Caller(ByteTokenizer(256), request), list[int]()
-        entry = self.front.requests.submit(request, caller)
+        entry = self.router.requests.submit(request, caller)
         self.tokens[number] = tokens
         try:
             while len(tokens) < num_tokens:
@@ -83,7 +83,7 @@ class Ring:
                 tokens += delta.token_ids
                 self.counts[number] = len(tokens)
         except asyncio.CancelledError:
-            self.front.requests.drop(entry)
+            self.router.requests.drop(entry)
             raise
         return tokens
 
@@ -125,20 +125,20 @@ async def ring(
 ) -> AsyncIterator[Ring]:
     """Yield instances that have joined, under epochs from 1; a time limit keeps a bug from hanging the suite."""
     shape = open_model(config.model).config.shape
-    front = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
+    router = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
-        await front.start(sock)
+        await router.start(sock)
         instances = [open_droppable(config, folder, "127.0.0.1") for _ in range(num_instances)]
         port = sock.getsockname()[1]
         lives = [asyncio.create_task(Dialer(one, "127.0.0.1", port, TOKEN, 1.0).run()) for one in instances]
         try:
-            while len(front.table.roster) < num_instances:
+            while len(router.table.roster) < num_instances:
                 await asyncio.sleep(0.002)
-            yield Ring(front, instances)
+            yield Ring(router, instances)
         finally:
             for life in lives:
                 life.cancel()
             await asyncio.gather(*lives, return_exceptions=True)
-            await front.close()
+            await router.close()
             sock.close()

@@ -14,7 +14,7 @@ Edge = tuple[GroupState, GroupState]
 
 
 class GroupLaws:
-    """The state of processes and the front; ``reached`` counts the transitions of groups."""
+    """The state of processes and the router; ``reached`` counts the transitions of groups."""
 
     def __init__(self, table: GroupTable, reached: Counter[Edge] | None = None) -> None:
         self.table, self.reached = table, Counter[Edge]() if reached is None else reached

@@ -1,4 +1,4 @@
-"""A state machine over groups in many processes, for laws of the front's book of groups."""
+"""A state machine over groups in many processes, for laws of the router's book of groups."""
 
 from __future__ import annotations
 

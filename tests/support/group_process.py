@@ -11,7 +11,7 @@ LAYERS = frozenset(range(4))
 
 @dataclass(frozen=True)
 class Said:
-    """A message to the front; ``answer`` None refuses to prepare."""
+    """A message to the router; ``answer`` None refuses to prepare."""
 
     epoch: int
     number: int

@@ -1,4 +1,4 @@
-"""Processes that obey a front's orders for groups, late and in any order; the front follows a ``GroupBook``."""
+"""Processes that obey a router's orders for groups, late and in any order; the router follows a ``GroupBook``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class World(GroupLaws):
         self.place()
 
     def end(self, epoch: int) -> None:
-        """A life ends for the front; its process may still run, and send messages later."""
+        """A life ends for the router; its process may still run, and send messages later."""
         process = self.members.pop(epoch, None)
         if process is None:
             return
@@ -111,7 +111,7 @@ class World(GroupLaws):
         is_ok = not is_faulty or dice.random() < 0.8
         process.outbox.append(Said(process.epoch, process.number or 0, answer, request, is_ok))
 
-    # -- the front -------------------------------------------------------------------------------------------------
+    # -- the router -------------------------------------------------------------------------------------------------
 
     def submit(self) -> None:
         self.places[self.next_request] = ("queue", 0)
@@ -220,7 +220,7 @@ class World(GroupLaws):
         self.members[order.epoch].inbox.append(order)
 
     def decide(self, group: Group) -> None:
-        """Act as the front's caller when all have confirmed, or returned. One in five requests loses its KV."""
+        """Act as the router's caller when all have confirmed, or returned. One in five requests loses its KV."""
         rows = {
             request: epoch for request, (kind, epoch) in self.places.items() if kind == "at" and epoch in group.epochs
         }

@@ -1,4 +1,4 @@
-"""A front and two instances whose requests can move, in one process: real engines, sockets, and transfers."""
+"""A router and two instances whose requests can move, in one process: real engines, sockets, and transfers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Moving:
     """See the module.
 
     Attributes:
-        front: The front.
+        router: The router.
         members: Instances by epoch.
         lives: The tasks that run them.
     """
 
-    front: Router
+    router: Router
     sock: Any
     members: dict[int, Replica] = field(default_factory=dict)
     lives: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
     def migration_controller(self) -> MigrationController:
-        assert self.front.migration_controller is not None
-        return self.front.migration_controller
+        assert self.router.migration_controller is not None
+        return self.router.migration_controller
 
     async def join(self, member: Replica) -> None:
         await member.start()
@@ -71,7 +71,7 @@ class Moving:
         request = make_request("r", prompt, asyncio.get_running_loop().time(), ignore_eos=True)
         request = replace(request, params=replace(request.params, **params))
         caller = Caller(ByteTokenizer(256), request)
-        return self.front.requests.submit(request, caller), caller
+        return self.router.requests.submit(request, caller), caller
 
     async def tokens(self, caller: Caller) -> list[int]:
         tokens: list[int] = []
@@ -118,20 +118,20 @@ def _is_at_rest(engine: Engine) -> bool:
 
 @asynccontextmanager
 async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
-    """Yield two instances behind a front; a time limit keeps a bug from hanging the suite."""
+    """Yield two instances behind a router; a time limit keeps a bug from hanging the suite."""
     sock = bind("127.0.0.1", 0)
-    front = Router(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
-    some = Moving(front, sock)
+    router = Router(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
+    some = Moving(router, sock)
     async with asyncio.timeout(HANG_S):
-        await front.start(sock)
+        await router.start(sock)
         members = [open_movable(config, "127.0.0.1") for _ in range(2)]
         try:
-            front.first_facts = members[0].hello(OUTSIDE).facts  # else only the front's own instances may join first
+            router.first_facts = members[0].hello(OUTSIDE).facts  # else only the router's own instances may join first
             for member in members:
                 await some.join(member)
             yield some
         finally:
-            await front.close()
+            await router.close()
             for life in some.lives.values():
                 life.cancel()
             await asyncio.gather(*some.lives.values(), return_exceptions=True)

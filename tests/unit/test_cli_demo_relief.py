@@ -1,4 +1,4 @@
-"""The demo of drop and restore: samples of the front's answers, runs of users' requests, written files."""
+"""The demo of drop and restore: samples of the router's answers, runs of users' requests, written files."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def delays_between(lives: Sequence[bool | None], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_taken", [None, False])
-def test_waits_double_up_to_a_bound_whatever_the_front_does(
+def test_waits_double_up_to_a_bound_whatever_the_router_does(
     is_taken: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = delays_between([is_taken] * 12, monkeypatch)

@@ -1,4 +1,4 @@
-"""How a front forms a pipeline of stages, and which stage takes requests."""
+"""How a router forms a pipeline of stages, and which stage takes requests."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ STAGE = StageFacts(1, NUM_STAGES, "127.0.0.1", 5000)
     ("stage", "slot", "has_pipeline", "problem"),
     [
         (STAGE, 1, True, None),
-        (STAGE, 0, True, "the front's own"),
-        (STAGE, None, True, "the front's own"),
-        (STAGE, 1, False, "the front's own"),
-        (replace(STAGE, num_stages=2), 1, True, "the front's own"),
+        (STAGE, 0, True, "the router's own"),
+        (STAGE, None, True, "the router's own"),
+        (STAGE, 1, False, "the router's own"),
+        (replace(STAGE, num_stages=2), 1, True, "the router's own"),
         (None, None, True, None),
     ],
 )
-def test_stages_are_the_children_of_the_front_in_their_slots(
+def test_stages_are_the_children_of_the_router_in_their_slots(
     stage: StageFacts | None, slot: int | None, has_pipeline: bool, problem: str | None
 ) -> None:
     forming = World().forming if has_pipeline else None

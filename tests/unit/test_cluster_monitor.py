@@ -1,4 +1,4 @@
-"""The monitor of a front: when it drops and restores, its notices to an autoscaler, its meters."""
+"""The monitor of a router: when it drops and restores, its notices to an autoscaler, its meters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BEAT_S = 0.2
 
 
 class Cluster:
-    """A monitor over a front's book with instances whose statistics a test sets."""
+    """A monitor over a router's book with instances whose statistics a test sets."""
 
     def __init__(self, num_instances: int, *, is_priced: bool = False) -> None:
         self.table, self.sums = RequestTable(Roster(1.0)), StatsTable()

@@ -1,4 +1,4 @@
-"""Checks of a front's orders: a valid order passes, and an order with one wrong field is refused."""
+"""Checks of a router's orders: a valid order passes, and an order with one wrong field is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small parts of the front: silent instances, sums of counters, restarts of children, contradictory flags."""
+"""Small parts of the router: silent instances, sums of counters, restarts of children, contradictory flags."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_instances_that_are_silent_for_too_long_are_found() -> None:
 
 
 @given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=30), st.floats(2.0, 100.0))
-def test_a_delayed_front_takes_no_instance_for_dead(gaps_s: list[float], held_up_s: float) -> None:
+def test_a_delayed_router_takes_no_instance_for_dead(gaps_s: list[float], held_up_s: float) -> None:
     roster = Roster(silence_s=1.0)
     one = roster.join(FACTS, None, 0.0)
     now = 0.0

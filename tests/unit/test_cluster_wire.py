@@ -1,4 +1,4 @@
-"""Messages between the front and its instances: they survive a round trip; others are refused."""
+"""Messages between the router and its instances: they survive a round trip; others are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> Non
 
 @given(requests)
 def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
-    """Except stop strings, which the front matches, and the arrival, which is sent as an age."""
+    """Except stop strings, which the router matches, and the arrival, which is sent as an age."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
     body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
     read: Any = read_router_message(body)
@@ -164,7 +164,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject)
         assert type(read) in (Hello, Beat, Tokens, Refused)
 
 
-def test_messages_of_the_front_are_refused_from_an_instance() -> None:
+def test_messages_of_the_router_are_refused_from_an_instance() -> None:
     for message in (Welcome(1, 0.2, 1.0), Abort(1, 2)):
         body = body_of(pack(message))[0]
         with pytest.raises(WireError, match="no message of this version"):

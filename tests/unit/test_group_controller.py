@@ -1,4 +1,4 @@
-"""The front's requests of a group: none is lost, and no ended request is placed."""
+"""The router's requests of a group: none is lost, and no ended request is placed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
 
 
 class Router:
-    """A front whose first instances are a serving group; requests are placed on its leader.
+    """A router whose first instances are a serving group; requests are placed on its leader.
 
     Args:
         num_members: Of the group, epochs from 1.
@@ -127,53 +127,53 @@ class Router:
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
-    front = Router()
-    front.hand_over()
-    front.end(epoch)
-    assert front.state is None and front.table.num_homeless == NUM_REQUESTS
-    front.table.check_integrity()
+    router = Router()
+    router.hand_over()
+    router.end(epoch)
+    assert router.state is None and router.table.num_homeless == NUM_REQUESTS
+    router.table.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: int) -> None:
-    front, random = Router(), Random(seed)
-    front.hand_over()
-    gone = random.sample(front.entries, random.randint(1, NUM_REQUESTS))
+    router, random = Router(), Random(seed)
+    router.hand_over()
+    gone = random.sample(router.entries, random.randint(1, NUM_REQUESTS))
     for entry in gone:
-        front.hang_up(entry)
-    front.return_other()
-    kept = {entry.number for entry in front.entries} - {entry.number for entry in gone}
-    collected = [held.request for order in front.sent if isinstance(order, Collect) for held in order.held]
-    assert sorted(collected) == sorted(kept) and len(front.table) == len(kept)
-    assert not any(isinstance(order, Adopt) for order in front.sent)
-    assert front.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
+        router.hang_up(entry)
+    router.return_other()
+    kept = {entry.number for entry in router.entries} - {entry.number for entry in gone}
+    collected = [held.request for order in router.sent if isinstance(order, Collect) for held in order.held]
+    assert sorted(collected) == sorted(kept) and len(router.table) == len(kept)
+    assert not any(isinstance(order, Adopt) for order in router.sent)
+    assert router.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
 
 
 def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
-    """The front lifts all of the leader's requests at its answer: steps for later ones would be wasted."""
-    front = Router()
-    front.ask_hand_over()
-    late = front.submit()
+    """The router lifts all of the leader's requests at its answer: steps for later ones would be wasted."""
+    router = Router()
+    router.ask_hand_over()
+    late = router.submit()
     assert {entry.epoch for entry in late} == {None}
-    front.answer_hand_over()
+    router.answer_hand_over()
     assert {entry.epoch for entry in late} == {1}
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 4])
 def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> None:
     """Requests are not placed on members about to end: a request fails after three ends in a row."""
-    front = Router(num_members=4)
-    front.end(epoch)
-    assert front.state is None and len(front.table.roster) == 0
-    assert {entry.num_fruitless for entry in front.entries} == {1}
+    router = Router(num_members=4)
+    router.end(epoch)
+    assert router.state is None and len(router.table.roster) == 0
+    assert {entry.num_fruitless for entry in router.entries} == {1}
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch: int) -> None:
-    front = Router(num_members=2, num_others=1)
-    front.group_controller.drop([1, 2, 3])
-    waiting = front.submit()
+    router = Router(num_members=2, num_others=1)
+    router.group_controller.drop([1, 2, 3])
+    waiting = router.submit()
     assert {entry.epoch for entry in waiting} == {None}
-    front.end(epoch)
-    assert [one.epoch for one in front.table.roster] == [3]
+    router.end(epoch)
+    assert [one.epoch for one in router.table.roster] == [3]
     assert {(entry.epoch, entry.num_moves) for entry in waiting} == {(3, 0)}

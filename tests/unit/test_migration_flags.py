@@ -1,4 +1,4 @@
-"""Flags of fronts that migrate requests: flags of their instances, and refusals."""
+"""Flags of routers that migrate requests: flags of their instances, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 
 
-def test_each_instance_of_a_migrating_front_is_movable_and_stays_packed() -> None:
+def test_each_instance_of_a_migrating_router_is_movable_and_stays_packed() -> None:
     assert part_flags(ClusterConfig(instances=2, relief="migrate"), 2) == [["--movable"]] * 2
     assert part_flags(ClusterConfig(instances=2), 2) == [[], []]
     config = EngineConfig(model="dummy:tiny")

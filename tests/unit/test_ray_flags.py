@@ -37,7 +37,7 @@ def test_cluster_flags_that_contradict_are_one_line(wrong: dict[str, Any], words
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_cluster_front_admits_other_machines_without_a_token_file() -> None:
+def test_a_cluster_router_admits_other_machines_without_a_token_file() -> None:
     """Its instances have their own tokens; without ``--cluster`` a token file is needed."""
     ClusterConfig(instances=2, cluster="head:1", instance_address="192.0.2.1:7")
     with pytest.raises(UserError, match="give --instance-token-file"):

@@ -61,7 +61,7 @@ def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) 
     Args:
         config: The engine flags.
         folder: Folder of the backstop; None: the default one.
-        front_host: The router's host: its network is the one over which other instances reach this one.
+        router_host: The router's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.

@@ -265,7 +265,7 @@ def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -
     for epoch in epochs:
         instance = roster.get(epoch)
         if instance is None or not instance.can_drop or instance.is_leaving:
-            raise UserError(f"instance {roster.name_of(epoch)} cannot drop layers: start the front with --relief")
+            raise UserError(f"instance {roster.name_of(epoch)} cannot drop layers: start the router with --relief")
         facts.append(instance.facts)
     if num_layers < len(epochs):
         raise UserError(f"{num_layers} layers cannot be shared by {len(epochs)} instances: name fewer")

@@ -97,7 +97,7 @@ class Dialer:
             try:
                 reader, writer = await asyncio.open_connection(*self._address)
             except OSError:
-                logger.info("no front listens at %s:%d; asking again", *self._address)
+                logger.info("no router listens at %s:%d; asking again", *self._address)
             else:
                 if await self._serve(FrameLink(reader, writer)):
                     delay_s = FIRST_DELAY_S
@@ -125,10 +125,10 @@ class Dialer:
             welcome = await _read_welcome(link)
             if welcome is None:
                 return False
-            logger.info("joined the front, under epoch %d", welcome.epoch)
+            logger.info("joined the router, under epoch %d", welcome.epoch)
             await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
         except WireError as error:
-            logger.warning("the front is hung up on: %s", error)
+            logger.warning("the router is hung up on: %s", error)
             return False
         finally:
             await link.close()

@@ -193,7 +193,7 @@ class Session:
             progress = NO_PROGRESS if meter is None else meter.progress()
             self.send(Beat(self.epoch, self._role.stats(), progress))
             await asyncio.sleep(self._beat_s)
-        logger.warning("the front has been silent for %g s", ROUTER_SILENCE_S)
+        logger.warning("the router has been silent for %g s", ROUTER_SILENCE_S)
 
     def find_failure(self) -> BaseException | None:
         """The failure of an engine, a stage or an order; None if there is none."""

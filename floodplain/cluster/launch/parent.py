@@ -32,7 +32,7 @@ def read_token(source: str) -> str:
     token = sys.stdin.readline().strip()
     if not token:
         raise UserError("--instance-token-file - needs a token on standard input")
-    threading.Thread(target=_end_with_input, name="floodplain-front", daemon=True).start()
+    threading.Thread(target=_end_with_input, name="floodplain-router", daemon=True).start()
     return token
 
 

@@ -168,7 +168,7 @@ def _check_reach(setup: RaySetup) -> None:
     others = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here})
     if others and is_loopback(setup.host):
         raise UserError(
-            f"machines of the Ray cluster, such as {others[0]}, do not reach the front at {setup.host}: give "
+            f"machines of the Ray cluster, such as {others[0]}, do not reach the router at {setup.host}: give "
             "--instance-address HOST:PORT with an address of this machine's that they do"
         )
 

@@ -112,7 +112,7 @@ class MigrationController:
         for epoch in (source, target):
             if not _can_take_part(self._table.roster.expect(epoch)):
                 raise UserError(
-                    f"instance {name_of(epoch)} cannot move requests: start the front with --relief migrate"
+                    f"instance {name_of(epoch)} cannot move requests: start the router with --relief migrate"
                 )
         if source == target:
             raise UserError(f"instance {name_of(source)} has the request already: name another one to go on with it")

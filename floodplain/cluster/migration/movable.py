@@ -224,7 +224,7 @@ def open_movable(config: EngineConfig, router_host: str) -> Replica:
 
     Args:
         config: The engine flags.
-        front_host: The router's host: its network is the one over which other instances reach this one.
+        router_host: The router's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``open_engine``.

@@ -180,5 +180,5 @@ def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, fo
     if stage is None:
         return find_difference(first, hello.facts)
     if forming is None or slot != stage.stage or stage.num_stages != forming.table.num_stages:
-        return "the stages of a pipeline are the front's own: start this instance without --stage"
+        return "the stages of a pipeline are the router's own: start this instance without --stage"
     return find_difference(replace(first, max_model_len=0), hello.facts)  # stages may differ in that

@@ -210,13 +210,13 @@ class Router:
     def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
         """The epoch of the new session; None if the instance is refused. ``slots``: the slot of its token, if known."""
         if not slots:
-            link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
+            link.send(pack(Denied("the router does not know this token: give the --instance-token-file that it has")))
             return None
         if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
             return None  # it connects again: the router's own instances decide the model
         problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
-            link.send(pack(Denied(f"the front does not take this instance: {problem}")))
+            link.send(pack(Denied(f"the router does not take this instance: {problem}")))
             return None
         self.first_facts = self.first_facts or hello.facts
         instance = self.table.join(hello.facts, slots[0], time.monotonic(), hello.stage)

@@ -197,7 +197,7 @@ def _find_row(group_controller: GroupController, number: int) -> GroupRow:
 
 def _expect_groups(router: Router) -> GroupController:
     if router.group_controller is None:
-        raise UserError("instances cannot drop layers: start the front with --relief manual")
+        raise UserError("instances cannot drop layers: start the router with --relief manual")
     return router.group_controller
 
 
@@ -271,7 +271,7 @@ def migration_router(router: Router) -> APIRouter:
 
 def _expect_migrations(router: Router) -> MigrationController:
     if router.migration_controller is None:
-        raise UserError("requests cannot move while they run: start the front with --relief migrate")
+        raise UserError("requests cannot move while they run: start the router with --relief migrate")
     return router.migration_controller
 
 

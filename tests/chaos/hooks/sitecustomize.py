@@ -1,4 +1,4 @@
-"""Imported by each Python process that has this folder in its PYTHONPATH: the front of a chaos run and its children."""
+"""Imported by each Python process with this folder in its PYTHONPATH: the router of a chaos run and its children."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The front over real sockets: which instances may join, where requests go, also when instances end."""
+"""The router over real sockets: which instances may join, where requests go, also when instances end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_stage(play: Callable[[Stage], Awaitable[None]]) -> None:
     async def run() -> None:
         async with stage() as some:
             await play(some)
-            some.front.table.check_integrity()
+            some.router.table.check_integrity()
 
     asyncio.run(run())
 
@@ -56,7 +56,7 @@ def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
     async def play(some: Stage) -> None:
         early = await some.join(OUTSIDE)
         assert (early.epoch, early.denied) == (0, "")  # disconnected: it may dial again
-        assert (await some.join("wrong")).denied.startswith("the front does not know this token")
+        assert (await some.join("wrong")).denied.startswith("the router does not know this token")
         assert (await some.join(OWN)).epoch == 1
         assert "start it with --dtype float32" in (await some.join(OUTSIDE, dtype="bfloat16")).denied
         assert "its model is not the others'" in (await some.join(OUTSIDE, fingerprint="g")).denied
@@ -75,7 +75,7 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
         first = await some.dial()
         first.say(Leaving(1))
         assert await first.read() is None
-        assert len(some.front.table.roster) == 0
+        assert len(some.router.table.roster) == 0
 
     on_stage(play)
 
@@ -87,7 +87,7 @@ def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     """If there are ``MAX_STRANGERS``, or no file descriptor is left."""
 
     async def play(some: Stage) -> None:
-        door: Any = some.front._door
+        door: Any = some.router._door
         now_s = [0.0]
         door._clock = lambda: now_s[0]
         dialled = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
@@ -111,7 +111,7 @@ def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
 
 def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
     async def play(some: Stage) -> None:
-        door: Any = some.front._door
+        door: Any = some.router._door
         ours, theirs = socket.socketpair()
         with theirs:
             door.take(ours)
@@ -160,7 +160,7 @@ def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
         assert isinstance(await two.read(), Submit)
         two.step(entry.ticket, 3)
         assert (await read_all(caller))[0] == reference(entry.request)
-        assert some.front.num_ends == {"hung_up": 1}
+        assert some.router.num_ends == {"hung_up": 1}
 
     on_stage(play)
 
@@ -181,7 +181,7 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
             for ticket in list(peer.requests):
                 peer.step(ticket, min(2, 20 - len(peer.tokens[ticket]) + 5))
             peer.link.abort()
-            await until(lambda: not len(some.front.table.roster))
+            await until(lambda: not len(some.router.table.roster))
         tokens, text, reason = await read_all(caller)
         assert (tokens, text, reason) == (
             reference(entry.request),
@@ -190,7 +190,7 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
         )
         tokens, text, reason = await read_all(stopped_caller)
         assert (text, reason) == ("".join(map(chr, reference(stopped.request)[:4])), "stop")
-        assert some.front.requests.num_moved > 5 and some.front.requests.num_generated_tokens == 20 + len(tokens)
+        assert some.router.requests.num_moved > 5 and some.router.requests.num_generated_tokens == 20 + len(tokens)
         assert len(some.finished) == 2
 
     def entry_ended(caller: Any) -> bool:
@@ -203,9 +203,9 @@ def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
     async def play(some: Stage) -> None:
         one = await some.join()
         one.link.abort()
-        await until(lambda: not len(some.front.table.roster))
+        await until(lambda: not len(some.router.table.roster))
         entries = [some.ask(max_tokens=1) for _ in range(3)]
-        assert some.front.table.num_homeless == 3
+        assert some.router.table.num_homeless == 3
         two = await some.join()
         for entry, caller in entries:
             assert isinstance(await two.read(), Submit)
@@ -290,7 +290,7 @@ def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> Non
         one.say(Refused(one.epoch, message.ticket, "refused", "too long", "prompt"))
         with pytest.raises(RequestRefused, match="too long"):
             await read_all(caller)
-        assert len(some.front.table) == 0
+        assert len(some.router.table) == 0
 
     on_stage(play)
 
@@ -317,8 +317,8 @@ def test_a_dropped_request_is_aborted_on_its_instance() -> None:
         entry, _ = some.ask(max_tokens=9)
         await one.read()
         ticket = entry.ticket
-        some.front.requests.drop(entry)
-        some.front.requests.drop(entry)
+        some.router.requests.drop(entry)
+        some.router.requests.drop(entry)
         assert isinstance(await one.read(), Abort) and one.aborted == [ticket]
         one.step(ticket)  # ignored: the request was dropped
         other, caller = some.ask(max_tokens=1)
@@ -336,7 +336,7 @@ def test_a_request_under_which_instances_end_is_given_up() -> None:
             peer = await some.join()
             await peer.read()
             peer.link.abort()
-            await until(lambda: not len(some.front.table.roster))
+            await until(lambda: not len(some.router.table.roster))
         with pytest.raises(RuntimeError, match="3 instances in a row ended under this request"):
             await read_all(caller)
 
@@ -350,13 +350,13 @@ def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
         await one.read()
         one.say(Leaving(one.epoch))
         two = await some.join()
-        await until(lambda: some.front.table.roster.expect(one.epoch).is_leaving)
+        await until(lambda: some.router.table.roster.expect(one.epoch).is_leaving)
         other, _ = some.ask(max_tokens=2)
         assert (await two.read()).ticket == other.ticket
         one.step(entry.ticket, 2)
         assert (await read_all(caller))[0] == reference(entry.request)
         one.link.abort()
-        await until(lambda: some.front.num_ends == {"left": 1})
+        await until(lambda: some.router.num_ends == {"left": 1})
         two.say(Tokens(two.epoch, (TokenRow(other.ticket, None, None, 0, None),)))  # cannot go on with it
         assert (await two.read()).ticket == other.ticket > entry.number
 
@@ -375,7 +375,7 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         old_ticket = entry.ticket
         await until(lambda: entry.tokens)
         some.age(one.epoch, HANG_S + 1)
-        await until(lambda: some.front.num_ends == {"silent": 1})
+        await until(lambda: some.router.num_ends == {"silent": 1})
         assert some.slots.lost == [(0, "silent")]
         one.step(old_ticket)  # it resumes, and sends what it computed
         assert await one.read() is None
@@ -391,13 +391,13 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
 def test_beats_keep_an_instance_alive() -> None:
     async def play(some: Stage) -> None:
         one, two = await some.join(), await some.join()
-        roster = some.front.table.roster
+        roster = some.router.table.roster
         for number in range(4):
             one.beat(num_blocks=33 + number)
             await until(lambda number=number: roster.expect(one.epoch).num_blocks == 33 + number)
             for epoch in (one.epoch, two.epoch):
                 some.age(epoch, HANG_S / 3.5)  # silent after the fourth time, not in the loop
-        await until(lambda: some.front.num_ends == {"silent": 1})
+        await until(lambda: some.router.num_ends == {"silent": 1})
         assert [row.epoch for row in roster] == [one.epoch]
 
     on_stage(play)

@@ -27,8 +27,8 @@ NUM_TOKENS, EARLY = 300, 5
 START_TIMEOUT_S = 120.0
 
 
-class FrontProcess:
-    """A front of some instances.
+class RouterProcess:
+    """A router of some instances.
 
     Args:
         folder: For its log.
@@ -99,7 +99,7 @@ class FrontProcess:
         os.kill(self.busy()["pid"], signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the front. Safe to call twice."""
+        """Kill the router. Safe to call twice."""
         self.client.close()
         self.http.close()
         self.process.kill()
@@ -114,17 +114,17 @@ class FrontProcess:
 
 
 @contextmanager
-def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[FrontProcess]:
-    """Yield a front that serves; it is killed at the end."""
-    front = FrontProcess(folder, model, flags)
+def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[RouterProcess]:
+    """Yield a router that serves; it is killed at the end."""
+    router = RouterProcess(folder, model, flags)
     try:
-        yield front
+        yield router
     finally:
-        front.close()
+        router.close()
 
 
 def one_engine(model: str, prompts: Sequence[Sequence[int]], flags: dict[str, Any], **how: Any) -> list[list[int]]:
-    """Return the tokens that one engine without a front generates."""
+    """Return the tokens that one engine without a router generates."""
     params = SamplingParams(ignore_eos=True, **{"temperature": 0.0, "max_tokens": NUM_TOKENS} | how)
     with LLM(model, **flags) as llm:
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Any message of an instance, in any state, ends at most its own connection; the front and other instances continue."""
+"""Any message of an instance, in any state, ends at most its own connection; all others continue."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.model.tokenizer import ByteTokenizer
 from tests.fakes.slots import FakeSlots
 from tests.support.examples import examples
-from tests.support.front_world import FACTS, NUM_LAYERS, Bot, World, settle
 from tests.support.loops import make_request
+from tests.support.router_world import FACTS, NUM_LAYERS, Bot, World, settle
 
 KINDS = ("plain", "drop", "migrate", "pipeline")
 NUM_SLOTS, NUM_EVENTS = 3, 45
@@ -86,17 +86,17 @@ def damage(dice: Random, value: Any) -> Any:
 
 
 class Story:
-    """A front of one kind with honest instances, clients, and an instance that sometimes sends bad messages."""
+    """A router of one kind with honest instances, clients, and an instance that sometimes sends bad messages."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.dice, self.kind = Random(seed), kind
         tokens: dict[str, int | None] = {f"t{slot}": slot for slot in range(NUM_SLOTS)}
         ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
-        front = Router(
+        router = Router(
             60.0, tokens, FakeSlots(), ignore, NUM_SLOTS if kind == "pipeline" else None,
             SHAPES["tiny-deep"] if kind == "drop" else None, migrates=kind == "migrate", vocab_size=256,
         )  # fmt: skip
-        self.front, self.world = front, World(front, NUM_SLOTS, kind == "pipeline")
+        self.router, self.world = router, World(router, NUM_SLOTS, kind == "pipeline")
         self.tainted: set[int] = set()
         self.callers: list[tuple[Any, Caller]] = []
         self.num_bad = self.num_survived = 0
@@ -125,7 +125,7 @@ class Story:
         elif what == "ask":
             self.ask()
         elif what == "hang up" and self.callers:
-            self.front.requests.drop(self.callers.pop(dice.randrange(len(self.callers)))[0])
+            self.router.requests.drop(self.callers.pop(dice.randrange(len(self.callers)))[0])
         elif what == "order":
             self.order()
         elif living:
@@ -139,7 +139,7 @@ class Story:
         await settle()
         for bot in self.world.bots.values():
             bot.listen()
-        ended = before - {one.epoch for one in self.front.table.roster}
+        ended = before - {one.epoch for one in self.router.table.roster}
         assert ended <= allowed, (ended, allowed)
         if what == "bad":
             self.num_bad += 1
@@ -151,20 +151,20 @@ class Story:
         logprobs = dice.choice([None, None, 2])
         request = make_request("r", prompt, 0.0, max_tokens=dice.randint(1, 12), logprobs=logprobs, ignore_eos=True)
         caller = Caller(ByteTokenizer(256), request)
-        self.callers.append((self.front.requests.submit(request, caller), caller))
+        self.callers.append((self.router.requests.submit(request, caller), caller))
 
     def order(self) -> None:
         """An operator asks for a change, or an instance is cut off."""
-        dice, front = self.dice, self.front
-        epochs = [one.epoch for one in front.table.roster]
+        dice, router = self.dice, self.router
+        epochs = [one.epoch for one in router.table.roster]
         try:
-            if front.group_controller is not None and dice.random() < 0.7:
-                groups = [group for group in front.group_controller.groups if group.state is GroupState.PIPELINED]
-                front.group_controller.restore(groups[0].number) if groups else front.group_controller.drop(
+            if router.group_controller is not None and dice.random() < 0.7:
+                groups = [group for group in router.group_controller.groups if group.state is GroupState.PIPELINED]
+                router.group_controller.restore(groups[0].number) if groups else router.group_controller.drop(
                     dice.sample(epochs, 2)
                 )
-            elif front.migration_controller is not None and len(epochs) > 1:
-                front.migration_controller.move_one(*dice.sample(epochs, 2))
+            elif router.migration_controller is not None and len(epochs) > 1:
+                router.migration_controller.move_one(*dice.sample(epochs, 2))
         except (UserError, ValueError):
             return
 
@@ -198,21 +198,21 @@ class Story:
             bot.feed(struct.pack("!II", 3, 0) + b"xyz")
 
     def check(self) -> None:
-        """The front is alive, its books are consistent, and it has an entry for each open request."""
-        front = self.front
-        if front.failure is not None:
-            raise front.failure
-        front.table.check_integrity()
-        if front.group_controller is not None:
-            front.group_controller.groups.check_integrity()
+        """The router is alive, its books are consistent, and it has an entry for each open request."""
+        router = self.router
+        if router.failure is not None:
+            raise router.failure
+        router.table.check_integrity()
+        if router.group_controller is not None:
+            router.group_controller.groups.check_integrity()
         self.callers = [(entry, caller) for entry, caller in self.callers if not is_over(caller)]
-        assert len(front.table) == len(self.callers)
+        assert len(router.table) == len(self.callers)
 
     async def finish(self) -> None:
         """End instances that sent bad messages; with honest instances every request ends."""
-        for metric in ClusterMetrics("m", self.front).collect():
+        for metric in ClusterMetrics("m", self.router).collect():
             assert all(sample.value == sample.value for sample in metric.samples)
-        json.dumps(list_instances(self.front, 0.0).model_dump(), allow_nan=False).encode()
+        json.dumps(list_instances(self.router, 0.0).model_dump(), allow_nan=False).encode()
         for bot in self.world.living():
             if bot.epoch in {epoch for one in self.tainted for epoch in self.world.unit_of(one)}:
                 bot.wire.close()

@@ -1,4 +1,4 @@
-"""A real front in memory, with instances that obey it: bytes go both ways, without sockets, processes or engines."""
+"""A real router in memory, with instances that obey it: bytes go both ways, without sockets, processes or engines."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _DONE = {
 
 
 class Wire:
-    """Stands for the two streams of a connection of the front."""
+    """Stands for the two streams of a connection of the router."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -135,7 +135,7 @@ class Bot:
             self.wire.reader.feed_data(data)
 
     def listen(self) -> None:
-        """Receive the front's messages; orders are queued."""
+        """Receive the router's messages; orders are queued."""
         while self.wire.sent:
             message, integers = self.wire.sent.popleft()
             match message:
@@ -234,21 +234,21 @@ async def settle(num_rounds: int = 12) -> None:
 
 
 class World:
-    """A front, its instances by slot, and the tasks of their connections."""
+    """A router, its instances by slot, and the tasks of their connections."""
 
-    def __init__(self, front: Router, num_slots: int, is_pipeline: bool) -> None:
-        self.front, self.num_slots, self._is_pipeline = front, num_slots, is_pipeline
+    def __init__(self, router: Router, num_slots: int, is_pipeline: bool) -> None:
+        self.router, self.num_slots, self._is_pipeline = router, num_slots, is_pipeline
         self.bots: dict[int, Bot] = {}
         tokens: dict[str, int | None] = {f"t{slot}": slot for slot in range(num_slots)}
         with socket.socket() as unused:
-            front._door = Door(unused, tokens, front._welcome)
+            router._door = Door(unused, tokens, router._welcome)
         self.tasks: list[asyncio.Task[None]] = []
 
     async def join(self, slot: int) -> Bot:
         """Begin a life of an instance in this slot."""
         wire = Wire()
         bot = Bot(wire, slot)
-        self.tasks.append(asyncio.create_task(self.front._welcome(FrameLink(wire.reader, wire))))  # type: ignore[arg-type]
+        self.tasks.append(asyncio.create_task(self.router._welcome(FrameLink(wire.reader, wire))))  # type: ignore[arg-type]
         stage = StageFacts(slot, self.num_slots, "h", 1 + slot) if self._is_pipeline else None
         bot.say(Hello(f"t{slot}", FACTS, stage, can_drop=not self._is_pipeline, can_move=not self._is_pipeline))
         await settle()
@@ -258,14 +258,14 @@ class World:
         return bot
 
     def living(self) -> list[Bot]:
-        return [bot for bot in self.bots.values() if self.front.table.roster.get(bot.epoch) is not None]
+        return [bot for bot in self.bots.values() if self.router.table.roster.get(bot.epoch) is not None]
 
     def unit_of(self, epoch: int) -> set[int]:
         """Return the epochs of all lives that end together with this one."""
-        front, found = self.front, {epoch}
-        groups = [] if front.group_controller is None else list(front.group_controller.groups)
+        router, found = self.router, {epoch}
+        groups = [] if router.group_controller is None else list(router.group_controller.groups)
         units = [set(group.epochs) for group in groups]
-        units += [] if front._forming is None else [set(one.epochs) for one in front._forming.table.pipelines]
+        units += [] if router._forming is None else [set(one.epochs) for one in router._forming.table.pipelines]
         for unit in units + units:
             if unit & found:
                 found |= unit

@@ -1,4 +1,4 @@
-"""Requests of the verbs ``cluster`` and ``instances`` to a front, and its answers."""
+"""Requests of the verbs ``cluster`` and ``instances`` to a router, and its answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from floodplain.web.exchange import NoAnswer, NoServer
 T = TypeVar("T")
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-KEY_HELP = "key file of the front, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
+KEY_HELP = "key file of the router, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
 CHANGE = AnswerLimits(total_s=30.0)
 """Limits of the answer to a change of the cluster. A drop is answered once all instances have confirmed."""
 
 
-class FrontRefuses(Exception):
-    """A front answered with another status than 200. The message is the reason, in one line."""
+class RouterRefuses(Exception):
+    """A router answered with another status than 200. The message is the reason, in one line."""
 
 
 def key_to_send(path: Path | None) -> str | None:
@@ -38,21 +38,21 @@ def key_to_send(path: Path | None) -> str | None:
     return next((key for key, client in clients.items() if client.is_admin), next(iter(clients)))
 
 
-def ask_front(
+def ask_router(
     base_url: str, path: str, body: Mapping[str, Any] | None = None, *, api_key: str | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a front's answer.
+    """The JSON object in a router's answer.
 
     Raises:
         NoAnswer: Nothing answers there.
-        FrontRefuses: The status is not 200.
+        RouterRefuses: The status is not 200.
         UserError: The answer is not a JSON object.
     """
     answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
     if answer.status == 404 and body is None:
-        raise FrontRefuses("it serves one engine, not --instances")
+        raise RouterRefuses("it serves one engine, not --instances")
     if answer.status != 200:
-        raise FrontRefuses(answer.reason())
+        raise RouterRefuses(answer.reason())
     content = answer.json()
     if not isinstance(content, dict):
         raise UserError("its answer is no JSON object")
@@ -60,19 +60,19 @@ def ask_front(
 
 
 def told(base_url: str, tell: Callable[[], T]) -> T | None:
-    """The result of ``tell``; None, after a line on standard error, if the front's answers do not allow one.
+    """The result of ``tell``; None, after a line on standard error, if the router's answers do not allow one.
 
     Args:
-        base_url: Of the front.
-        tell: Sends requests to the front, and reads the answers.
+        base_url: Of the router.
+        tell: Sends requests to the router, and reads the answers.
     """
     try:
-        with parsing("its answer", "is not that of a front"):
+        with parsing("its answer", "is not that of a router"):
             try:
                 return tell()
-            except (NoAnswer, FrontRefuses) as error:
+            except (NoAnswer, RouterRefuses) as error:
                 raise UserError(str(error)) from error
     except UserError as error:
-        names_it = isinstance(error.__cause__, FrontRefuses | NoServer)
-        complain(str(error) if names_it else f"no front answers at {base_url}: {error}")
+        names_it = isinstance(error.__cause__, RouterRefuses | NoServer)
+        complain(str(error) if names_it else f"no router answers at {base_url}: {error}")
     return None
