@@ -34,8 +34,7 @@ _DEFAULTS = {item.name: item.default for item in fields(EngineConfig)}
 def config_of_pipeline(config: EngineConfig) -> EngineConfig:
     """The engine flags of all stages: first come first served, without swap space.
 
-    Raises:
-        UserError: A flag asks for what a pipeline does not have.
+    Raises ``UserError`` if they ask for more.
     """
     for name, why in _NOT_IN_PIPELINES.items():
         value = getattr(config, name)
@@ -48,18 +47,16 @@ def config_of_pipeline(config: EngineConfig) -> EngineConfig:
 def config_of_droppable(config: EngineConfig) -> EngineConfig:
     """The engine flags of an instance that can drop layers: its matrices are not packed.
 
-    Raises:
-        UserError: A flag asks for what such an instance cannot do.
+    Raises ``UserError`` if a flag asks for what it cannot do.
     """
     _check_left_out(config, "--relief", _NOT_DROPPABLE)
     return replace(config, pack_weights=False)
 
 
 def config_of_movable(config: EngineConfig) -> EngineConfig:
-    """The engine flags of an instance whose running requests can migrate.
+    """The engine flags of an instance whose requests can migrate.
 
-    Raises:
-        UserError: A flag asks for what such an instance cannot do.
+    Raises ``UserError`` if one asks for what it cannot do.
     """
     _check_left_out(config, "--relief migrate", _NOT_MOVABLE)
     return config
@@ -81,8 +78,7 @@ def gpus_of_instance(config: EngineConfig) -> int:
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
     """The engine flags of one of several instances on this machine; on GPUs each gets its own.
 
-    Raises:
-        UserError: A flag can only be given to a single engine.
+    Raises ``UserError`` if a flag is for a single engine only.
     """
     for name in ("device_name", "coordinator"):
         value = getattr(config, name)

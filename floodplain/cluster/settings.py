@@ -17,14 +17,9 @@ LOCAL = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySetup:
-    """The resources that a driver places.
+    """What a driver places: an actor for each slot, with ``num_cpus`` CPUs and ``num_gpus`` GPUs.
 
-    Attributes:
-        cluster: HOST:PORT of a Ray cluster's head, or ``LOCAL``.
-        host: Where the router listens.
-        num_slots: Number of actors, each of which gets
-        num_cpus: CPUs, and
-        num_gpus: GPUs.
+    ``cluster`` is ``HOST:PORT`` of a Ray cluster's head, or ``LOCAL``; ``host`` is where the router listens.
     """
 
     cluster: str
@@ -59,11 +54,7 @@ def count_router_files(num_instances: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The router's own flags.
-
-    Raises:
-        UserError: A value is out of its range, or needs ``--instances``; the message names the flag.
-    """
+    """The router's own flags. Raises ``UserError``, which names the flag, for a wrong value."""
 
     instances: int | None = field(
         default=None,
@@ -226,11 +217,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceConfig:
-    """The flags of one instance.
-
-    Raises:
-        UserError: A value is malformed; the message names the flag.
-    """
+    """The flags of one instance. Raises ``UserError``, which names the flag, for a wrong value."""
 
     join: str = field(
         metadata={"help": "where the router listens: its --instance-address", "metavar": "HOST:PORT"},
@@ -285,11 +272,7 @@ class InstanceConfig:
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; an IPv6 host is in brackets.
-
-    Raises:
-        UserError: The text is no address.
-    """
+    """Host and port of ``HOST:PORT``; an IPv6 host is in brackets. Raises ``UserError`` if it is no address."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -299,11 +282,7 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def split_stage(text: str) -> tuple[int, int]:
-    """(number of the stage, number of stages) of ``STAGE/STAGES``.
-
-    Raises:
-        UserError: The text is no stage.
-    """
+    """(number of the stage, number of stages) of ``STAGE/STAGES``. Raises ``UserError`` if it is none."""
     parts = text.split("/")
     if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
         stage, num_stages = int(parts[0]), int(parts[1])

@@ -20,13 +20,11 @@ LEAST_STAY_S = RETRY_S
 
 
 class Door(Accepting[asyncio.Task[None]]):
-    """Accepts connections, and reads their hellos.
+    """Accepts connections on a bound socket, and reads their hellos.
 
     Args:
-        sock: A bound socket; ``open`` makes it listen.
         tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
         welcome: Called with each connection. It reads the hello first, and owns the connection.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -51,8 +49,7 @@ class Door(Accepting[asyncio.Task[None]]):
     async def read_hello(self, link: FrameLink) -> Hello | None:
         """The ``Hello`` of the running task's connection; None if it is late or the connection ends.
 
-        Raises:
-            WireError: The first message is not a ``Hello``.
+        Raises ``WireError`` if another message comes first.
         """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):

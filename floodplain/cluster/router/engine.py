@@ -34,15 +34,12 @@ class ClusterEngine:
     """The router as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
 
     Args:
-        config: The engine flags of its instances.
         sock: A bound socket, to which instances connect. ``close`` closes it.
         processes: The processes of its own instances; ``close`` ends them.
         outside_token: Admits instances that were started elsewhere; None: none are.
         silence_s: An instance that sends nothing for so long is declared dead.
-        stall_rule: How long an instance may send beats and compute nothing.
         is_pipeline: Whether its own instances are the stages of one pipeline.
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
-        most_stages: Most instances of a group that the monitor forms.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 
     Raises:
@@ -171,10 +168,6 @@ class ClusterEngine:
         self, request: Request, *, on_accepted: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request from whichever instances compute it. Closing the iterator aborts it.
-
-        Args:
-            request: The request.
-            on_accepted: Called when the first instance has accepted it.
 
         Raises:
             RequestRefused: It can never be served.

@@ -31,9 +31,7 @@ _COUNTERS = {
 class ClusterMetrics(Collector):
     """Collects on every scrape, beside ``ServingMetrics``, whose values are sums over instances.
 
-    Args:
-        model_name: The label of every sample.
-        router: The router. It is read on a scraper's thread, without a lock: values may be of different moments.
+    The router is read on a scraper's thread, without a lock: values may be of different moments.
     """
 
     def __init__(self, model_name: str, router: Router) -> None:

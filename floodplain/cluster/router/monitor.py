@@ -40,14 +40,10 @@ NOTICE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice to an autoscaler: memory is short, and no more can be made.
+    """A notice to an autoscaler: KV memory is short, and no more can be made.
 
-    Attributes:
-        missing_blocks: KV blocks that requests need and that do not exist.
-        blocks: Of all pools.
-        waiting_requests: Requests without blocks on a device.
-        short_s: Seconds for which memory has been short.
-        grouped: Whether layers are already dropped.
+    ``missing_blocks`` do not exist, ``waiting_requests`` have no blocks on a device, memory has been short for
+    ``short_s`` seconds, and ``grouped`` says whether layers are already dropped.
     """
 
     missing_blocks: int
@@ -61,20 +57,13 @@ class Monitor:
     """The load watcher of a router. Everything is called on the router's event loop.
 
     Args:
-        table: Requests and instances.
-        sums: The statistics of the instances.
-        group_controller: Executes drops and restores.
-        shape: Of the model.
         is_priced: True: a drop must pay (``policy.relief``); False: it happens whenever memory is short.
-        most_stages: Most instances in a group.
         on_overload: Called with each notice for an autoscaler.
-        settings: Thresholds and times of drops and restores.
 
     Attributes:
         arrivals: Meter of requests, which the caller updates.
         load: The load at the last ``look``; None before the first.
         decision: The last decision of ``policy.relief``; None if there was none.
-        num_notices: Notices to an autoscaler so far.
     """
 
     def __init__(

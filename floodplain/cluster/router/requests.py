@@ -23,14 +23,7 @@ from floodplain.model.tokenizer import StreamDecoder, Tokenizer
 class Caller:
     """The text and the stream of one request. Everything is called on the event loop.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        request: The request as it arrived.
-        on_accepted: Called once an instance has accepted it.
-
-    Attributes:
-        deltas: Deltas that the client has not read, or the exception that ends the stream.
-        lifecycle: Times measured at the router.
+    ``deltas`` has deltas that the client has not read, or the exception that ends the stream.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
@@ -48,13 +41,7 @@ class Caller:
         )
 
     def take(self, token: int, row: TokenRow, now: float) -> FinishReason | None:
-        """Add the next token. Why the request ends with it; None if it does not.
-
-        Args:
-            token: The token.
-            row: The row that brought it.
-            now: On the clock of the request's arrival.
-        """
+        """Add the next token, from this row. Why the request ends with it; None if it does not."""
         if not self.lifecycle.token_times_s:
             self.lifecycle.num_cached_tokens = row.num_cached_tokens
         self.lifecycle.token_times_s.append(now)
@@ -99,19 +86,12 @@ Send = Callable[[int, RouterMessage, tuple[int, ...]], None]
 class Requests:
     """The live requests of a router.
 
-    Args:
-        table: The placement of each request.
-        send: Sends messages to instances; see ``Send``.
-        on_finished: Called with each request that ended by ``stop`` or ``length``.
-        vocab_size: Token ids are below this.
-
     Attributes:
         on_opened: Called with each request that arrives.
         on_closed: Called with each request that ended, for any reason.
-        num_moved: How often a request was placed again after it had lost its instance, and
-        num_moved_tokens: tokens that are recomputed for that, prompts included.
+        num_moved: How often a request was placed again after it had lost its instance.
+        num_moved_tokens: Tokens that are recomputed for that, prompts included.
         num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
-        num_generated_tokens: Tokens that callers got.
     """
 
     def __init__(
@@ -166,10 +146,9 @@ class Requests:
     # -- messages of instances -----------------------------------------------------------------------------------------
 
     def take_tokens(self, message: Tokens) -> None:
-        """Apply the new tokens and ends of an instance's requests.
+        """Apply an instance's new tokens and ends.
 
-        Raises:
-            WireError: A row names another instance's request, or an impossible token.
+        Raises ``WireError`` for another instance's request or a wrong token.
         """
         now = time.monotonic()
         for row in message.rows:
@@ -193,21 +172,16 @@ class Requests:
                 self._finish(entry, caller, is_known=row.finish_reason is not None)
 
     def take_acceptance(self, message: Accepted) -> None:
-        """An instance has accepted a request.
-
-        Raises:
-            WireError: The request was never placed on it.
-        """
+        """An instance has accepted a request. Raises ``WireError`` if it was never placed there."""
         self._table.check_ticket(message.epoch, message.ticket)
         entry = self._table.find(message.epoch, message.ticket)
         if entry is not None:
             self._callers[entry.number].accept()
 
     def take_refusal(self, message: Refused) -> None:
-        """An instance refuses a request: place it on another one, or fail it.
+        """An instance refuses a request: place it elsewhere, or fail it.
 
-        Raises:
-            WireError: The request was never placed on it.
+        Raises ``WireError`` if it was never placed there.
         """
         self._table.check_ticket(message.epoch, message.ticket)
         entry = self._table.find(message.epoch, message.ticket)

@@ -76,23 +76,17 @@ class Router:
     Args:
         silence_s: An instance that sends nothing for so long is declared dead.
         tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
-        slots: Notified about its own instances.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
         migrates: Whether running requests migrate between instances, which then drop no layers.
-        vocab_size: Token ids are below this.
-        stall_rule: How long an instance may send beats and compute nothing.
 
     Attributes:
-        table: Requests and instances.
-        sums: Statistics of the instances.
         first_facts: Of the instance that joined first; the others match them. None before that.
-        num_ends: Lives that ended, by reason.
-        requests: The live requests, and counters of all.
-        group_controller: The groups that drop layers; None if instances drop none.
+        num_ends: Sessions that ended, by reason.
+        group_controller: None if instances drop no layers.
         monitor: Forms groups by the load; set by the caller. None if only operators do.
-        migration_controller: The migrations; None if requests do not migrate.
+        migration_controller: None if requests do not migrate.
     """
 
     def __init__(

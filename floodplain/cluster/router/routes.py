@@ -172,11 +172,7 @@ def group_router(router: Router) -> APIRouter:
 
 
 def find_epoch(router: Router, name: str) -> int:
-    """The epoch of the instance of this name.
-
-    Raises:
-        UserError: There is none of this name.
-    """
+    """The epoch of the instance of this name. Raises ``UserError`` if there is none."""
     digits = name.removeprefix("e")
     number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else -1
     for one in router.table.roster:
@@ -349,9 +345,7 @@ def listing_router(router: Router) -> APIRouter:
 def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
     """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
 
-    Args:
-        engine: The instances.
-        names: Host names under which the server answers about them, beside those of the loopback.
+    ``names`` are the host names under which the server answers about them, beside those of the loopback.
     """
 
     def extend(app: FastAPI, registry: CollectorRegistry) -> None:

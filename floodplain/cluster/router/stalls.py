@@ -36,11 +36,7 @@ GAP_BEATS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StallRule:
-    """How long an instance may stand still.
-
-    Attributes:
-        fixed_s: The operator's limit; None: derived from the steps that ended.
-    """
+    """How long an instance may stand still: ``fixed_s`` by the operator; None: derived from the steps that ended."""
 
     fixed_s: float | None = None
 
@@ -48,8 +44,8 @@ class StallRule:
         """Seconds that an instance may stand still.
 
         Args:
-            longest_s: The longest step that any instance has ended, and
-            most_tokens: the most tokens of one; 0 if none has ended.
+            longest_s: The longest step that any instance has ended; 0 if none has.
+            most_tokens: The most tokens of one; 0 if none has ended.
             progress: Of this instance: its step may be larger than any that ended.
             is_first: Whether it has ended no step in this session.
         """
@@ -94,12 +90,7 @@ class _Heard:
 
 
 class StallWatch:
-    """Finds stuck instances from their beats.
-
-    Args:
-        rule: How long an instance may stand still.
-        beat_s: Seconds between its beats.
-    """
+    """Finds stuck instances from their beats, which are ``beat_s`` seconds apart."""
 
     def __init__(self, rule: StallRule, beat_s: float) -> None:
         self._rule, self._beat_s = rule, beat_s
@@ -107,14 +98,7 @@ class StallWatch:
         self._longest_s, self._most_tokens = 0.0, 0
 
     def hear(self, epoch: int, progress: Progress, now: float, *, owes: bool) -> None:
-        """Note a beat of an instance.
-
-        Args:
-            epoch: Of the instance.
-            progress: The progress in the beat.
-            now: The router's clock.
-            owes: Whether requests are placed on it, and no order of the router keeps it from computing them.
-        """
+        """Note a beat. ``owes``: requests are placed on the instance, and no order keeps it from computing them."""
         before = self._heard.get(epoch)
         if before is None:
             self._heard[epoch] = _Heard(progress, now, progress.num_ended, owes=owes)
@@ -134,8 +118,7 @@ class StallWatch:
     def find_stuck(self, units: Iterable[Sequence[int]]) -> list[Stuck]:
         """Stuck instances.
 
-        Args:
-            units: Epochs of instances that compute together, leader first; every other instance is a unit by itself.
+        Each unit is epochs of instances that compute together, leader first, or one that serves alone.
         """
         return [stuck for unit in units for stuck in self._judge([epoch for epoch in unit if epoch in self._heard])]
 
@@ -158,14 +141,7 @@ def _counts(progress: Progress) -> tuple[int, int, int]:
 
 
 class StallGuard:
-    """Finds a router's stuck instances.
-
-    Args:
-        watch: Decides which instances are stuck.
-        roster: Of the router.
-        forming: The router's pipelines; None if it has none.
-        group_controller: The router's groups; None if it has none.
-    """
+    """Finds a router's stuck instances, with what it knows of its pipelines and groups."""
 
     def __init__(
         self, watch: StallWatch, roster: Roster, forming: Forming | None, group_controller: GroupController | None

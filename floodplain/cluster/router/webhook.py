@@ -17,11 +17,7 @@ LIMITS = AnswerLimits(total_s=5.0, max_bytes=2**16)
 
 
 class Webhook:
-    """Posts JSON objects to an address, one at a time; those posted while one is under way are dropped.
-
-    Args:
-        url: The autoscaler's address.
-    """
+    """Posts JSON objects to an autoscaler, one at a time; those posted while one is under way are dropped."""
 
     def __init__(self, url: str) -> None:
         self._client = HttpClient(url, name="the webhook")

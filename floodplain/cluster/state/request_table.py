@@ -32,8 +32,7 @@ class Entry:
         request: As it arrived at the router.
         number: The order of arrival.
         tokens: Tokens generated so far.
-        epoch: Of the instance that it is placed on, and
-        ticket: under which; both None while it waits for an instance.
+        epoch: Of the instance that it is placed on, under ``ticket``; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
         num_moves: How often it was given back, or was lifted and had to ``wait``.
         num_fruitless: Instances that ended or gave it back since its last token, except those that were leaving.
@@ -60,11 +59,7 @@ class Entry:
 
 
 class RequestTable:
-    """The requests and instances of a router.
-
-    Args:
-        roster: The instances.
-    """
+    """The requests and instances of a router."""
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -122,11 +117,7 @@ class RequestTable:
         return entry if entry is not None and entry.epoch == epoch and self.roster.get(epoch) else None
 
     def check_ticket(self, epoch: int, ticket: int) -> None:
-        """Check that an instance may name a ticket: it was issued, and is not placed on another instance.
-
-        Raises:
-            WireError: It may not.
-        """
+        """Raise ``WireError`` unless the ticket was issued and is not placed on another instance."""
         entry = self._placed.get(ticket)
         if not 0 < ticket < self._next_ticket or (entry is not None and entry.epoch != epoch):
             raise WireError("it speaks of a request that it was never given")
@@ -245,11 +236,7 @@ class RequestTable:
         return self._facts
 
     def check_integrity(self) -> None:
-        """Check that every live request is in exactly one state.
-
-        Raises:
-            InvariantError: One is not.
-        """
+        """Raise ``InvariantError`` unless every live request is in exactly one state."""
         for instance in self.roster:
             entries = [self._placed[ticket] for ticket in instance.tickets]
             if any(entry.epoch != instance.epoch for entry in entries):

@@ -13,11 +13,7 @@ from floodplain.core.hashing import BlockKey
 
 
 class PrefixMemory:
-    """The keys of the blocks that an instance was given last. It may have evicted them since.
-
-    Args:
-        max_keys: Most keys, as many as the instance has blocks; the oldest are dropped.
-    """
+    """The keys of the last ``max_keys`` blocks that an instance was given. It may have evicted them since."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -45,13 +41,10 @@ class Instance:
 
     Attributes:
         epoch: Names this session.
-        facts: The facts in its ``Hello``.
         slot: The launcher's slot of it; None if the launcher did not start it.
-        joined_s: When it joined.
-        heard_s: When its last message arrived.
+        joined_s: When it joined; ``heard_s``: when its last message arrived.
         num_blocks: Blocks of its pool, by its last message that names them.
-        num_demanded_blocks: Blocks of the requests that are placed on it.
-        tickets: Their tickets.
+        num_demanded_blocks: Blocks of the requests that are placed on it, under ``tickets``.
         is_leaving: Whether it is draining and accepts no more requests.
         stage: Its part of a pipeline; None if it has all layers.
         is_linked: Of a stage: whether its pipeline is formed.
@@ -59,7 +52,6 @@ class Instance:
         can_move: Whether running requests may migrate to it and from it with their KV.
         was_serving: Whether it has been able to serve since it joined.
         part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.
-        prefixes: Prefixes of the requests that were placed on it.
     """
 
     epoch: int
@@ -109,11 +101,7 @@ class Instance:
 
 
 class Roster:
-    """All joined instances.
-
-    Args:
-        silence_s: An instance that sends nothing for so long is declared dead.
-    """
+    """All joined instances. One that sends nothing for ``silence_s`` seconds is declared dead."""
 
     def __init__(self, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -144,11 +132,7 @@ class Roster:
         return f"e{epoch}" if instance is None else instance.name
 
     def expect(self, epoch: int) -> Instance:
-        """The instance of this epoch.
-
-        Raises:
-            InvariantError: There is none.
-        """
+        """The instance of this epoch. Raises ``InvariantError`` if there is none."""
         if epoch not in self._instances:
             raise InvariantError(f"epoch {epoch} has ended")
         return self._instances[epoch]

@@ -11,14 +11,7 @@ from floodplain.core.codec import WireError
 
 
 def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int) -> None:
-    """Check that a placed request may get this token.
-
-    Args:
-        entry: The request.
-        row: A row with a token.
-        max_model_len: Of its instance.
-        vocab_size: Token ids are below this.
-    """
+    """Check that a placed request may get the token of this row; the limits are those of its instance and model."""
     params, num_output = entry.request.params, len(entry.tokens)
     if entry.num_tokens >= max_model_len or (params.max_tokens is not None and num_output >= params.max_tokens):
         raise WireError("a request gains more tokens than it may have")
@@ -34,11 +27,7 @@ def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int
 def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most: int) -> None:
     """Check the rows of a group member.
 
-    Args:
-        rows: The rows.
-        integers: Their blocks, or the sources of their blocks.
-        least: Least allowed integer.
-        most: All integers must be below this.
+    ``integers`` are their blocks, or the sources of these: at least ``least``, and below ``most``.
     """
     tickets = {row.ticket for row in rows}
     if len(tickets) < len(rows) or any(row.num_computed > row.num_tokens for row in rows):
@@ -57,13 +46,9 @@ def check_blocks(integers: Collection[int], least: int, most: int) -> None:
 def check_report(
     report: Prepared, integers: Sequence[int], num_layers: int, others: Iterable[tuple[Prepared, object]]
 ) -> str | None:
-    """Check a paused member's report. Why it cannot join the others; None if it can.
+    """Why a paused member cannot join those of ``others``, by its report; None if it can.
 
-    Args:
-        report: The report.
-        integers: Sources of its rows' blocks (``core.kv_sources``).
-        num_layers: Of the model.
-        others: The reports of other members so far.
+    ``integers`` are sources of its rows' blocks (``core.kv_sources``).
     """
     if len(report.param_pages) != num_layers or not max(report.param_pages):
         raise WireError("a member has other layers than the model")
@@ -77,14 +62,7 @@ def check_report(
 
 
 def check_moves(num_moves: int, integers: Sequence[int], num_quanta: int, quantum_blocks: int) -> None:
-    """Check a leader's plan of a shrink.
-
-    Args:
-        num_moves: Number of block pairs at the start of ``integers``.
-        integers: The pairs, then the quanta to unmap.
-        num_quanta: Of the group.
-        quantum_blocks: Blocks of a quantum.
-    """
+    """Check a leader's plan of a shrink: ``num_moves`` pairs of blocks, then the quanta to unmap."""
     moved, quanta = integers[: 2 * num_moves], integers[2 * num_moves :]
     if len(moved) < 2 * num_moves or len(set(moved)) < len(moved) or len(set(quanta)) < len(quanta):
         raise WireError("moves of a shrink are not whole, or one block moves twice")

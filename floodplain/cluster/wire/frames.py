@@ -1,8 +1,7 @@
 """Frames of all connections of the cluster: a JSON object, integers and bytes; an asyncio and a blocking reader.
 
 A frame is the lengths of its parts in bytes (big endian), then the parts: the object's text, the integers (little
-endian) and, between stages, the bytes as they lie in memory. Nothing of it is ever executed, and a length is checked
-before a byte of what it announces is read.
+endian), and between stages raw bytes. Nothing is executed; each length is checked before its part is read.
 """
 
 from __future__ import annotations
@@ -40,14 +39,7 @@ _NO_BYTES: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """One frame.
-
-    Attributes:
-        body: A JSON object.
-        integers: Beside the object; int64 between stages.
-        data: Raw bytes of a tensor, uint8.
-        tensor: Activations on a device, in place of ``data``. Only a ``DeviceLink`` can send them.
-    """
+    """One frame. ``data`` has raw bytes of a tensor; ``tensor``, on a device, replaces it on a ``DeviceLink``."""
 
     body: dict[str, Any]
     integers: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_INTEGERS)
@@ -56,12 +48,7 @@ class Frame:
 
 
 class FrameFormat:
-    """The layout of the frames of a connection.
-
-    Args:
-        head: The lengths: of the text, of the integers and, if the frames carry raw bytes, of those.
-        integer: numpy's name of the integers' type.
-    """
+    """The layout of frames. ``head`` has the lengths of the text, the integers and, if any, the raw bytes."""
 
     def __init__(self, head: str, integer: str) -> None:
         self._head, self._integer = struct.Struct(head), np.dtype(integer)
@@ -74,11 +61,7 @@ class FrameFormat:
         return self._head.pack(len(text), len(packed), *num_data) + text + packed
 
     def read_head(self, head: bytes, max_body_bytes: int, max_data_bytes: int = 0) -> list[int]:
-        """The lengths of the parts.
-
-        Raises:
-            WireError: The object and the integers, or the raw bytes, are longer than they may be.
-        """
+        """The lengths of the parts. Raises ``WireError`` if they are longer than allowed."""
         num_text, num_integers, *num_data = self._head.unpack(head)
         if num_text + num_integers > max_body_bytes or num_integers % self._integer.itemsize:
             raise WireError(f"a frame of {num_text + num_integers} bytes, of which {max_body_bytes} are allowed")
@@ -87,11 +70,7 @@ class FrameFormat:
         return [num_text, num_integers, *num_data]
 
     def read(self, text: bytes, integers: Any, *data: Any) -> Frame:
-        """The frame of these parts.
-
-        Raises:
-            WireError: The text is no JSON object.
-        """
+        """The frame of these parts. Raises ``WireError`` if the text is no JSON object."""
         try:
             body = json.loads(text)
         except (ValueError, RecursionError):
@@ -113,21 +92,15 @@ def pack_frame(body: dict[str, Any], token_ids: Sequence[int] = ()) -> bytes:
 
 
 class FrameLink:
-    """Sends and receives ``CONTROL`` frames on an asyncio connection. ``close`` it.
-
-    Args:
-        reader: The reader of the connection.
-        writer: The writer of the connection.
-    """
+    """Sends and receives ``CONTROL`` frames on an asyncio connection. ``close`` it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def read(self, max_bytes: int = MAX_FRAME_BYTES) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """The next frame: its object and its integers; None if the connection has ended.
+        """(object, integers) of the next frame; None if the connection has ended.
 
-        Raises:
-            WireError: It is no frame, or larger than it may be.
+        Raises ``WireError`` if it is no frame.
         """
         try:
             sizes = CONTROL.read_head(await self._reader.readexactly(CONTROL.head_bytes), max_bytes)
@@ -160,16 +133,10 @@ class FrameLink:
 
 
 class FrameSocket:
-    """Sends and receives ``STAGE`` frames on a blocking socket.
+    """Sends and receives ``STAGE`` frames on a blocking socket, which it owns.
 
-    ``send`` and ``read`` may run on two threads; ``close`` ends both.
-
-    Args:
-        sock: A connected, blocking socket; owned from now on.
-        max_data_bytes: Most raw bytes of a frame that the peer may send.
-
-    Raises:
-        InvariantError: This machine's byte order is not that of the frames.
+    ``send`` and ``read`` may run on two threads; ``close`` ends both. A frame that is read has at most
+    ``max_data_bytes`` raw bytes. Raises ``InvariantError`` if this machine is big endian.
     """
 
     def __init__(self, sock: socket.socket, max_data_bytes: int) -> None:
@@ -180,12 +147,7 @@ class FrameSocket:
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; blocks while the peer does not read.
-
-        Raises:
-            PeerLost: The connection has ended, or ``close`` was called.
-            InvariantError: The frame has a tensor.
-        """
+        """Send a frame without a tensor; blocks while the peer does not read. Raises ``PeerLost`` if it is gone."""
         if frame.tensor is not None:
             raise InvariantError("a tensor is sent over a connection that carries none")
         try:
@@ -197,11 +159,7 @@ class FrameSocket:
             raise PeerLost(f"a stage's connection ended while a frame was sent ({error})") from None
 
     def read(self) -> Frame:
-        """The next frame; blocks until it arrives.
-
-        Raises:
-            PeerLost: The connection has ended, also within a frame, or the data is no frame.
-        """
+        """The next frame; blocks until it arrives. Raises ``PeerLost`` if the peer is gone or the data is no frame."""
         try:
             head = self._read_exactly(STAGE.head_bytes)
             sizes = STAGE.read_head(head.tobytes(), MAX_BODY_BYTES, self._max_data_bytes)

@@ -1,8 +1,7 @@
 """Orders of the router to the members of a group, from first pause to last page returned, and their answers.
 
-Every message names the group by its number, which is used once: a message of an ended group changes nothing. Integers
-beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is given here. For the answer to each
-order, see ``cluster.wire.group_steps``.
+A group's number is used once: a message of an ended group changes nothing. Integers beside a message (blocks, quanta)
+are the frame's 32-bit ids, in the order given here. ``cluster.wire.group_steps`` has the order of these messages.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from floodplain.core.ranges import HostPort, Line, Port, Positive, Range, Secret
 
 @dataclass(frozen=True, slots=True)
 class GroupMessage:
-    """A message between the router and a member of a group.
-
-    Attributes:
-        epoch: Of the member.
-        number: Of the group.
-    """
+    """A message to or from the member ``epoch`` of the group ``number``."""
 
     epoch: int
     number: int
@@ -41,13 +35,7 @@ class Cancel(GroupMessage):
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """A request whose KV moves with a group.
-
-    Attributes:
-        request: The router's number of it.
-        place: Of the member that has its KV.
-        num_blocks: Its blocks, whose ids are beside the message.
-    """
+    """A request whose KV, at the member ``place``, moves with a group; its block ids are beside the message."""
 
     request: int
     place: int
@@ -61,17 +49,13 @@ class Drop(GroupMessage):
     A member of a group that is taken in drops some of its remaining layers, and leaves its old pipeline.
 
     Attributes:
-        place: Of the member in the pipeline, from 0, and
-        num_members: of how many.
-        first_layer: The first that it keeps, and
-        end_layer: the first after these.
+        place: Of the member in the pipeline, from 0.
+        first_layer: The member keeps layers from here up to ``end_layer``, exclusive.
         num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
-        first_quantum: The group quantum of the first of these.
         num_quanta: Of the group.
         max_model_len: Most tokens of a request: what one instance can hold, so that one member can resume it alone.
         secret: The secret that members show each other, hexadecimal.
-        host: Where the next member listens, and
-        port: on which port.
+        host: Where the next member listens, on ``port``.
         held: For the leader: requests whose blocks are reserved, by the group's ids; for others empty.
     """
 
@@ -95,11 +79,8 @@ class Fetch(GroupMessage):
 
     Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
     request's place, or a slot of that member's swap space. For its own requests a member copies slots only.
-
-    Attributes:
-        addresses: Bulk servers, by place.
-        sources: For each place and layer of the model: the place that has this layer's KV of the place's requests.
-        held: The requests.
+    ``addresses`` are bulk servers by place; ``sources`` has, for each place and layer of the model, the place that has
+    this layer's KV of the place's requests.
     """
 
     addresses: tuple[HostPort, ...]
@@ -109,13 +90,7 @@ class Fetch(GroupMessage):
 
 @dataclass(frozen=True, slots=True)
 class Adopt(GroupMessage):
-    """Resume a request whose KV is there. Its tokens are beside the message.
-
-    Attributes:
-        request: The router's number of it, as in ``HeldRequest``.
-        num_computed: Leading tokens whose KV is there.
-        submit: The request, as in any placement.
-    """
+    """Resume a request; KV of ``num_computed`` leading tokens is there. Its tokens are beside the message."""
 
     request: int
     num_computed: int
@@ -164,11 +139,7 @@ class Commit(GroupMessage):
 
 @dataclass(frozen=True, slots=True)
 class Fill(GroupMessage):
-    """Map the dropped layers' parameters, and fill them. Answered by ``GroupDone``.
-
-    Attributes:
-        addresses: For each layer of the model, the bulk server of a member that has its parameters.
-    """
+    """Map and fill dropped layers, each from the bulk server in ``addresses``. Answered by ``GroupDone``."""
 
     addresses: tuple[HostPort, ...]
 
@@ -185,9 +156,7 @@ class Return(GroupMessage):
 class Collect(GroupMessage):
     """Copy these requests' KV, in all layers, to the own pool. Answered by ``Copied`` for each. Beside it: blocks.
 
-    Attributes:
-        addresses: For each layer of the model, the bulk server of the member that has its KV.
-        held: The requests; ``place`` is the member's own.
+    ``addresses`` has, for each layer of the model, the bulk server of the member with its KV.
     """
 
     addresses: tuple[HostPort, ...]
@@ -210,13 +179,9 @@ Pages = Annotated[int, Range(0, 2**40)]
 
 @dataclass(frozen=True, slots=True)
 class KvRow:
-    """One request in a member's step loop.
+    """One request in a member's step loop. The KV of ``num_computed`` leading tokens is in ``num_blocks`` blocks.
 
-    Attributes:
-        ticket: The ticket of its placement there.
-        num_tokens: Its known tokens, prompt included.
-        num_computed: Leading tokens whose KV the member has.
-        num_blocks: Their blocks, whose sources (``core.kv_sources``) are beside the message, row after row.
+    The sources of the blocks (``core.kv_sources``) are beside the message, row after row.
     """
 
     ticket: int
@@ -231,13 +196,10 @@ class Prepared(GroupMessage):
 
     Attributes:
         problem: What to change; None if it can be in the group. The other fields count only then.
-        host: The address at which its neighbours reach it, and
-        port: where it listens for the stage before.
-        bulk_address: ``HOST:PORT`` of its bulk server.
+        host: Where it listens for the stage before, on ``port``.
         num_kv_pages: Pages behind its KV pool, over all layers.
         quantum_pages: Pages of a quantum in one layer.
         param_pages: Pages of each layer's parameters.
-        quantum_blocks: Blocks of a quantum.
         rows: Its requests, by priority and arrival.
     """
 
@@ -256,9 +218,7 @@ class Prepared(GroupMessage):
 class Planned(GroupMessage):
     """The leader drained, and planned a shrink. Beside it: (source, destination) pairs of blocks, then freed quanta.
 
-    Attributes:
-        num_moves: Pairs.
-        given_back: Tickets of requests that no longer fit: they are recomputed.
+    ``given_back`` has tickets of requests that no longer fit: they are recomputed.
     """
 
     num_moves: int
@@ -267,35 +227,21 @@ class Planned(GroupMessage):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(GroupMessage):
-    """The leader has left the pipeline. Beside it: the blocks of its rows.
-
-    Attributes:
-        rows: Its requests, by priority and arrival.
-    """
+    """The leader has left the pipeline; its requests, by priority and arrival. Beside it: the blocks of its rows."""
 
     rows: tuple[KvRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDone(GroupMessage):
-    """A member has executed an order.
-
-    Attributes:
-        answer: The answer to that order.
-    """
+    """A member has executed the order with this ``answer``."""
 
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Copied(GroupMessage):
-    """A member has copied one request's KV, or failed to.
-
-    Attributes:
-        answer: ``FETCHED`` or ``COLLECTED``.
-        request: The router's number of it.
-        is_whole: Whether all of it arrived and was verified.
-    """
+    """A member has copied one request's KV; not ``is_whole``: some did not arrive, or was damaged."""
 
     answer: Answer
     request: int
@@ -306,11 +252,7 @@ GroupAnswer = Prepared | Planned | HandedOver | GroupDone | Copied
 
 
 def answer_of(message: Prepared | Planned | HandedOver | GroupDone, *, leads: bool) -> Answer:
-    """The ``Answer`` of a message.
-
-    Raises:
-        WireError: An answer that must have rows has none; or only the leader may send it.
-    """
+    """The ``Answer`` of a message. Raises ``WireError`` if it lacks its rows, or only the leader may send it."""
     match message:
         case Prepared():
             return Answer.CONFIRMED

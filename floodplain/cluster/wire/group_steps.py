@@ -10,38 +10,23 @@ from floodplain.core.groups import GroupEvent, GroupState
 
 
 class OrderKind(StrEnum):
-    """The kinds of orders to a member."""
+    """The kinds of orders to a member: the messages of the same names in ``group_messages`` say what they order."""
 
     PREPARE = "prepare"
-    """Pause at a step boundary; report what is held. Answered by CONFIRMED, or by a refusal."""
     CANCEL = "cancel"
-    """Resume: the group is not formed."""
     DROP = "drop"
-    """Unmap parameters, map the group's pool, link with both neighbours. Answered by DROPPED."""
     FETCH = "fetch"
-    """Copy KV of each of these requests, in the kept layers, from the member that has it: FETCHED for each."""
     ADOPT = "adopt"
-    """Resume these requests: their KV is there."""
     RELEASE = "release"
-    """Free the blocks that are reserved for these requests: no member writes to them any more."""
     SETTLE = "settle"
-    """Unmap KV of dropped layers; map all settled quanta: SETTLED."""
     GROW = "grow"
-    """Every member has mapped the settled quanta: add their blocks to the ledger."""
     PLAN = "plan"
-    """Drain the pipeline, give back requests that will not fit, plan the shrink. Answered by PLANNED."""
     MOVE = "move"
-    """Move blocks as planned, unmap quanta: MOVED."""
     COMMIT = "commit"
-    """Every member has moved its blocks: commit the shrink and resume."""
     FILL = "fill"
-    """Map dropped parameters, and fill them: FILLED."""
     RETURN = "return"
-    """Leave the pipeline; the leader hands over all requests. Serve alone: RETURNED."""
     COLLECT = "collect"
-    """Copy KV of each of these requests, in all layers, to blocks of the own pool: COLLECTED for each."""
     CLOSE = "close"
-    """Unmap the group's KV; grow the own pool to its size before the group: CLOSED."""
 
 
 class Answer(StrEnum):
@@ -112,14 +97,7 @@ REQUEST_ANSWERS = {GroupState.EXCHANGING: Answer.FETCHED, GroupState.ADOPTING: A
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order to one member of a group.
-
-    Attributes:
-        epoch: Of the member.
-        number: Of the group.
-        kind: What to do.
-        requests: With which requests, oldest first; by the caller's numbers.
-    """
+    """One order to one member of a group, about ``requests``, oldest first, by the caller's numbers."""
 
     epoch: int
     number: int

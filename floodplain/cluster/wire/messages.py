@@ -27,18 +27,7 @@ from floodplain.engine.step_meter import NO_PROGRESS, Progress
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """The facts of one instance.
-
-    Attributes:
-        version: Of Floodplain.
-        fingerprint: Of the model, its number format and the kind of device (``model.weights.fingerprint``).
-        dtype: Number format of weights and KV.
-        max_model_len: Most tokens of a request.
-        block_tokens: Tokens of a KV block.
-        num_blocks: Blocks of its KV pool.
-        host: The machine's name.
-        pid: The process.
-    """
+    """The facts of one instance. ``max_model_len`` is in tokens, ``host`` the machine's name."""
 
     version: Line
     fingerprint: Line
@@ -52,14 +41,7 @@ class InstanceFacts:
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """The facts of an instance that holds only some layers.
-
-    Attributes:
-        stage: Its number in the pipeline, from 0, and
-        num_stages: of how many.
-        host: Where it listens for the stage before, and
-        port: on which port.
-    """
+    """The facts of an instance that is stage ``stage`` of ``num_stages``, from 0; it listens for the stage before."""
 
     stage: Annotated[int, Range(0, 255)]
     num_stages: Annotated[int, Range(2, 256)]
@@ -89,7 +71,6 @@ class Hello:
 
     Attributes:
         token: The secret that admits the instance.
-        facts: The facts of the instance.
         stage: Its part of a pipeline; None if it has all layers.
         can_drop: Whether it may be a member of a group that drops layers.
         can_move: Whether running requests may migrate to it and from it with their KV.
@@ -135,13 +116,11 @@ class Form:
     """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this session.
 
     Attributes:
-        epoch: Of the instance.
         number: Unique number of the pipeline.
         secret: The secret that its members show each other, hexadecimal.
         num_blocks: KV blocks that all members have.
         max_model_len: Most tokens of a request for which all members have room.
-        host: Where the next stage listens (for the last stage: the first), and
-        port: on which port.
+        host: Where the next stage listens (for the last stage: the first), on ``port``.
     """
 
     epoch: int
@@ -244,21 +223,13 @@ def pack(message: RouterMessage | InstanceMessage, token_ids: tuple[int, ...] = 
 
 
 def read_router_message(body: dict[str, object]) -> RouterMessage:
-    """The message of the router in a frame.
-
-    Raises:
-        WireError: It is no message of this version.
-    """
+    """The message of the router in a frame. Raises ``WireError`` if it is none of this version."""
     message: RouterMessage = _read(body, _FROM_ROUTER)
     return message
 
 
 def read_instance_message(body: dict[str, object]) -> InstanceMessage:
-    """The message of an instance in a frame.
-
-    Raises:
-        WireError: It is no message of this version.
-    """
+    """The message of an instance in a frame. Raises ``WireError`` if it is none of this version."""
     if body.get("kind") == Tokens.__name__:
         epoch, rows = body.get("epoch"), body.get("rows")
         if len(body) != 3 or not _is_count(epoch, MAX_COUNT) or not isinstance(rows, list):

@@ -1,6 +1,6 @@
 """Messages of the router and two instances during a migration; ``cluster.migration.table`` has the protocol.
 
-Every message names the migration by its number, which is used once. Block ids are sent beside a message, 32 bits each.
+A migration's number is used once. Block ids are beside a message, 32 bits each; secrets are hexadecimal.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from floodplain.core.ranges import HostPort, Secret
 
 @dataclass(frozen=True, slots=True)
 class MigrationMessage:
-    """A message between the router and an instance that takes part in a migration.
-
-    Attributes:
-        epoch: Of the instance.
-        number: Of the migration.
-    """
+    """A message to or from the instance ``epoch`` about the migration ``number``."""
 
     epoch: int
     number: int
@@ -28,10 +23,7 @@ class MigrationMessage:
 class HoldKv(MigrationMessage):
     """To the source: hold the request's sealed blocks, and let the target read them. Answered by ``KvHeld``.
 
-    Attributes:
-        ticket: Of the request.
-        num_copied: Leading blocks that the target has.
-        secret: The secret that the target will show, hexadecimal.
+    The target has ``num_copied`` leading blocks, and will show ``secret``.
     """
 
     ticket: int
@@ -41,12 +33,7 @@ class HoldKv(MigrationMessage):
 
 @dataclass(frozen=True, slots=True)
 class PullKv(MigrationMessage):
-    """To the target: copy the blocks beside the message from the source. Answered by ``KvPulled``.
-
-    Attributes:
-        address: Of the source's bulk server, ``HOST:PORT``.
-        secret: The secret that the source admits, hexadecimal.
-    """
+    """To the target: copy the blocks beside the message from the source's bulk server. Answered by ``KvPulled``."""
 
     address: HostPort
     secret: Secret
@@ -54,22 +41,16 @@ class PullKv(MigrationMessage):
 
 @dataclass(frozen=True, slots=True)
 class StopRequest(MigrationMessage):
-    """To the source: end the request, and hold all of its blocks. Answered by ``RequestStopped``.
-
-    Attributes:
-        num_copied: Leading blocks that the target has.
-    """
+    """To the source: end the request, and hold its blocks after ``num_copied``. Answered by ``RequestStopped``."""
 
     num_copied: int
 
 
 @dataclass(frozen=True, slots=True)
 class GoOn(MigrationMessage):
-    """To source or target: resume the request from the blocks that are there. Its tokens are beside the message.
+    """To source or target: resume the request from the KV of ``num_computed`` tokens. All its tokens are beside this.
 
-    Attributes:
-        num_computed: Leading tokens whose KV is there.
-        submit: The request, as in any placement.
+    The migration ends for this instance.
     """
 
     num_computed: int
@@ -83,12 +64,7 @@ class ReleaseKv(MigrationMessage):
 
 @dataclass(frozen=True, slots=True)
 class KvHeld(MigrationMessage):
-    """The source holds blocks; those that the target lacks are beside the message.
-
-    Attributes:
-        is_running: Whether the request runs there; if False, no blocks are beside the message.
-        address: Of the source's bulk server, ``HOST:PORT``.
-    """
+    """The source holds blocks, if the request runs; those that the target lacks are beside the message."""
 
     is_running: bool
     address: HostPort
@@ -96,11 +72,7 @@ class KvHeld(MigrationMessage):
 
 @dataclass(frozen=True, slots=True)
 class KvPulled(MigrationMessage):
-    """The target has copied blocks, or failed to.
-
-    Attributes:
-        is_whole: Whether all arrived and were verified.
-    """
+    """The target has copied blocks; not ``is_whole``: some did not arrive, or were damaged."""
 
     is_whole: bool
 

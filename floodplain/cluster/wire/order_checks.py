@@ -22,13 +22,7 @@ from floodplain.core.codec import WireError
 
 
 def check_submit(message: Submit, token_ids: Sequence[int], taken: object) -> None:
-    """Check a placement.
-
-    Args:
-        message: The placement.
-        token_ids: Prompt and known tokens, from beside it.
-        taken: The stream that has its ticket already; None if there is none.
-    """
+    """Check a placement; ``taken`` is the stream that has its ticket already, or None."""
     if taken is not None:
         raise WireError("a ticket comes twice")
     if not 0 < message.num_prompt <= len(token_ids):
@@ -51,14 +45,7 @@ def check_migration_order(order: MigrationOrder, integers: Sequence[int], taken:
 
 
 def check_group_order(order: GroupOrder, integers: Sequence[int], taken: object, num_layers: int) -> None:
-    """Check a group order.
-
-    Args:
-        order: The order.
-        integers: The integers beside it.
-        taken: As in ``check_submit``.
-        num_layers: Of the model.
-    """
+    """Check a group order and the integers beside it; ``taken`` as in ``check_submit``."""
     match order:
         case Adopt():
             _check_goes_on(order, integers, taken)

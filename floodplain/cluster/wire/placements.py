@@ -16,12 +16,11 @@ class Submit:
     """Compute or resume a request. Its prompt and known tokens are beside the message.
 
     Attributes:
-        epoch: Of the instance.
         ticket: Names the placement.
         request_id: The client's name for it.
         num_prompt: Number of prompt tokens, which come first.
         params: Without stop strings: the router checks them in the text.
-        age_s: Seconds since it arrived at the router.
+        age_s: Seconds since it arrived at the router; clocks of machines differ.
         priority: As in ``core.request``, like the remaining fields.
     """
 
@@ -39,14 +38,7 @@ class Submit:
 
 
 def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
-    """The message that places a request.
-
-    Args:
-        request: With its known tokens, which lie beside the message.
-        epoch: Of the instance.
-        ticket: Of the placement.
-        now: On the clock of ``arrival_s``. The age is sent, because clocks of machines differ.
-    """
+    """The message that places a request; its tokens lie beside the message. ``now``: on the clock of ``arrival_s``."""
     params = request.params
     return Submit(
         epoch=epoch,

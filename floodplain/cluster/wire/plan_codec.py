@@ -27,16 +27,7 @@ MAX_STAGES = 256
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """The bounds of a plan.
-
-    Attributes:
-        num_blocks: Blocks of the pipeline.
-        max_model_len: Most tokens of a sequence.
-        max_batched_tokens: Most tokens of a step.
-        hidden_size: Width of activations.
-        vocab_size: Token ids are below this.
-        dtype: Dtype of activations.
-    """
+    """The bounds of a plan; ``hidden_size`` and ``dtype`` are those of activations."""
 
     num_blocks: int
     max_model_len: int
@@ -53,12 +44,9 @@ class PlanLimits:
 
 @dataclass(frozen=True, slots=True)
 class Travelling:
-    """A plan with its activations, between two stages.
+    """A plan with its activations [T, hidden], and the seconds that each stage so far computed for it.
 
-    Attributes:
-        plan: The plan; behind the first stage its token ids are zeros.
-        x: Activations [T, hidden].
-        busy_s: Seconds that each stage so far computed for it.
+    Behind the first stage the plan's token ids are zeros.
     """
 
     plan: StepPlan
@@ -91,11 +79,7 @@ def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
 
 
 def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
-    """The plan in a frame.
-
-    Raises:
-        PeerLost: The frame has no valid plan within ``limits``.
-    """
+    """The plan in a frame. Raises ``PeerLost`` if it is no valid plan within ``limits``."""
     try:
         plan = _read_plan(frame, limits)
         busy_s = _read_busy(frame)
@@ -157,11 +141,7 @@ def pack_result(result: StepResult, busy_s: tuple[float, ...]) -> Frame:
 
 
 def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResult, tuple[float, ...]]:
-    """The tokens of a plan, and the seconds that each stage computed for it.
-
-    Raises:
-        PeerLost: The frame has no valid tokens, or those of another plan.
-    """
+    """(tokens of a plan, seconds of each stage). Raises ``PeerLost`` if they are invalid, or those of another plan."""
     tokens = frame.integers
     try:
         if _count(frame.body["step"]) != plan.step_id or len(tokens) != len(plan.sampled):

@@ -34,13 +34,7 @@ _YES = b"\x01"
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """The values that both ends of a link must agree on.
-
-    Attributes:
-        secret: Of the pipeline, ``SECRET_BYTES`` long.
-        number: Of the pipeline: members of an older one are refused.
-        sender: Number of the stage that connects.
-    """
+    """What both ends of a link must agree on: the pipeline's secret and number, and the stage that connects."""
 
     secret: bytes
     number: int
@@ -56,14 +50,9 @@ class LinkKey:
 
 
 class StageLink:
-    """One end of a link; ``send`` and ``recv`` may be called on two threads.
+    """One end of a link. ``send`` and ``recv`` may be called on two threads.
 
-    Args:
-        sock: A connected socket.
-        max_data_bytes: Most raw bytes of a frame.
-
-    Attributes:
-        carries_tensors: Always False: activations are sent as raw bytes of a frame.
+    Raw bytes of a frame are at most ``max_data_bytes``. Activations are raw bytes: ``carries_tensors`` is False.
     """
 
     carries_tensors = False
@@ -76,19 +65,11 @@ class StageLink:
         self._reader.start()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame.
-
-        Raises:
-            PeerLost: The link has ended.
-        """
+        """Send a frame. Raises ``PeerLost`` if the link has ended."""
         self._sock.send(frame)
 
     def recv(self) -> Frame:
-        """The next frame, in the order of sending.
-
-        Raises:
-            PeerLost: The link has ended, and every frame that arrived was returned.
-        """
+        """The next frame. Raises ``PeerLost`` if the link has ended, and every frame that arrived was returned."""
         if self._lost is None:
             frame = self._frames.get()
             if isinstance(frame, Frame):
@@ -122,11 +103,7 @@ class StageLink:
 
 
 async def dial_link(host: str, port: int, key: LinkKey, max_data_bytes: int) -> StageLink:
-    """Open a link to the stage that listens at ``host:port``.
-
-    Raises:
-        PeerLost: It cannot be reached, or refuses the key.
-    """
+    """Open a link to the stage at ``host:port``. Raises ``PeerLost`` if it is unreachable or refuses the key."""
     try:
         sock = await _dial(host, port, key.hello())
     except OSError as error:
@@ -153,10 +130,7 @@ async def _dial(host: str, port: int, hello: bytes) -> socket.socket:
 async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int) -> StageLink:
     """Wait for the connection that shows this key; others are closed. Cancel the call to give up.
 
-    Args:
-        listener: Listening and non-blocking; it stays open.
-        key: Of the link.
-        max_data_bytes: Most raw bytes of a frame.
+    ``listener`` is listening and non-blocking; it stays open.
     """
     return StageLink(_make_blocking(await _Door(listener, key).wait()), max_data_bytes)
 
