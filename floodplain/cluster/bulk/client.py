@@ -45,10 +45,7 @@ MAX_AHEAD_INDICES = 2 * MAX_REQUEST_INDICES
 class BulkItem:
     """A set of indices that is fetched completely or counts as not fetched.
 
-    Attributes:
-        store: Name of a store of the peer.
-        part: Of the store: a layer.
-        indices: int64 [num_indices], in any order: block ids, or numbers of parameter pieces.
+    ``indices`` is int64 [num_indices], in any order: block ids, or numbers of parameter pieces; ``part`` is a layer.
     """
 
     store: str
@@ -73,10 +70,7 @@ Sink = Callable[[BulkItem, npt.NDArray[np.int64], npt.NDArray[np.uint8]], None]
 class BulkClient:
     """One connection to a peer; a context manager. ``close`` may be called on any thread, at any time.
 
-    Args:
-        address: Of the peer's ``BulkServer``: ``host:port``.
-        secret: The secret that the peer admits.
-        timeout_s: As ``TIMEOUT_S``; also the timeout of connecting, and of the answer to the hello.
+    ``timeout_s`` also bounds connecting, and the wait for the answer to the hello.
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
@@ -97,11 +91,7 @@ class BulkClient:
         self.close()
 
     def start(self) -> None:
-        """Connect.
-
-        Raises:
-            PeerLost: The peer cannot be reached, refuses the secret, or ``close`` was called.
-        """
+        """Connect. Raises ``PeerLost`` if the peer cannot be reached, refuses the secret, or ``close`` was called."""
         try:
             host, port = split_address(self._address, "the address of a peer")
             family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -118,16 +108,13 @@ class BulkClient:
         self._frames = FrameSocket(sock, MAX_CHUNK_BYTES)
 
     def fetch(self, items: Sequence[BulkItem], sink: Sink) -> list[Outcome]:
-        """Pull items chunk by chunk; each chunk is verified before the sink gets it.
+        """The outcome of each item, pulled chunk by chunk; each chunk is verified before the sink gets it.
 
-        The sink may have got some intact chunks of an item that is not ``OK``. If the sink raises, or
-        ``PeerLost`` is raised, the connection cannot be used again.
-
-        Returns:
-            The outcome of each item.
+        The sink may have got some intact chunks of an item that is not ``OK``. If the sink raises, or ``PeerLost`` is
+        raised, the connection cannot be used again.
 
         Raises:
-            PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
+                PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
                 called.
         """
         if self._frames is None:
@@ -159,14 +146,7 @@ class BulkClient:
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """One request, queued or sent.
-
-    Attributes:
-        item: Position of its item.
-        indices: int64 [num_indices].
-        number: On the connection; -1 until it is sent.
-        num_taken: Indices whose chunks arrived.
-    """
+    """One request for indices of the item at position ``item``; ``number`` is -1 until it is sent."""
 
     item: int
     indices: npt.NDArray[np.int64]
@@ -175,12 +155,7 @@ class _Pull:
 
 
 class _Fetch:
-    """One call of ``fetch``.
-
-    Attributes:
-        outcomes: Of the items; ``OK`` until a failure is known.
-        num_asked: Requests that were sent on the connection.
-    """
+    """One call of ``fetch``. ``outcomes`` are ``OK`` until a failure is known."""
 
     def __init__(self, frames: FrameSocket, items: Sequence[BulkItem], sink: Sink, num_asked: int) -> None:
         self.outcomes, self.num_asked = [Outcome.OK] * len(items), num_asked

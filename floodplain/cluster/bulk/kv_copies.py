@@ -38,17 +38,13 @@ Writer = Callable[[int, Sequence[int], ByteArray], bool]
 
 
 class KvStore:
-    """Serves the KV of a member's group memory to other members; a ``bulk.stores.Store``.
-
-    Args:
-        memory: The member's group memory.
-    """
+    """Serves the KV of a member's group memory to other members; a ``bulk.server.Store``."""
 
     def __init__(self, memory: GroupMemory) -> None:
         self._memory = memory
 
     def read(self, part: int, indices: IntArray) -> ByteArray:
-        """The bytes of blocks ``indices`` in layer ``part``; see ``bulk.stores.Store.read``."""
+        """The bytes of blocks ``indices`` in layer ``part``."""
         data = self._memory.read(part, indices.tolist())
         if data is None:
             raise NotServed(f"KV of layer {part} is not here, or blocks have no memory")
@@ -56,17 +52,13 @@ class KvStore:
 
 
 class ParameterStore:
-    """Serves parameters of the layers that a member has to other members; a ``bulk.stores.Store``.
-
-    Args:
-        buffers: The parameter buffers of all layers of the model.
-    """
+    """Serves parameters of the layers that a member has to other members; a ``bulk.server.Store``."""
 
     def __init__(self, buffers: Sequence[PagedBuffer]) -> None:
         self._buffers = buffers
 
     def read(self, part: int, indices: IntArray) -> ByteArray:
-        """The bytes of pieces ``indices`` of layer ``part``; see ``bulk.stores.Store.read``."""
+        """The bytes of pieces ``indices`` of layer ``part``."""
         buffer = self._buffers[part]
         if not buffer.is_filled or int(indices.max(initial=0)) >= count_pieces(buffer):
             raise NotServed(f"parameters of layer {part} are not here")
@@ -88,7 +80,6 @@ class RequestCopy:
     """One request's KV that is to be copied.
 
     Attributes:
-        request: The router's number of it.
         sources: Its blocks or swap slots at the member that has them (``core.kv_sources``).
         targets: The local blocks to copy into, in the same order.
         layers: By address of a bulk server: the layers to copy from it.
@@ -110,11 +101,7 @@ class RequestCopy:
 
 
 class Puller:
-    """Pulls from bulk servers of other members. One thread at a time, except for ``close``.
-
-    Args:
-        secret: The group's secret.
-    """
+    """Pulls from bulk servers of other members. One thread at a time, except for ``close``."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -209,12 +196,10 @@ def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write
 
 
 class SwapStore:
-    """A ``bulk.stores.Store`` over a member's swap space while its engine is at rest: part = layer, indices = slots.
+    """A ``bulk.server.Store`` over a member's swap space while its engine is at rest: part = layer, indices = slots.
 
-    A slot is read only after its content was verified against the digest that was taken at swap-out.
-
-    Args:
-        slots: Slots in host memory; none is written between ``forget`` and the last ``read``.
+    A slot is read only after its content was verified against the digest that was taken at swap-out. No slot is written
+    between ``forget`` and the last ``read``.
     """
 
     def __init__(self, slots: SwapSlots) -> None:
@@ -232,8 +217,7 @@ class SwapStore:
     def read(self, part: int, indices: IntArray) -> ByteArray:
         """One layer of some slots: uint8 [num_indices, layer_block_bytes].
 
-        Raises:
-            NotServed: There is no such layer or slot, or a slot's content does not match its digest.
+        Raises ``NotServed`` if there is no such layer or slot, or a slot's content does not match its digest.
         """
         slots = indices.tolist()
         is_there = 0 <= part < self._slots.layout.num_layers and all(0 <= s < self._slots.num_slots for s in slots)

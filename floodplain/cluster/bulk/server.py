@@ -46,23 +46,14 @@ class Store(Protocol):
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """The bytes of some indices of a part, index after index: uint8, of any shape.
 
-        Args:
-            part: 0 or more; from a peer, not checked further.
-            indices: int64 [num_indices], 0 or more; from a peer, not checked further.
-
-        Raises:
-            NotServed: The store does not have all of them. Any other ``LookupError`` means the same.
+        Part and indices, int64 [num_indices], are 0 or more; they come from a peer, and are not checked further. Raises
+        ``NotServed``, or another ``LookupError``, if the store does not have all of them.
         """
         ...
 
 
 class ServedStore:
-    """A store while it is served: from ``serve`` to ``withdraw``.
-
-    Attributes:
-        name: Its name.
-        index_bytes: Most bytes of one index.
-    """
+    """A store while it is served: from ``serve`` to ``withdraw``. One index has at most ``index_bytes`` bytes."""
 
     def __init__(self, name: str, store: Store, index_bytes: int) -> None:
         self.name, self.index_bytes = name, index_bytes
@@ -73,8 +64,7 @@ class ServedStore:
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         """The bytes of some indices: uint8 [num_bytes], which stay valid after ``end``.
 
-        Raises:
-            NotServed: The store does not have all of them, or was withdrawn.
+        Raises ``NotServed`` if the store does not have all of them, or was withdrawn.
         """
         with self._reading():
             try:
@@ -116,8 +106,7 @@ class StoreTable:
     def serve(self, name: str, store: Store, index_bytes: int) -> None:
         """Let peers read a store.
 
-        Raises:
-            InvariantError: The name is taken, or one index has more bytes than a chunk may have.
+        Raises ``InvariantError`` if the name is taken or an index has too many bytes for a chunk.
         """
         if not 0 < index_bytes <= MAX_CHUNK_BYTES:
             raise InvariantError(f"an index has 1 to {MAX_CHUNK_BYTES} bytes, not {index_bytes}")
@@ -134,11 +123,7 @@ class StoreTable:
             served.end()
 
     def find(self, name: str) -> ServedStore:
-        """The store of a name.
-
-        Raises:
-            NotServed: There is none.
-        """
+        """The store of a name. Raises ``NotServed`` if there is none."""
         with self._lock:
             served = self._stores.get(name)
         if served is None:
@@ -164,9 +149,6 @@ class BulkServer:
         gate: Called before each chunk. It returns when the chunk may be sent, within less than a client's timeout.
         chunk_bytes: About the size of a chunk; one index is never split.
         stall_s: Seconds, as ``STALL_S``.
-
-    Attributes:
-        address: Where clients connect: ``host:port``.
     """
 
     def __init__(
@@ -221,15 +203,9 @@ class BulkServer:
                     _shut(sock)
 
     def serve(self, name: str, store: Store, index_bytes: int) -> None:
-        """Let clients read a store under a name.
+        """Let clients read a store whose indices have at most ``index_bytes`` bytes.
 
-        Args:
-            name: By which clients ask for it.
-            store: The store.
-            index_bytes: Most bytes of one index, at most ``MAX_CHUNK_BYTES``.
-
-        Raises:
-            InvariantError: The name is taken, or an index has too many bytes.
+        Raises ``InvariantError`` if the name is taken or an index has more than ``MAX_CHUNK_BYTES``.
         """
         self._stores.serve(name, store, index_bytes)
 
@@ -319,10 +295,9 @@ class BulkServer:
 
 
 def _read_hello(sock: socket.socket) -> bytes:
-    """The first bytes that a client sends; fewer if it disconnects.
+    """The first bytes of a client; fewer if it disconnects.
 
-    Raises:
-        OSError: They did not arrive within ``HELLO_TIMEOUT_S``.
+    Raises ``OSError`` if they are late by ``HELLO_TIMEOUT_S``.
     """
     deadline, shown = time.monotonic() + HELLO_TIMEOUT_S, b""
     while len(shown) < HELLO_BYTES:

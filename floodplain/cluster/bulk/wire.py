@@ -33,14 +33,7 @@ HELLO_BYTES = _HELLO.size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkRequest:
-    """A request for some indices of a part.
-
-    Attributes:
-        number: Of the request on its connection; its answers repeat it.
-        store: Name of the store.
-        part: Of the store: a layer.
-        indices: int64 [num_indices].
-    """
+    """A request for some indices, int64 [num_indices], of a part of a store; its answers repeat its number."""
 
     number: int
     store: str
@@ -50,14 +43,9 @@ class BulkRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkChunk:
-    """The bytes of some adjacent indices of a request.
+    """The bytes of ``count`` adjacent indices of a request, from its index ``start`` on.
 
-    Attributes:
-        number: Of the request.
-        start: Position of the chunk's first index among those of the request.
-        count: Indices in the chunk.
-        digest: Of ``data``, from the sender.
-        data: uint8 [num_bytes], index after index.
+    ``data`` is uint8 [num_bytes], index after index, and ``digest`` the sender's digest of it.
     """
 
     number: int
@@ -69,23 +57,14 @@ class BulkChunk:
 
 @dataclass(frozen=True, slots=True)
 class BulkRefusal:
-    """Ends the answer to a request: its remaining indices are not sent.
-
-    Attributes:
-        number: Of the request.
-        why: One line.
-    """
+    """Ends the answer to a request: its remaining indices are not sent, for this reason in one line."""
 
     number: int
     why: str
 
 
 def pack_hello(secret: bytes) -> bytes:
-    """The first bytes of a connection.
-
-    Raises:
-        InvariantError: The secret is not ``SECRET_BYTES`` long.
-    """
+    """The first bytes of a connection. Raises ``InvariantError`` if the secret is not ``SECRET_BYTES`` long."""
     if len(secret) != SECRET_BYTES:
         raise InvariantError(f"a secret has {SECRET_BYTES} bytes, not {len(secret)}")
     return _HELLO.pack(_MAGIC, secret)
@@ -113,11 +92,7 @@ def pack_request(request: BulkRequest) -> Frame:
 
 
 def read_request(frame: Frame) -> BulkRequest:
-    """The request in a frame.
-
-    Raises:
-        PeerLost: It is malformed.
-    """
+    """The request in a frame. Raises ``PeerLost`` if it is malformed."""
     number, part, store = _count(frame, "request"), _count(frame, "part"), frame.body.get("store")
     if not isinstance(store, str) or not 0 < len(frame.integers) <= MAX_REQUEST_INDICES or frame.integers.min() < 0:
         raise PeerLost("a peer asked for what no store can have")
@@ -133,11 +108,7 @@ def pack_answer(answer: BulkChunk | BulkRefusal) -> Frame:
 
 
 def read_answer(frame: Frame) -> BulkChunk | BulkRefusal:
-    """The answer in a frame.
-
-    Raises:
-        PeerLost: It is malformed.
-    """
+    """The answer in a frame. Raises ``PeerLost`` if it is malformed."""
     number, why, digest = _count(frame, "request"), frame.body.get("refused"), frame.body.get("digest")
     if isinstance(why, str):
         return BulkRefusal(number, why)

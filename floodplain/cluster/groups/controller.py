@@ -54,12 +54,10 @@ class GroupCounts:
     """Counters of group changes; they only grow.
 
     Attributes:
-        num_entered: How often a group stayed in a state. A state that it leaves at once, with nothing to copy, does
-            not count.
-        num_changes: How often a group was changed, by ``CHANGES``.
-        seconds: Total time of these changes, by the same names.
-        num_carried: Requests that kept their KV, and
-        num_recomputed: requests that lost it, in drops and restores.
+            num_entered: How often a group stayed in a state. One that it leaves at once, with nothing to copy, does not
+            count.
+        num_changes: How often a group was changed, by ``CHANGES``; ``seconds``: the total time of these changes.
+        num_carried: Requests that kept their KV in drops and restores; ``num_recomputed`` lost it.
         usable_s: Total time from a decision to drop until the group's pool was usable.
         restored_s: Seconds that the last restores took, by the group's number.
         problems: Why groups were not formed, or ended early.
@@ -94,15 +92,9 @@ class GroupController:
     """The groups of a router. Everything is called on the router's event loop.
 
     Args:
-        table: Requests and instances.
-        shape: Of the model.
         send: Sends an order, and integers beside it, to the instance of an epoch.
         end: Ends the session of an instance, for a reason.
         place: Places requests that wait.
-
-    Attributes:
-        groups: Groups that are being formed or live.
-        counts: Counters of all changes.
     """
 
     def __init__(
@@ -123,9 +115,7 @@ class GroupController:
         """Begin to form a group of these instances, the leader first. Its number.
 
         Pipelined groups of them are taken in whole; the members' order is then one in which the layers can be divided.
-
-        Raises:
-            UserError: These instances cannot form a group.
+        Raises ``UserError`` if they cannot form a group.
         """
         max_model_len = find_max_model_len(self._table.roster, epochs, self._shape.num_layers)
         old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
@@ -140,11 +130,7 @@ class GroupController:
         return number
 
     def restore(self, number: int) -> None:
-        """Begin to restore a group.
-
-        Raises:
-            UserError: There is none, or it is in the middle of a change.
-        """
+        """Begin to restore a group. Raises ``UserError`` if there is none, or it is in the middle of a change."""
         change = self.groups.restore(number)
         self._plans[number].begun_s = time.monotonic()
         self._apply(change)
@@ -156,8 +142,7 @@ class GroupController:
     def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
         """Apply a member's answer; answers of a group that has ended are ignored.
 
-        Raises:
-            WireError: The sender is no member, or the answer is invalid.
+        Raises ``WireError`` if the sender is no member, or the answer is invalid.
         """
         plan, group = self._plans.get(message.number), self.groups.get(message.number)
         if plan is None or group is None:

@@ -56,12 +56,9 @@ from floodplain.runtime.handover import Record
 
 
 def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) -> Replica:
-    """Load a model whose layers can be dropped, and open its backstop.
+    """Load a model whose layers can be dropped, and open its backstop, in ``folder`` or the default one.
 
-    Args:
-        config: The engine flags.
-        folder: Folder of the backstop; None: the default one.
-        router_host: The router's host: its network is the one over which other instances reach this one.
+    Other instances reach this one by the network of ``router_host``.
 
     Raises:
         UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.
@@ -98,12 +95,7 @@ _OWN, _GROUP = 0, 1
 
 
 class GroupRole(Role):
-    """Executes group orders.
-
-    Args:
-        session: The session.
-        member: The engine and its memory for groups.
-    """
+    """Executes group orders."""
 
     peers = "group"
 
@@ -123,8 +115,7 @@ class GroupRole(Role):
     async def end(self) -> None:
         """Leave any group, however the session ended: serve alone again, without requests.
 
-        Raises:
-            UserError: Dropped parameters cannot be read from the backstop.
+        Raises ``UserError`` if dropped parameters cannot be read from the backstop.
         """
         if self._membership is not None:
             await self._membership.abandon()
@@ -151,7 +142,7 @@ class GroupRole(Role):
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Start to execute a group order; see ``Role.take``."""
+        """Start to execute a group order."""
         if not isinstance(message, GroupOrder):
             return False
         taken = self._session.streams.get(message.submit.ticket) if isinstance(message, Adopt) else None

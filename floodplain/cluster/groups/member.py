@@ -30,8 +30,6 @@ class GroupMember:
         host: The address at which other instances reach this process.
 
     Attributes:
-        engine: Its own.
-        parts: The parts from which it builds a stage.
         memory: The owner of its pages while it is in a group.
         pool: Its KV pool while it is in no group.
         swap: Its swap space, readable for others while its engine is at rest; None if there is none.
@@ -101,12 +99,8 @@ class GroupMember:
     def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
         """Map and fill all dropped layers. (number from other instances, number from the backstop)
 
-        Args:
-            puller: Of the group.
-            addresses: For each layer, the bulk server of a member that has it.
-
-        Raises:
-            UserError: The backstop is needed and cannot be read.
+        ``addresses`` has a bulk server for each layer. Raises ``UserError`` if the backstop is needed and cannot be
+        read.
         """
         if not self.memory.map_parameters():
             raise InvariantError("a member of a group has no pages for its parameters")
@@ -121,11 +115,7 @@ class GroupMember:
         return counts[0], counts[1]
 
     def fill_from_backstop(self) -> None:
-        """Fill the layers that have pages but no parameters.
-
-        Raises:
-            UserError: The backstop cannot be read.
-        """
+        """Fill layers that have pages but no parameters. Raises ``UserError`` if the backstop cannot be read."""
         for layer, buffer in enumerate(self._buffers):
             if not buffer.is_filled:
                 self._backstop.fill(layer, buffer)

@@ -40,13 +40,7 @@ T = TypeVar("T")
 class Membership:
     """A member's side of one group. Everything is called on one event loop, one order after the other.
 
-    Args:
-        member: The group member.
-        number: Of the group.
-        old: The membership of a group that is taken in; None if the member serves alone.
-
-    Attributes:
-        old: As above, until ``drop``; then None.
+    ``old`` is the membership of a group that is taken in, until ``drop``; None if the member serves alone.
     """
 
     def __init__(self, member: GroupMember, number: int, old: Membership | None = None) -> None:
@@ -79,13 +73,8 @@ class Membership:
     async def drop(self, order: Drop, integers: Sequence[int], on_left: Callable[[], None]) -> None:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
 
-        Args:
-            order: The router's plan, and
-            integers: the integers beside it.
-            on_left: Called when the pipeline of the old group has ended, if there is one.
-
-        Raises:
-            PeerLost: A neighbour cannot be reached.
+        ``on_left`` is called when the pipeline of the old group, if any, has ended. Raises ``PeerLost`` if a neighbour
+        cannot be reached.
         """
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)
@@ -201,8 +190,7 @@ class Membership:
     async def leave_pipeline(self, used: Sequence[int]) -> list[Record]:
         """Leave the pipeline, and return spare memory to the own pool. The leader's records; others' are empty.
 
-        Args:
-            used: Quanta with KV of requests; the leader derives them from its records.
+        ``used`` are quanta with KV of requests; the leader derives them from its records.
         """
         pipeline = self._expect_pipeline()
         records = await pipeline.leave()
@@ -224,8 +212,7 @@ class Membership:
     async def abandon(self) -> None:
         """Leave a failed group: serve alone again, without requests. Parameters come from the backstop.
 
-        Raises:
-            UserError: The backstop cannot be read.
+        Raises ``UserError`` if the backstop cannot be read.
         """
         self.cancel()
         if self.old is not None:

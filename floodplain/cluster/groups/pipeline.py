@@ -29,7 +29,6 @@ class GroupPipeline:
 
     Args:
         member: The group member; its group memory has the KV.
-        order: The router's plan.
         blocks: For the leader: blocks of the requests whose KV is being copied, one request after the other.
 
     Attributes:
@@ -65,11 +64,7 @@ class GroupPipeline:
         return self._stage.meter
 
     async def open(self) -> None:
-        """Link with both neighbours, and start to compute.
-
-        Raises:
-            PeerLost: A neighbour cannot be reached.
-        """
+        """Link with both neighbours, and start to compute. Raises ``PeerLost`` if a neighbour cannot be reached."""
         make_runner = partial(self._parts.make_runner, self._member.memory.layers, self._order.max_model_len)
         await self._stage.open(make_runner, self._make_ledger, self._note_held)
 
@@ -114,8 +109,7 @@ class GroupPipeline:
     async def plan(self, num_quanta: int) -> tuple[ShrinkPlan, list[Request]]:
         """Drain the pipeline, and plan to shrink it; it stays paused until ``commit``.
 
-        Returns:
-            The plan, and the youngest requests, which no longer fit: they were aborted here.
+        Returns the plan, and the youngest requests, which no longer fit: they were aborted here.
         """
         self._pause = await self._expect_engine().pause()
         plan, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))

@@ -61,13 +61,8 @@ def plan_merge(
 ) -> tuple[tuple[int, ...], Merge]:
     """(epochs in the order of the pipeline, the plan).
 
-    Args:
-        epochs: Members of the new group, in any order.
-        old: Epochs of each old group, the leader first, and the layers of each of its members.
-        num_layers: Of the model.
-
-    Raises:
-        UserError: They cannot share the layers.
+    ``epochs`` are in any order. ``old`` has the epochs of each old group, the leader first, and the layers of each of
+    its members. Raises ``UserError`` if they cannot share the layers.
     """
     kept_of = {epoch: part for members, kept in old.items() for epoch, part in zip(members, kept, strict=True)}
     held = [kept_of.get(epoch, range(num_layers)) for epoch in epochs]
@@ -105,14 +100,9 @@ _PLAIN: Mapping[OrderKind, Callable[[int, int], GroupOrder]] = {
 
 @dataclass(frozen=True, slots=True)
 class Traveller:
-    """A request whose KV moves between members.
+    """A request at the member ``place``, the KV of whose ``num_computed`` leading tokens moves between members.
 
-    Attributes:
-        entry: The request in the router's table.
-        num_computed: Leading tokens whose KV moves.
-        place: Of the member that has it.
-        blocks: By the group's ids.
-        sources: The source of each block's copy: the same block, or a swap slot of the member (``core.kv_sources``).
+    ``blocks`` have the group's ids; each of ``sources`` is the same block, or a swap slot (``core.kv_sources``).
     """
 
     entry: Entry
@@ -127,7 +117,6 @@ class GroupPlan:
     """The router's plan of one group.
 
     Attributes:
-        number: Of the group.
         epochs: Of its members, by place.
         max_model_len: Most tokens of a request.
         since_s: When its state, or the progress in it, changed last.
@@ -186,13 +175,8 @@ class GroupPlan:
     def divide(self, shape: ModelShape, facts: InstanceFacts, entries: Mapping[int, Mapping[int, Entry]]) -> None:
         """Divide the layers, and choose the requests that keep their KV: the oldest, as far as there is room.
 
-        Args:
-            shape: Of the model.
-            facts: Of any member; the used ones are equal in all.
-            entries: Requests that are placed on members, by epoch and ticket.
-
-        Raises:
-            UserError: There are fewer layers than members.
+        ``facts`` may be any member's. ``entries`` are requests on members, by epoch and ticket. Raises ``UserError`` if
+        there are fewer layers than members.
         """
         reports = [self.report_of(place) for place in range(len(self.epochs))]
         layer_block_bytes = 2 * shape.kv_size * DTYPE_BYTES[facts.dtype] * facts.block_tokens

@@ -37,14 +37,10 @@ class _Fetch:
 
 
 class Fetches:
-    """Progress of the copies of several requests.
+    """Progress of the copies of several requests, each with its copying members and the one that resumes it.
 
-    A request's blocks are reused only when every member that copies into them has answered, whether or not the
-    request is still live: a late write would corrupt another request's KV.
-
-    Args:
-        sources: For each request, oldest first: epochs of the members that copy its KV, and that of the member that
-            resumes it.
+    A request's blocks are reused only when every member that copies into them has answered, whether or not the request
+    is still live: a late write would corrupt another request's KV.
     """
 
     def __init__(self, sources: Mapping[int, tuple[set[int], int]]) -> None:
@@ -71,11 +67,9 @@ class Fetches:
         return fetch is not None
 
     def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
-        """A member has copied a request's KV, or failed to.
+        """A member has copied a request's KV, or failed to. None if this answer was not awaited.
 
-        Returns:
-            The outcome of the request (None: other members have still to answer), and the epoch of the member that
-            resumes it. None if this answer was not awaited.
+        Returns the outcome (None: others have still to answer), and the epoch of the member that resumes the request.
         """
         fetch = self._fetches.get(request)
         if fetch is None or epoch not in fetch.epochs:
@@ -91,14 +85,9 @@ class Fetches:
 
 
 class Group:
-    """One group, under a unique number.
+    """One group, under a unique number. Its first member, at place 0, leads.
 
-    Attributes:
-        number: The group's number.
-        epochs: Of its members, by place; the first is the leader.
-        state: Its state.
-        old: Groups that it takes in when it drops layers; they live until then.
-        fetches: Requests whose KV is copied between members, or will be.
+    ``old`` are groups that it takes in when it drops layers; they live until then.
     """
 
     def __init__(self, number: int, epochs: tuple[int, ...], old: tuple[Group, ...] = ()) -> None:
@@ -139,10 +128,7 @@ class Group:
     def take(self, event: GroupEvent) -> list[Order] | None:
         """Apply an event. The orders of the state that it leads to; None if the event is stale.
 
-        A state in which nothing is to be copied is left at once.
-
-        Raises:
-            InvariantError: The event is impossible.
+        A state in which nothing is to be copied is left at once. Raises ``InvariantError`` if the event is impossible.
         """
         after = advance(self.state, event)
         if after is None:
@@ -180,11 +166,7 @@ class Group:
         return outcome, [self.order(owner, kind, (request,)), *self._end_fetches()]
 
     def expect(self, state: GroupState) -> None:
-        """Check that the group is in ``state`` and awaits no answer.
-
-        Raises:
-            InvariantError: The group is in another state, or answers are missing.
-        """
+        """Raise ``InvariantError`` unless the group is in ``state`` and awaits no answer."""
         if self.state is not state or self.awaited:
             raise InvariantError(f"group {self.number} is {self.state}, awaiting {list(self.awaited)}, not {state}")
 
@@ -240,11 +222,7 @@ MIN_MEMBERS, MAX_MEMBERS = 2, 4
 
 
 def check_members(epochs: Sequence[int]) -> None:
-    """Check that a group may have so many instances, each named once.
-
-    Raises:
-        UserError: They are not, or one is named twice.
-    """
+    """Raise ``UserError`` unless a group may have so many instances, each named once."""
     if not MIN_MEMBERS <= len(epochs) <= MAX_MEMBERS or len(set(epochs)) < len(epochs):
         raise UserError(f"a group has {MIN_MEMBERS} to {MAX_MEMBERS} different instances: name so many")
 
@@ -252,13 +230,7 @@ def check_members(epochs: Sequence[int]) -> None:
 def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -> int:
     """Most tokens of a request in a group of these instances: the least of what each can hold alone.
 
-    Args:
-        roster: Of the router.
-        epochs: Of the instances.
-        num_layers: Of the model.
-
-    Raises:
-        UserError: They cannot be a group.
+    Raises ``UserError`` if they cannot be a group.
     """
     check_members(epochs)
     facts = []
@@ -298,8 +270,7 @@ class GroupTable:
     def find_old(self, epochs: Sequence[int]) -> list[Group]:
         """The groups that a new group of these instances, each named once, would take in.
 
-        Raises:
-            UserError: One of them is in the middle of a change, or has members that are not in ``epochs``.
+        Raises ``UserError`` if one is in the middle of a change, or has members that are not in ``epochs``.
         """
         found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
         for group in found.values():
@@ -316,8 +287,7 @@ class GroupTable:
     def prepare(self, epochs: Sequence[int]) -> Change:
         """Begin a group of these instances, the leader first.
 
-        Raises:
-            UserError: They are too few or too many; or as ``find_old``.
+        Raises ``UserError`` as ``check_members`` and ``find_old``.
         """
         check_members(epochs)
         group = Group(self._next_number, tuple(epochs), tuple(self.find_old(epochs)))
@@ -328,10 +298,8 @@ class GroupTable:
     def drop(self, number: int, copiers: Mapping[int, Collection[int]]) -> Change:
         """Let the members drop parameters; all have confirmed.
 
-        Args:
-            number: Of the group.
-            copiers: For each handed-over request that keeps its KV, oldest first: epochs of the members that copy some
-                of it, one at least. Others have their layers of it in place.
+        ``copiers`` has, for each handed-over request that keeps its KV, oldest first, epochs of the members that copy
+        some of it, one at least. Others have their layers of it in place.
 
         Raises:
             InvariantError: A member has not confirmed, or a request is copied by no member, or by others.
@@ -348,11 +316,7 @@ class GroupTable:
         return None if group is None else self._end(group, GroupEvent.CANCELLED, None)
 
     def restore(self, number: int) -> Change:
-        """Begin to restore a group.
-
-        Raises:
-            UserError: There is no such group, or it is in the middle of a change.
-        """
+        """Begin to restore a group. Raises ``UserError`` if there is none, or it is in the middle of a change."""
         group = self._groups.get(number)
         if group is None:
             raise UserError(f"there is no group {number}: ask for the groups that there are")
@@ -368,13 +332,8 @@ class GroupTable:
     def adopt(self, number: int, homes: Mapping[int, int]) -> Change:
         """Let each request's KV be collected by the member that resumes it; all members serve alone again.
 
-        Args:
-            number: Of the group.
-            homes: For each request that the leader has handed over and that keeps its KV, oldest first: that member's
-                epoch.
-
-        Raises:
-            InvariantError: A member has not returned, or a home is no member.
+        ``homes`` has that member's epoch for each handed-over request that keeps its KV, oldest first. Raises
+        ``InvariantError`` if a member has not returned, or a home is no member.
         """
         group = self._expect(number, GroupState.RETURNING, {request: (home,) for request, home in homes.items()})
         group.fetches = collection_of(homes)
@@ -475,11 +434,7 @@ class GroupTable:
         return Change(group, tuple(orders), entered, ended, lost)
 
     def check_integrity(self) -> None:
-        """Check that no epoch is in two groups, except a group under preparation and one that it takes in.
-
-        Raises:
-            InvariantError: An epoch is in two other groups.
-        """
+        """Raise ``InvariantError`` if an epoch is in two groups, except one in preparation and one that it takes in."""
         old = {one.number for group in self._groups.values() for one in group.old}
         members = [epoch for group in self._groups.values() if group.number not in old for epoch in group.epochs]
         if len(members) != len(set(members)):

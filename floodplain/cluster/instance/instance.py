@@ -62,8 +62,7 @@ class Dialer:
 
     Args:
         member: The member, not yet started; ``run`` closes it.
-        host: The router's host, and
-        port: its port.
+        host: The router's host; it listens on ``port``.
         token: The token that the router admits.
         drain_timeout_s: How long requests may run once the process is to stop.
     """
@@ -166,15 +165,7 @@ class Shared(Protocol):
 class Replica:
     """A ``Member`` with a whole model.
 
-    Args:
-        engine: The engine, not yet started.
-        shared: What it shares with other instances; None: nothing.
-        open_role: Makes its role in a session.
-        can_drop: As in ``Hello``, like ``can_move``.
-
-    Attributes:
-        engine: As above.
-        shared: As above.
+    ``engine`` is not yet started; ``shared`` is what it shares with other instances, None: nothing.
     """
 
     def __init__(

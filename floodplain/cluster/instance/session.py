@@ -50,12 +50,8 @@ ROUTER_SILENCE_S = 10.0
 class Role:
     """What an instance does in a session beside its requests. This base takes no orders: a whole instance.
 
-    Args:
-        session: The session.
-
-    Attributes:
-        peers: The instances without which the session cannot go on, for the log: their loss ends the session. Empty:
-            there are none, and any failure ends the process.
+    ``peers`` names, for the log, the instances without which the session cannot go on: their loss ends the session.
+    Empty: there are none, and any failure ends the process.
     """
 
     peers = ""
@@ -67,8 +63,7 @@ class Role:
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Take a message of the session's epoch. False: it is none of this role's orders.
 
-        Raises:
-            WireError: The order is malformed.
+        Raises ``WireError`` if the order is malformed.
         """
         return False
 
@@ -92,15 +87,7 @@ class Role:
 class Session:
     """One session under one epoch. Nothing of it is left when ``run`` returns.
 
-    Args:
-        link: To the router.
-        welcome: The router's answer to the hello.
-        engine: The started engine; None: there is none yet.
-        open_role: Makes the role.
-
-    Attributes:
-        epoch: The epoch.
-        engine: The engine to which requests are submitted; a role may change it.
+    ``engine``, to which requests are submitted, is started; None: there is none yet. A role may change it.
     """
 
     def __init__(
@@ -124,11 +111,9 @@ class Session:
         self._role = open_role(self)
 
     async def run(self, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve until the connection ends, or until this process is to stop and its requests have ended.
+        """Serve until the connection ends, or until ``is_stopping`` is set and the requests have ended.
 
-        Args:
-            is_stopping: Set when this process is to stop.
-            drain_timeout_s: How long requests may still run then.
+        They get ``drain_timeout_s`` seconds; then they are aborted.
         """
         try:
             await self._serve(is_stopping, drain_timeout_s)

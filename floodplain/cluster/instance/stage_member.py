@@ -33,14 +33,7 @@ LINK_HOST = "127.0.0.1"
 
 
 class StageMember:
-    """A ``Member`` that holds some of the model's layers.
-
-    Args:
-        stage: The loaded stage; ``close`` closes it.
-        place: Its number, from 0.
-        num_stages: Of the pipeline.
-        rule: How the leader divides work.
-    """
+    """A ``Member`` that holds the layers of stage ``place``, from 0; ``rule`` says how the leader divides work."""
 
     def __init__(self, stage: Stage, place: int, num_stages: int, rule: MicrobatchRule) -> None:
         self.stage, self.place, self.num_stages, self.rule = stage, place, num_stages, rule
@@ -81,17 +74,10 @@ class StageMember:
 
 
 def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
-    """Load a stage.
+    """Load the stage ``place``, from 0.
 
-    Args:
-        config: The engine flags.
-        place: Its number, from 0.
-        num_stages: Of the pipeline.
-        split: As ``MicrobatchRule.split``.
-        step_profile: File of measured step times (``read_price``); None: the price follows from the model's shape.
-
-    Raises:
-        UserError: As ``build_stage`` and ``read_price``.
+    Without a ``step_profile`` (``read_price``) the price follows from the model's shape. Raises ``UserError`` as
+    ``build_stage`` and ``read_price``.
     """
     price = None if step_profile is None else read_price(step_profile)
     stage = build_stage(config, place, num_stages)
@@ -110,7 +96,7 @@ class _StageRole(Role):
         self._stage: PipelineStage | None = None
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Take the first ``Form``; see ``Role.take``."""
+        """Take the first ``Form``."""
         if not isinstance(message, Form) or self._stage is not None:
             return False
         check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
@@ -123,24 +109,16 @@ class _StageRole(Role):
         return True
 
     def meter(self) -> StepMeter | None:
-        """The step meter of the stage's thread, or of the leader's engine."""
         return None if self._stage is None else self._stage.meter
 
     def find_failure(self) -> BaseException | None:
-        """The exception that ended the stage's thread or the leader's engine; None if there is none."""
         return None if self._stage is None else self._stage.failure
 
     async def end(self) -> None:
-        """Close the links, the stage's thread and the engine."""
         if self._stage is not None:
             await self._stage.close()
 
     async def _form(self, stage: PipelineStage, form: Form) -> None:
-        """Link with both neighbours, and start to compute.
-
-        Raises:
-            PeerLost: A neighbour cannot be reached.
-        """
         own = self._member.stage
         await stage.open(partial(own.make_runner, form.max_model_len), partial(own.make_ledger, form.num_blocks))
         self._session.engine = stage.engine

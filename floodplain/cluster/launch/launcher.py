@@ -27,22 +27,14 @@ MAX_FAILED_STARTS = 5
 
 
 class Restarts:
-    """The restarts of one slot: delays double, and failed starts in a row are bounded.
-
-    Attributes:
-        num_failed: Failed starts in a row.
-    """
+    """The restarts of one slot: delays double, and failed starts in a row (``num_failed``) are bounded."""
 
     def __init__(self) -> None:
         self.num_failed = 0
         self._num_short = 0
 
     def next_delay_s(self, served_s: float | None) -> float | None:
-        """Count an end; the seconds until the restart, or None: no restart.
-
-        Args:
-            served_s: How long it served; None if it never did.
-        """
+        """The seconds until the restart after an end; None: no restart. ``served_s`` is None if it never served."""
         self.num_failed = self.num_failed + 1 if served_s is None or served_s < SETTLED_S else 0
         if self.num_failed >= MAX_FAILED_STARTS:
             return None
@@ -74,13 +66,7 @@ class Processes(Protocol):
     async def run(self, slot: int, address: str, token: str) -> Ending:
         """Start a slot's process, and return when it has ended; its log goes to our standard error.
 
-        Args:
-            slot: The slot; it has no process.
-            address: Of the router.
-            token: The token with which it joins.
-
-        Raises:
-            OSError: It cannot be started.
+        The slot has no process. Raises ``OSError`` if the process cannot be started.
         """
         ...
 
@@ -96,9 +82,8 @@ class Processes(Protocol):
 class Lost(NamedTuple):
     """How a session of a slot's instance ended.
 
-    Attributes:
-        words: Why; empty for ``left``, ``pipeline`` and ``group``: the reason is elsewhere.
-        served_s: Seconds for which it served, up to its last message; None if it never served.
+    ``words`` is empty for ``left``, ``pipeline`` and ``group``: the reason is elsewhere. ``served_s`` are the seconds
+    for which it served, up to its last message; None if it never served.
     """
 
     words: str
@@ -178,13 +163,10 @@ class Launcher:
         self._on_change()
 
     def note_lost(self, slot: int, why: str, silent_s: float) -> None:
-        """The session of the slot's instance ended, after ``silent_s`` seconds without a message.
+        """The session of the slot's instance ended, ``silent_s`` seconds after its last message.
 
-        Args:
-            slot: Of the instance.
-            why: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; any other is not the
-                reason itself.
-            silent_s: Seconds since its last message.
+        ``why``: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; any other is not the
+        reason.
         """
         served_s, words = self._count_served_s(slot), "it hung up" if why == "hung_up" else ""
         self.serving.discard(slot)

@@ -17,14 +17,10 @@ END_TIMEOUT_S = 5.0
 
 
 def read_token(source: str) -> str:
-    """The token of an instance.
+    """The token of an instance, from a file of secrets, or for ``-`` from the first line of standard input.
 
-    Args:
-        source: A file of secrets, or ``-``: the first line of standard input. This process then exits when standard
-            input ends, and with the process that started it.
-
-    Raises:
-        UserError: There is none, or others may read the file.
+    With ``-``, this process exits when standard input ends, and with the process that started it. Raises ``UserError``
+    if there is no token, or others may read the file.
     """
     if source != "-":
         return read_secret(Path(source), "instance token file")

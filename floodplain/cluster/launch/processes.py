@@ -49,11 +49,7 @@ class Ending(NamedTuple):
 
 
 class LastWords:
-    """The reason of a process's end from its log: its complaint if there is one, else its last line.
-
-    Args:
-        slot: Of the process.
-    """
+    """The reason of a process's end from its log: its complaint if there is one, else its last line."""
 
     def __init__(self, slot: int) -> None:
         self._slot = slot
@@ -76,11 +72,7 @@ END_TIMEOUT_S = 10.0
 
 
 class Child:
-    """A running process. Everything is called on the event loop, and so the thread, that started it.
-
-    Args:
-        process: With pipes for standard input and error.
-    """
+    """A running process. Everything is called on the event loop, and so the thread, that started it."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -89,16 +81,9 @@ class Child:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], token: str, folder: Path | None = None
     ) -> Child:
-        """Start a process, and send it its token.
+        """Start a process with only these variables, and send it its token, the first line of its standard input.
 
-        Args:
-            command: The program and its arguments.
-            environment: All of its variables.
-            token: The first line of its standard input.
-            folder: Its working directory; None: this process's.
-
-        Raises:
-            OSError: The system cannot start another process.
+        Its working directory is ``folder``; None: this process's. Raises ``OSError`` if it cannot be started.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -148,12 +133,7 @@ class Child:
 
 
 class LocalProcesses:
-    """``Processes`` on this machine. Everything is called on one event loop.
-
-    Args:
-        commands: For each slot, without the address.
-        environment: Environment variables of all processes.
-    """
+    """``Processes`` on this machine; the commands, one a slot, lack the address. All calls are on one event loop."""
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
         self._commands = [tuple(command) for command in commands]
@@ -166,7 +146,7 @@ class LocalProcesses:
         return len(self._commands)
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
-        """Start a slot's process as a child; see ``Processes.run``."""
+        """Start a slot's process as a child."""
         child = await Child.start([*self._commands[slot], "--join", address], self._environment, token)
         self._children[slot] = child
         words = LastWords(slot)

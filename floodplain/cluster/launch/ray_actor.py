@@ -51,8 +51,7 @@ class Keeper:
     async def watch(self, order: Order) -> tuple[list[str], int | None]:
         """The next lines of the process's log, or its exit status once it has ended. Starts it if there is none.
 
-        Raises:
-            OSError: The process cannot be started.
+        Raises ``OSError`` if the process cannot be started.
         """
         async with self._lock:  # Ray may repeat a call whose answer was lost
             if self._child is None or self._reader is None:

@@ -48,8 +48,7 @@ _LOCAL_VARIABLES = {
 def open_actors(setup: RaySetup) -> list[Any]:
     """Connect to Ray, and place an actor for each slot.
 
-    Raises:
-        UserError: Ray cannot be reached, refuses the token, or has no room; the message is one line.
+    Raises ``UserError``, in one line, if Ray cannot be reached, refuses the token, or has no room.
     """
     _use_token(setup)  # before the first import, at which Ray reads it
 
@@ -183,12 +182,7 @@ MOST_LINE_BYTES = 2**20
 
 
 class Driver:
-    """Orders and events between the router and the actors.
-
-    Args:
-        actors: The actor of each slot.
-        events: The stream of events, which the router reads.
-    """
+    """Orders and events between the router, which reads ``events``, and the actor of each slot."""
 
     def __init__(self, actors: list[Any], events: IO[str]) -> None:
         self._actors = actors

@@ -36,11 +36,7 @@ _SENT = ("OMP_NUM_THREADS", "FLOODPLAIN_")
 
 
 class DriverLink:
-    """A running driver process. Everything is called on one event loop.
-
-    Args:
-        process: With pipes for standard input and output.
-    """
+    """A running driver process. Everything is called on one event loop."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -51,11 +47,7 @@ class DriverLink:
 
     @classmethod
     async def start(cls, setup: RaySetup, environment: Mapping[str, str]) -> DriverLink:
-        """Start a driver, and return when its actors are placed.
-
-        Raises:
-            OSError: They cannot be placed; the message is one line.
-        """
+        """Start a driver, and return when its actors are placed. Raises ``OSError``, in one line, if they cannot be."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _DRIVER,
             stdin=PIPE,
@@ -146,11 +138,7 @@ _LOST = Ending(-1, "the process that speaks to Ray has ended")
 
 
 def check_ray() -> None:
-    """Raise if Ray is not installed, or too old to authenticate.
-
-    Raises:
-        UserError: Ray is missing or too old; the message says what to install.
-    """
+    """Raise ``UserError`` if Ray is not installed, or too old to authenticate; it says what to install."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -169,7 +157,6 @@ class RayProcesses:
     Args:
         commands: For each slot, without the address; another machine uses its own Python interpreter.
         environment: Of the driver. Instances get ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it.
-        setup: What Ray is to place.
 
     Raises:
         UserError: Ray is not installed, or has no authentication yet.
@@ -190,7 +177,7 @@ class RayProcesses:
         return len(self._arguments)
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
-        """Start a slot's process on the cluster; see ``Processes.run``."""
+        """Start a slot's process on the cluster."""
         link = await self._connect()
         order = {
             "arguments": [*self._arguments[slot], "--join", address],

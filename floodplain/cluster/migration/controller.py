@@ -53,10 +53,8 @@ STEP_TIMEOUT_S = 30.0
 class MigrationCounts:
     """Counters of migrations; they only grow.
 
-    Attributes:
-        num_ended: Migrations, by ``MigrationResult``.
-        downtime_s: Total time from the order to stop a request to the order to resume it, or to its recomputation.
-        num_tokens: Tokens whose KV moved.
+    ``downtime_s`` is the total time from the order to stop a request to the order to resume it, or to its
+    recomputation; ``num_tokens`` are tokens whose KV moved.
     """
 
     num_ended: Counter[str] = field(default_factory=Counter)
@@ -82,13 +80,8 @@ class MigrationController:
     """The migrations of a router. Everything is called on the router's event loop.
 
     Args:
-        table: Requests and instances.
         send: Sends a message, and integers beside it, to the instance of an epoch.
         place: Places requests that wait.
-
-    Attributes:
-        migrations: Migrations under way.
-        counts: Counters of ended ones.
     """
 
     def __init__(
@@ -105,8 +98,7 @@ class MigrationController:
     def move_one(self, source: int, target: int) -> int:
         """Begin to migrate the shortest request that runs on ``source``. The migration's number.
 
-        Raises:
-            UserError: These instances cannot take part, or ``source`` runs no request that can move.
+        Raises ``UserError`` if these instances cannot take part, or ``source`` runs no request that can move.
         """
         name_of = self._table.roster.name_of
         for epoch in (source, target):
@@ -171,8 +163,7 @@ class MigrationController:
     def take(self, message: MigrationAnswer, integers: Sequence[int]) -> None:
         """Apply an instance's answer; answers of a migration that is over are ignored.
 
-        Raises:
-            WireError: The sender has no part in the migration, or the answer is invalid.
+        Raises ``WireError`` if the sender has no part in the migration, or the answer is invalid.
         """
         trip, one = self._trips.get(message.number), self.migrations.get(message.number)
         if trip is None or one is None:

@@ -47,11 +47,7 @@ T = TypeVar("T")
 
 
 class HeldKvStore:
-    """A ``bulk.stores.Store`` of blocks that are held for migrations. Part: a layer; indices: blocks.
-
-    Args:
-        pool: The KV pool with the blocks.
-    """
+    """A ``bulk.server.Store`` of blocks of a pool that are held for migrations. Part: a layer; indices: blocks."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -95,13 +91,7 @@ def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future
 
 
 class SourceEnd:
-    """One migration at the source: the instance that has the request.
-
-    Args:
-        engine: Of the instance.
-        store: The blocks that other instances may read.
-        request: The request, as it was submitted to the engine.
-    """
+    """One migration of ``request`` at the source: the instance that has it. Others may read the blocks in ``store``."""
 
     def __init__(self, engine: AsyncEngine, store: HeldKvStore, request: Request) -> None:
         self._engine, self._store = engine, store
@@ -148,13 +138,7 @@ class SourceEnd:
 
 
 class TargetEnd:
-    """One migration at the target: the instance that is to resume the request.
-
-    Args:
-        engine: Of the instance.
-        pool: The instance's KV pool.
-        secret: The secret that the source admits.
-    """
+    """One migration at the target: the instance that is to resume the request. The source admits ``secret``."""
 
     def __init__(self, engine: AsyncEngine, pool: KVPool, secret: bytes) -> None:
         self._engine, self._pool = engine, pool
@@ -193,14 +177,9 @@ class TargetEnd:
 class Movable:
     """The KV that other instances copy in a migration, and the server from which they copy it.
 
-    Args:
-        pool: The engine's KV pool.
-        host: The address at which other instances reach this process.
-
     Attributes:
-        pool: As above.
         store: The blocks of the pool that others may read.
-        bulk: The server of the store.
+        bulk: The server of the store, on the address ``host``.
         bulk_gate: Called before each chunk that is sent to another instance; it returns when the chunk may be sent.
     """
 
@@ -220,14 +199,9 @@ class Movable:
 
 
 def open_movable(config: EngineConfig, router_host: str) -> Replica:
-    """Load a model into an instance whose requests can migrate.
+    """Load a model into an instance whose requests can migrate. Raises ``UserError`` as ``open_engine``.
 
-    Args:
-        config: The engine flags.
-        router_host: The router's host: its network is the one over which other instances reach this one.
-
-    Raises:
-        UserError: As ``open_engine``.
+    Other instances reach this one by the network of ``router_host``.
     """
     opened = open_engine(config)
     try:
@@ -239,13 +213,7 @@ def open_movable(config: EngineConfig, router_host: str) -> Replica:
 
 
 class MigrationRole(Role):
-    """Executes migration orders, as source or target.
-
-    Args:
-        session: The session.
-        engine: The started engine.
-        movable: Its KV.
-    """
+    """Executes migration orders, as source or target."""
 
     def __init__(self, session: Session, engine: AsyncEngine, movable: Movable) -> None:
         super().__init__(session)
@@ -265,7 +233,7 @@ class MigrationRole(Role):
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Execute a migration order; see ``Role.take``."""
+        """Execute a migration order."""
         if not isinstance(message, MigrationOrder):
             return False
         taken = self._session.streams.get(message.submit.ticket) if isinstance(message, GoOn) else None

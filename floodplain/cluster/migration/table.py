@@ -64,15 +64,11 @@ class Migration:
     """One migration of one request.
 
     Attributes:
-        number: Unique number of the migration.
         request: The router's number of the request.
-        source: Epoch of the source; None once its session has ended.
-        target: Epoch of the target; None once its session has ended.
-        state: See the module.
-        num_copied: Leading blocks that the target has, and
-        num_copying: how many it is copying now.
+        source: Epoch of the source; None once its session has ended. ``target`` likewise.
+        num_copied: Leading blocks that the target has; it is copying ``num_copying`` more.
         num_stages: Copies that began while the request ran.
-        result: The result; None until the migration is over.
+        result: None until the migration is over.
     """
 
     number: int

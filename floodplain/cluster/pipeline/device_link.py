@@ -35,20 +35,19 @@ MAX_SENT = 16
 class Link(Protocol):
     """One end of a connection between two stages.
 
-    Attributes:
-        carries_tensors: Whether ``Frame.tensor`` is sent; if False, activations are raw bytes of the frame.
+    If ``carries_tensors``, ``Frame.tensor`` is sent; else activations are raw bytes of the frame.
     """
 
     carries_tensors: bool
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; see ``StageLink.send``."""
+        """Send a frame."""
 
     def recv(self) -> Frame:
-        """The next frame; see ``StageLink.recv``."""
+        """The next frame."""
 
     def close(self) -> None:
-        """Close the link; see ``StageLink.close``."""
+        """Close the link."""
 
 
 class PairGroup:
@@ -68,8 +67,7 @@ class PairGroup:
     def send(self, x: torch.Tensor) -> None:
         """Start to send a tensor; block on the oldest transfer while ``MAX_SENT`` may be unfinished.
 
-        Raises:
-            PeerLost: A transfer failed.
+        Raises ``PeerLost`` if a transfer failed.
         """
         try:
             while len(self._sent) >= MAX_SENT:
@@ -82,8 +80,7 @@ class PairGroup:
     def recv(self, x: torch.Tensor) -> None:
         """Fill a contiguous tensor of exactly as many bytes as the peer sends; they are there on return.
 
-        Raises:
-            PeerLost: The transfer failed.
+        Raises ``PeerLost`` if the transfer failed.
         """
         try:
             self._backend.recv([x], self._peer, 0).wait(self._timeout)
@@ -99,13 +96,9 @@ class PairGroup:
 
 
 class DeviceLink:
-    """One end of a link whose activations do not pass through host memory.
+    """One end of a link whose activations go by ``group``, all else by ``link``, which is closed with this object.
 
-    Args:
-        link: Carries everything else; closed with this object.
-        group: Carries activations.
-        limits: Bounds on the shape and dtype of activations.
-        device: The device on which they arrive.
+    ``limits`` bound the shape and dtype of activations, which arrive on ``device``.
     """
 
     carries_tensors = True
@@ -116,11 +109,7 @@ class DeviceLink:
         self._watch.start()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame, then start to send its tensor.
-
-        Raises:
-            PeerLost: The link has ended, or a transfer failed.
-        """
+        """Send a frame, then start to send its tensor. Raises ``PeerLost`` if the link ended or a transfer failed."""
         x = frame.tensor
         if x is None:
             self._link.send(frame)
@@ -131,8 +120,7 @@ class DeviceLink:
     def recv(self) -> Frame:
         """The next frame, with its tensor on this device.
 
-        Raises:
-            PeerLost: The link has ended, a transfer failed, or the tensor does not have the shape of activations.
+        Raises ``PeerLost`` if the link ended, a transfer failed, or the tensor does not have the shape of activations.
         """
         frame = self._link.recv()
         shape = frame.body.pop("tensor", None)
@@ -174,12 +162,7 @@ SENDER, RECEIVER = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class EndFacts:
-    """The facts of one end of a link.
-
-    Attributes:
-        device: The GPU's UUID; empty on a CPU.
-        has_nccl: Whether its torch has NCCL.
-    """
+    """The facts of one end of a link: the GPU's UUID, empty on a CPU, and whether its torch has NCCL."""
 
     device: str
     has_nccl: bool
@@ -206,8 +189,7 @@ def choose_backend(one: EndFacts, other: EndFacts) -> str | None:
 def introduce(link: StageLink, device: torch.device) -> None:
     """Send the facts of this end, as the first frame. Both ends do this before either calls ``choose_link``.
 
-    Raises:
-        PeerLost: The link has ended.
+    Raises ``PeerLost`` if the link has ended.
     """
     link.send(Frame(asdict(describe_end(device))))
 
@@ -220,10 +202,7 @@ def choose_link(
     Args:
         link: Just opened, and ``introduce``d.
         rank: ``SENDER`` or ``RECEIVER`` of activations.
-        limits: Bounds on the shape and dtype of activations.
-        device: Of this stage.
         host: The address of the receiver at which the sender reaches it.
-        choose: Chooses the backend.
 
     Raises:
         PeerLost: The link has ended, the other end breaks the protocol, or no process group can be made.

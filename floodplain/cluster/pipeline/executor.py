@@ -28,16 +28,7 @@ Busy = Callable[[], AbstractContextManager[None]]
 class PipelineExecutor:
     """An ``Executor``: runs the first stage itself, sends activations on, and gets tokens from the last stage.
 
-    Args:
-        runner: Of the first stage.
-        outbound: To the second stage.
-        inbound: From the last one.
-        limits: What plans may name.
-        clock: Monotonic seconds.
-        busy: Entered while the stage computes.
-
-    Attributes:
-        meter: The engine's step meter; it is idle while other stages compute.
+    ``busy`` is entered while the stage computes; ``meter`` is idle while other stages compute.
     """
 
     def __init__(
@@ -60,8 +51,7 @@ class PipelineExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Run the first stage on a plan, and send its activations on. The stage has run when this returns.
 
-        Raises:
-            PeerLost: Another stage has ended.
+        Raises ``PeerLost`` if another stage has ended.
         """
         begin_s = self._clock()
         if not self._under_way:
@@ -77,8 +67,7 @@ class PipelineExecutor:
     def collect(self) -> StepResult:
         """Wait for the tokens of the oldest plan that was not collected.
 
-        Raises:
-            PeerLost: Another stage has ended.
+        Raises ``PeerLost`` if another stage has ended.
         """
         plan = self._under_way.popleft()
         with self.meter.waiting():
@@ -115,16 +104,8 @@ class PipelineExecutor:
 class StageWorker:
     """Runs a stage behind the first on its own thread: receives plans, runs its layers, sends the result on.
 
-    Args:
-        runner: Of the stage.
-        inbound: From the stage before.
-        outbound: To the next one; of the last one to the first.
-        limits: What plans may name.
-        clock: Monotonic seconds.
-        busy: Entered while the stage computes.
-
     Attributes:
-        limits: As above; may be changed between two plans.
+        limits: What plans may name; may be changed between two plans.
         meter: Counts steps that began and ended; it is idle while other stages compute.
         failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
     """

@@ -20,13 +20,7 @@ from floodplain.core.errors import InvariantError
 
 @dataclass(eq=False, slots=True)
 class Pipeline:
-    """One pipeline, from its formation to its end.
-
-    Attributes:
-        number: The pipeline's number.
-        epochs: Of its members, by stage; the first is the leader, on which requests are placed.
-        linked: Epochs of members that are linked with both neighbours.
-    """
+    """One pipeline: its members by stage, the leader first, and those that are linked with both neighbours."""
 
     number: int
     epochs: tuple[int, ...]
@@ -39,11 +33,7 @@ class Pipeline:
 
 
 class PipelineTable:
-    """The joined stages, and the pipelines that they form.
-
-    Args:
-        num_stages: Stages of each pipeline.
-    """
+    """The joined stages, and the pipelines that they form."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -59,8 +49,7 @@ class PipelineTable:
     def join(self, epoch: int, stage: int) -> int | None:
         """A stage joined, under a new epoch.
 
-        Returns:
-            The epoch of an older instance of the same stage, perhaps silent, whose session must end; None if none.
+        The epoch of an older instance of it, whose session must end; None if none.
         """
         older = self._gathered.get(stage)
         self._gathered[stage] = epoch
@@ -94,11 +83,7 @@ class PipelineTable:
         return [other for pipeline in ended for other in reversed(pipeline.epochs) if other != epoch]
 
     def check_integrity(self) -> None:
-        """Check that no epoch is in two places.
-
-        Raises:
-            InvariantError: One is.
-        """
+        """Raise ``InvariantError`` if an epoch is in two places."""
         placed = [*self._gathered.values(), *(epoch for one in self._pipelines.values() for epoch in one.epochs)]
         if len(placed) != len(set(placed)):
             raise InvariantError("a stage is in two pipelines, or in one and waiting for one")
@@ -110,14 +95,7 @@ logger = logging.getLogger(__name__)
 class Forming:
     """Forms pipelines of a roster's instances.
 
-    Args:
-        num_stages: Of each pipeline.
-        roster: The instances.
-        send: Sends a message to the instance of an epoch.
-
-    Attributes:
-        table: The stages that joined, and the pipelines whose stages were told to link.
-        max_model_len: Most tokens of a request in the last pipeline that was linked; None before the first.
+    ``max_model_len`` is that of the last pipeline that was linked, in tokens; None before the first.
     """
 
     def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
@@ -128,8 +106,7 @@ class Forming:
     def join(self, instance: Instance) -> int | None:
         """A stage joined; if none is missing now, all are told to link.
 
-        Returns:
-            The epoch of an older instance of the same stage, whose session must end; None if there is none.
+        Returns the epoch of an older instance of the same stage, whose session must end; None if there is none.
         """
         assert instance.stage is not None
         older = self.table.join(instance.epoch, instance.stage.stage)
@@ -170,11 +147,7 @@ class Forming:
 def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, forming: Forming | None) -> str | None:
     """Why an instance is refused, and what to change; None if it is admitted.
 
-    Args:
-        hello: Its first message.
-        slot: Its slot; None if it was started elsewhere.
-        first: The facts that all instances must match; None for the first instance.
-        forming: The router's pipelines; None if it has none.
+    ``slot`` is None if it was started elsewhere, ``first`` if no instance has joined, ``forming`` without pipelines.
     """
     stage, first = hello.stage, first or hello.facts
     if stage is None:

@@ -43,12 +43,9 @@ class PipelineStage:
     """A stage of one pipeline: the leader's engine, or a thread that runs the layers of another stage.
 
     Args:
-        parts: The parts of the stage.
         listener: The socket to which the stage before connects; it stays open.
         order: The router's order: number and secret of the pipeline, address of the next stage.
         place: Of this stage, from 0; the first stage leads.
-        num_stages: Of the pipeline.
-        limits: What plans may name.
         rule: How the leader divides work over microbatches.
         busy: Entered while the stage computes.
 
@@ -101,7 +98,6 @@ class PipelineStage:
         """Link with both neighbours, and start to compute.
 
         Args:
-            make_runner: Makes what runs the stage's layers.
             make_ledger: Makes the ledger of the leader's blocks. Called on another thread, so that beats continue.
             on_engine: Called with the leader's engine before it starts.
 
@@ -189,8 +185,7 @@ def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanL
 def read_price(step_profile: Path) -> ChunkPrice:
     """The cost of chunks from a step profile of one engine. The ratios are taken to be those of a stage.
 
-    Raises:
-        UserError: The profile cannot be read, or is of another kind.
+    Raises ``UserError`` if the profile cannot be read, or is of another kind.
     """
     return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
 
@@ -203,16 +198,7 @@ def make_engine(
     num_stages: int,
     rule: MicrobatchRule,
 ) -> Engine:
-    """The engine of a pipeline that was just linked; without requests or cached prefixes.
-
-    Args:
-        stage: The parts of the first stage.
-        ledger: Of the pipeline's blocks.
-        executor: Over all stages; the engine closes it.
-        limits: Of the pipeline.
-        num_stages: Of the pipeline.
-        rule: How work is divided over microbatches.
-    """
+    """The engine of a pipeline that was just linked; without requests or cached prefixes. It closes the executor."""
     config = stage.config
     loop_config = LoopConfig(
         max_model_len=limits.max_model_len,
