@@ -11,8 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing
 from floodplain.observe.terminal import complain
 from floodplain.server.auth import read_keys
-from floodplain.web.client import USUAL, AnswerLimits, ask_now
-from floodplain.web.exchange import NoAnswer, NoServer
+from floodplain.web.client import USUAL, AnswerLimits, NoAnswer, NoServer, ask_now
 
 T = TypeVar("T")
 

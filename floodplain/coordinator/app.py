@@ -25,10 +25,9 @@ from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.lending.wire import EncodedAnswer, EncodedReply, Listing, News, encode_replies
-from floodplain.web.bodies import parse_model
+from floodplain.web.bodies import READERS, JsonRoute, parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
-from floodplain.web.json_routes import READERS, JsonRoute
 from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames, expect_json
 from floodplain.web.scrape import scrape
 from floodplain.web.workers import Workers

@@ -14,8 +14,7 @@ from floodplain.core.groups import GroupState
 from floodplain.files.parsing import parse_json
 from floodplain.observe.polling import polling
 from floodplain.observe.scraped import Scraped
-from floodplain.web.client import AnswerLimits, HttpClient
-from floodplain.web.exchange import NoAnswer
+from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer
 
 PERIOD_S = 0.25
 LIMITS = AnswerLimits(connect_s=60.0, total_s=60.0)

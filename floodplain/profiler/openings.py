@@ -16,8 +16,7 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.observe.scraped import Scraped
 from floodplain.profiler.kv_use import KvUse, VllmBlocks, kv_use_of
 from floodplain.profiler.measured import Opened
-from floodplain.web.client import AnswerLimits, HttpClient
-from floodplain.web.exchange import NoAnswer
+from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompts import PromptTokenizer
 

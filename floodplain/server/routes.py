@@ -27,10 +27,9 @@ from floodplain.server.replies import DONE, ApiReply, ChatReply, CompletionReply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import IndexedDeltas, Tally, gather, merge, unless_hung_up
+from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError, describe_errors
-from floodplain.web.gate import CLIENT_SCOPE_KEY
-from floodplain.web.json_routes import JsonRoute, is_large_body
-from floodplain.web.request_id import is_request_id
+from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from floodplain.server.prompt_limit import PromptLimit
-from floodplain.web.problems import BRANCH
-from floodplain.web.request_id import REQUEST_ID
+from floodplain.web.errors import BRANCH
+from floodplain.web.gate import REQUEST_ID
 
 MAX_PROMPTS = 256
 """Most prompts in one completion request."""

@@ -1,14 +1,107 @@
-"""Refuses requests before they are read: by draining, secrets and body size."""
+"""Refuses requests before they are read: by draining, secrets and body size. Echoes the client's request id."""
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from floodplain.web.body_budget import BodyBudget, HeldBody
 from floodplain.web.errors import ApiError, error_response
-from floodplain.web.request_id import echo_request_id
+
+HEADER = b"x-request-id"
+REQUEST_ID = r"^[!-~]{1,256}$"
+"""Printable ASCII without spaces."""
+
+
+def is_request_id(name: str) -> bool:
+    """Whether a client may use this name for a request."""
+    return re.fullmatch(REQUEST_ID[1:-1], name) is not None
+
+
+def echo_request_id(scope: Scope, send: Send) -> Send:
+    """A ``send`` that adds the request's ``X-Request-Id`` to the answer, if it has a valid one."""
+    name = dict(scope["headers"]).get(HEADER, b"")
+    if not is_request_id(name.decode("latin-1")):
+        return send
+
+    async def send_with_name(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (HEADER, name)]}
+        await send(message)
+
+    return send_with_name
+
+
+BODIES_AT_ONCE = 64
+"""Bodies of the largest size that may be held at once; thousands of usual bodies together are smaller."""
+
+
+class BodyBudget:
+    """The bytes of bodies that may be held.
+
+    Args:
+        max_body_bytes: Most bytes of one body.
+        max_held_bytes: Most bytes of all running requests; None: ``BODIES_AT_ONCE`` of the largest bodies.
+    """
+
+    def __init__(self, max_body_bytes: int, max_held_bytes: int | None = None) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.num_held_bytes = 0
+        self._max_held_bytes = max_held_bytes or BODIES_AT_ONCE * max_body_bytes
+
+    def check_length(self, declared: bytes) -> None:
+        """Refuse a body by its ``Content-Length``.
+
+        Raises:
+            ApiError: 413.
+        """
+        if declared.isdigit() and int(declared) > self.max_body_bytes:
+            raise self._too_large()
+
+    def hold(self, num_bytes: int, num_of_body: int) -> None:
+        """Count received bytes; ``num_of_body`` is the total of their body so far.
+
+        Raises:
+            ApiError: 413 or 503; the bytes are counted even so.
+        """
+        self.num_held_bytes += num_bytes
+        if num_of_body > self.max_body_bytes:
+            raise self._too_large()
+        if self.num_held_bytes > self._max_held_bytes:
+            message = (
+                f"the bodies of requests that run fill the {self._max_held_bytes} bytes there are: try again later"
+            )
+            raise ApiError(503, message, code="bodies_too_large")
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is over {self.max_body_bytes} bytes: send less", code="body_too_large")
+
+
+class HeldBody:
+    """Receives the body of one request and counts it in ``budget`` until ``release``."""
+
+    def __init__(self, receive: Receive, budget: BodyBudget) -> None:
+        self._receive = receive
+        self._budget = budget
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        """The next message of the request.
+
+        Raises:
+            ApiError: As ``BodyBudget.hold``.
+        """
+        message = await self._receive()
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._budget.hold(num_bytes, self._num_bytes)
+        return message
+
+    def release(self) -> None:
+        """Return the body's bytes to the budget: the request has ended."""
+        self._budget.num_held_bytes -= self._num_bytes
+
 
 PROBES = frozenset({"/health", "/ready"})
 """Paths that balancers and orchestrators probe."""

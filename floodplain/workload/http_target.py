@@ -8,8 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from floodplain.web.address import check_base_url
-from floodplain.web.client import HttpClient
-from floodplain.web.exchange import NoAnswer
+from floodplain.web.client import HttpClient, NoAnswer
 from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
 from floodplain.workload.streamed_answer import StreamedAnswer

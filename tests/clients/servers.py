@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from floodplain.web.client import ask_now
-from floodplain.web.exchange import NoAnswer
+from floodplain.web.client import NoAnswer, ask_now
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -16,8 +16,7 @@ import pytest
 from floodplain.cli.main import main
 from floodplain.core.errors import UserError
 from floodplain.web.address import proxy_of
-from floodplain.web.client import AnswerLimits, HttpClient
-from floodplain.web.exchange import Answer, NoAnswer, NoServer
+from floodplain.web.client import Answer, AnswerLimits, HttpClient, NoAnswer, NoServer
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompt_form import PromptForm

@@ -7,8 +7,8 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
-from floodplain.web.acceptor import Acceptor
 from floodplain.web.limits import ConnectionLimits
+from floodplain.web.serving import Acceptor
 
 
 def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:

@@ -14,9 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web import bodies
-from floodplain.web.bodies import BoundedModel, count_parts, parse_json, parse_model
+from floodplain.web.bodies import MAX_INLINE_BYTES, BoundedModel, JsonRoute, count_parts, parse_json, parse_model
 from floodplain.web.errors import ApiError
-from floodplain.web.json_routes import MAX_INLINE_BYTES, JsonRoute
 
 walked: list[int] = []
 """The thread that validated each value."""

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from floodplain.web.body_budget import BodyBudget, HeldBody
 from floodplain.web.errors import ApiError
-from floodplain.web.gate import CLIENT_SCOPE_KEY, Authenticator, DrainSwitch, Gate
+from floodplain.web.gate import CLIENT_SCOPE_KEY, Authenticator, BodyBudget, DrainSwitch, Gate, HeldBody
 
 
 class Members:

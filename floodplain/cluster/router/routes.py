@@ -20,10 +20,9 @@ from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.server.app import Extension
 from floodplain.server.auth import Client
-from floodplain.web.bodies import BoundedModel
+from floodplain.web.bodies import BoundedModel, JsonRoute
 from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY
-from floodplain.web.json_routes import JsonRoute
 from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_json, expect_own_names
 
 OWN_NAMES = "own_names"

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.web.client import AnswerLimits, HttpClient
-from floodplain.web.exchange import NoAnswer
+from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer
 
 logger = logging.getLogger(__name__)
 
