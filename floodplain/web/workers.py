@@ -6,10 +6,11 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+_Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class Workers:
@@ -35,10 +36,9 @@ class Workers:
         A cancelled call returns at once: a job that has not begun is dropped; the result of a running job is ignored.
         """
         self._start()
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((loop, result, lambda: work(*arguments)))
-        return await result
+        result: Future[T] = Future()
+        self._jobs.put((result, lambda: work(*arguments)))
+        return await asyncio.wrap_future(result)
 
     def _start(self) -> None:
         with self._lock:
@@ -49,34 +49,10 @@ class Workers:
 
     def _work(self) -> None:
         while True:
-            loop, result, work = self._jobs.get()
-            if result.cancelled():
-                continue
-            settle: Callable[[], None]
-            try:
-                settle = _Settle(result, work(), None)
-            except Exception as error:  # the job's exception is raised where its result is awaited
-                settle = _Settle(result, None, error)
-            try:
-                loop.call_soon_threadsafe(settle)
-            except RuntimeError:  # the event loop is closed: nothing awaits the result
-                continue
-            finally:
-                del loop, result, work, settle
-
-
-class _Settle:
-    """Gives a future its result, on its event loop."""
-
-    def __init__(self, future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
-        self._future = future
-        self._value = value
-        self._error = error
-
-    def __call__(self) -> None:
-        if self._future.cancelled():
-            return
-        if self._error is not None:
-            self._future.set_exception(self._error)
-        else:
-            self._future.set_result(self._value)
+            result, work = self._jobs.get()
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except Exception as error:  # raised where the result is awaited
+                    result.set_exception(error)
+            del result, work  # waiting for the next job must not keep them alive
