@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         if cluster_config.cluster is None:  # else another machine has the model and the memory
             check_early(config)
 
-        from floodplain.server.run import serve  # slow imports come after fast checks
+        from floodplain.server.run import Server  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)
@@ -77,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
             is_json = args.format == "json"
             announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
 
-        serve(
+        server = Server(
             engine,
-            sock,
             keys=keys,
             drain_timeout_s=server_config.drain_timeout,
             on_ready=say_ready,
@@ -87,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             ping_s=server_config.ping_interval,
             extend=extend,
         )
+        server.serve_on(sock)
     return 0
 
 

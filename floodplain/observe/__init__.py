@@ -1,1 +1,1 @@
-"""Floor 2: metrics, results, plots, reports."""
+"""Floor 2: results, plots, reports."""

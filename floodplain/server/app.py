@@ -10,13 +10,12 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
 
 from floodplain import __version__
-from floodplain.observe.metrics import ServingMetrics
 from floodplain.server.auth import KeyRing
-from floodplain.server.errors import REQUEST_FIELDS
-from floodplain.server.prompt_limit import PromptLimit
+from floodplain.server.metrics import ServingMetrics
 from floodplain.server.protocol import ServingEngine
+from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
-from floodplain.server.routes import ERRORS, OpenAIRoutes
+from floodplain.server.routes import ERRORS, REQUEST_FIELDS, OpenAIRoutes
 from floodplain.server.settings import PING_S
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import DrainSwitch, Gate

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
-from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.protocol import ServingTokenizer
-from floodplain.server.requests import ChatRequest
+from floodplain.server.requests import ChatRequest, PromptLimit
 from floodplain.web.workers import Workers
 
 LONG_TEXTS = Workers(1, "long-texts")

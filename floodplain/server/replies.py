@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
@@ -26,96 +29,28 @@ from floodplain.server.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FinishReasonName,
     TopLogprob,
     Usage,
 )
+from floodplain.web.workers import Workers
 
 DONE = b"data: [DONE]\n\n"
 
 
-class ApiReply(Protocol):
-    """Writes the answers of one endpoint."""
-
-    request_id: str
-
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """One delta of prompt ``index`` as a server-sent event, with the usage so far if every event carries one."""
-        ...
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event before ``[DONE]`` of a stream with ``include_usage``."""
-        ...
-
-    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
-        """The whole answer, from one joined delta for each prompt."""
-        ...
-
-    def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
-        """The log-probabilities of a delta of prompt ``index``; None if it has none. Pass deltas in order."""
-        ...
-
-
-class _EventWriter:
-    """Writes events; keeps the parts that are the same in all of them."""
-
-    def __init__(self, request_id: str, kind: str, model: str, created: int, detail: UsageDetail) -> None:
-        head = json.dumps({"id": request_id, "object": kind, "created": created, "model": model})
-        self._head = f"data: {head.removesuffix('}')}"
-        self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
-
-    def choice(
-        self,
-        fields: str,
-        index: int,
-        logprobs: BaseModel | None,
-        finish_reason: str | None,
-        usage: Usage | None,
-        more: str = "",
-    ) -> bytes:
-        """One event; ``fields`` go into its choice, ``more`` beside it."""
-        scores = "null" if logprobs is None else logprobs.model_dump_json()
-        reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
-        tail = self._tail if usage is None else f', "usage": {usage.model_dump_json()}'
-        return f'{self._head}, "choices": [{choice}]{more}{tail}}}\n\n'.encode()
-
-    def usage(self, usage: Usage) -> bytes:
-        return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
-
-
-class _TokenIds:
-    """The token ids in an answer, if the client asked for them: a prompt's once, before its first output."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]] | None) -> None:
-        self._prompts = prompts
-        self._told: set[int] = set()
-
-    def new_prompt(self, index: int) -> list[int] | None:
-        """The tokens of a prompt at the first call for it; then None."""
-        if self._prompts is None or index in self._told:
-            return None
-        self._told.add(index)
-        return list(self._prompts[index])
-
-    def of_output(self, delta: OutputDelta) -> list[int] | None:
-        """The tokens of a delta; None if the client did not ask for them."""
-        return None if self._prompts is None else list(delta.token_ids)
-
-
-def _listed(name: str, token_ids: list[int] | None) -> str:
-    return "" if token_ids is None else f', "{name}": {json.dumps(token_ids)}'
-
-
-class CompletionReply:
-    """The answers of ``/v1/completions``.
+class ApiReply(ABC):
+    """Writes the answers to one request.
 
     Args:
         model: The name of the model.
         tokenizer: The model's tokenizer.
-        name: The request's name, which follows ``cmpl-``.
+        name: The request's name, which follows ``prefix``.
         detail: Which events of a stream carry a usage.
         shown_prompts: The tokens of the prompts, if token ids were asked for.
     """
+
+    prefix: ClassVar[str]
+    event_kind: ClassVar[str]
 
     def __init__(
         self,
@@ -125,23 +60,72 @@ class CompletionReply:
         detail: UsageDetail = UsageDetail.NONE,
         shown_prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self.request_id = f"cmpl-{name}"
+        self.request_id = f"{self.prefix}-{name}"
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._writer = _EventWriter(self.request_id, "text_completion", model, self._created, detail)
-        self._token_ids = _TokenIds(shown_prompts)
+        head = json.dumps({"id": self.request_id, "object": self.event_kind, "created": self._created, "model": model})
+        self._head = f"data: {head.removesuffix('}')}"
+        self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
+        self._prompts = shown_prompts
+        self._told: set[int] = set()
         self._offsets: dict[int, int] = {}
+
+    @abstractmethod
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
+        """One delta of prompt ``index`` as a server-sent event, with the usage so far if every event carries one."""
+
+    @abstractmethod
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
+        """The whole answer, from one joined delta for each prompt."""
+
+    @abstractmethod
+    def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
+        """The log-probabilities of a delta of prompt ``index``; None if it has none. Pass deltas in order."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event before ``[DONE]`` of a stream with ``include_usage``."""
+        return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
+
+    def _write(self, index: int, delta: OutputDelta, usage: Usage | None, fields: str, more: str = "") -> bytes:
+        """One event; ``fields`` go into its choice, ``more`` beside it."""
+        logprobs = self.logprobs(index, delta)
+        scores = "null" if logprobs is None else logprobs.model_dump_json()
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
+        tail = self._tail if usage is None else f', "usage": {usage.model_dump_json()}'
+        return f'{self._head}, "choices": [{choice}]{more}{tail}}}\n\n'.encode()
+
+    def _new_prompt(self, index: int) -> list[int] | None:
+        """The tokens of a prompt at the first call for it, if they were asked for."""
+        if self._prompts is None or index in self._told:
+            return None
+        self._told.add(index)
+        return list(self._prompts[index])
+
+    def _output(self, delta: OutputDelta) -> list[int] | None:
+        return None if self._prompts is None else list(delta.token_ids)
+
+
+def _listed(name: str, token_ids: list[int] | None) -> str:
+    return "" if token_ids is None else f', "{name}": {json.dumps(token_ids)}'
+
+
+def _finish_reason(output: OutputDelta) -> FinishReasonName:
+    return "length" if output.finish_reason == "length" else "stop"
+
+
+class CompletionReply(ApiReply):
+    """The answers of ``/v1/completions``."""
+
+    prefix = "cmpl"
+    event_kind = "text_completion"
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
         """One delta as an event."""
-        prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
-        fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._token_ids.of_output(delta))}'
-        return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage)
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the final usage."""
-        return self._writer.usage(usage)
+        prompt = _listed("prompt_token_ids", self._new_prompt(index))
+        fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._output(delta))}'
+        return self._write(index, delta, usage, fields)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
         """The whole answer."""
@@ -150,9 +134,9 @@ class CompletionReply:
                 index=index,
                 text=output.text,
                 logprobs=self.logprobs(index, output),
-                finish_reason="length" if output.finish_reason == "length" else "stop",
-                prompt_token_ids=self._token_ids.new_prompt(index),
-                token_ids=self._token_ids.of_output(output),
+                finish_reason=_finish_reason(output),
+                prompt_token_ids=self._new_prompt(index),
+                token_ids=self._output(output),
             )
             for index, output in enumerate(outputs)
         ]
@@ -180,36 +164,19 @@ class CompletionReply:
         return top
 
 
-class ChatReply:
-    """The answers of ``/v1/chat/completions``; the arguments are those of ``CompletionReply``."""
+class ChatReply(ApiReply):
+    """The answers of ``/v1/chat/completions``."""
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: ServingTokenizer,
-        name: str,
-        detail: UsageDetail = UsageDetail.NONE,
-        shown_prompts: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        self.request_id = f"chatcmpl-{name}"
-        self._model = model
-        self._tokenizer = tokenizer
-        self._created = int(time.time())
-        self._writer = _EventWriter(self.request_id, "chat.completion.chunk", model, self._created, detail)
-        self._token_ids = _TokenIds(shown_prompts)
-        self._role = '"role": "assistant", '
+    prefix = "chatcmpl"
+    event_kind = "chat.completion.chunk"
+    _role = '"role": "assistant", '
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
         """One delta as an event. The first event also has the role."""
         fields = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
-        fields += _listed("token_ids", self._token_ids.of_output(delta))
-        prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
+        fields += _listed("token_ids", self._output(delta))
         self._role = ""
-        return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage, prompt)
-
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the final usage."""
-        return self._writer.usage(usage)
+        return self._write(index, delta, usage, fields, _listed("prompt_token_ids", self._new_prompt(index)))
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
         """The whole answer."""
@@ -218,8 +185,8 @@ class ChatReply:
                 index=index,
                 message=AssistantMessage(content=output.text),
                 logprobs=self.logprobs(index, output),
-                finish_reason="length" if output.finish_reason == "length" else "stop",
-                token_ids=self._token_ids.of_output(output),
+                finish_reason=_finish_reason(output),
+                token_ids=self._output(output),
             )
             for index, output in enumerate(outputs)
         ]
@@ -229,7 +196,7 @@ class ChatReply:
             model=self._model,
             choices=choices,
             usage=usage,
-            prompt_token_ids=self._token_ids.new_prompt(0),
+            prompt_token_ids=self._new_prompt(0),
         )
 
     def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:
@@ -248,3 +215,50 @@ class ChatReply:
         tokenizer = self._tokenizer
         spelled = list(tokenizer.token_bytes(token_id)) if tokenizer.is_byte_level else None
         return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=spelled)
+
+
+PIECE_TOKENS = 64
+"""Tokens whose log-probabilities are written at once, in a millisecond; a whole answer may take seconds."""
+
+WRITERS = Workers(1, "answers")
+"""Writes answers that are not streamed."""
+
+_NO_LOGPROBS = '"logprobs":null'
+"""JSON of a choice without log-probabilities. No answer's text contains it: quotes in texts are escaped."""
+
+
+def write_answer(reply: ApiReply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
+    """The JSON of a whole answer, from one joined delta for each prompt."""
+    body = reply.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
+    pieces = body.split(_NO_LOGPROBS)
+    for index, output in enumerate(outputs):
+        pieces[index] += (
+            _NO_LOGPROBS if output.logprobs is None else f'"logprobs":{_join(_scores(reply, index, output))}'
+        )
+    return "".join(pieces).encode()
+
+
+def _scores(reply: ApiReply, index: int, output: OutputDelta) -> Iterator[BaseModel]:
+    assert output.logprobs is not None
+    for begin in range(0, max(1, len(output.token_ids)), PIECE_TOKENS):
+        part = slice(begin, begin + PIECE_TOKENS)
+        scores = reply.logprobs(
+            index, replace(output, token_ids=output.token_ids[part], logprobs=output.logprobs[part])
+        )
+        if scores is not None:
+            yield scores
+
+
+def _join(pieces: Iterator[BaseModel]) -> str:
+    """The JSON of one model, from models that each have a piece of its lists; other fields are the last one's."""
+    lists: dict[str, list[str]] = {}
+    others: dict[str, str] = {}
+    for piece in pieces:
+        for name, value in piece:
+            text = to_json(value, inf_nan_mode="null").decode()
+            if isinstance(value, list):
+                lists.setdefault(name, []).append(text[1:-1])
+            else:
+                others[name] = text
+    fields = others | {name: f"[{','.join(texts)}]" for name, texts in lists.items()}
+    return "{" + ",".join(f'"{name}":{text}' for name, text in fields.items()) + "}"

@@ -9,17 +9,152 @@ Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
-from floodplain.server.fields import IGNORED, OFF, OFF_IN_CHATS, OFF_IN_COMPLETIONS, OFF_IN_STREAM_OPTIONS, Body, Off
-from floodplain.server.messages import Message
-from floodplain.server.shapes import Int, Milliseconds, Prompt, RequestId, Stop, TokenId
+from floodplain.server.fields import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_PARTS,
+    OFF,
+    OFF_IN_CHATS,
+    OFF_IN_COMPLETIONS,
+    OFF_IN_MESSAGES,
+    OFF_IN_STREAM_OPTIONS,
+    Body,
+    Off,
+)
+from floodplain.web.errors import BRANCH
+from floodplain.web.gate import REQUEST_ID
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """Refuses prompts with too many tokens.
+
+    Attributes:
+        max_model_len: Most tokens of prompt and output; a prompt of so many leaves no room for output.
+    """
+
+    max_model_len: int
+
+    def check(self, num_tokens: int, what: str) -> None:
+        """Refuse a prompt that cannot fit.
+
+        Args:
+            num_tokens: A lower bound on the prompt's number of tokens.
+            what: The prompt, as the error describes it.
+
+        Raises:
+            RequestRefused: The prompt and one token of output cannot fit.
+        """
+        if num_tokens >= self.max_model_len:
+            limit = f"the {self.max_model_len} tokens of max_model_len"
+            raise RequestRefused(f"{what} and the output are more than {limit}: send a shorter prompt")
+
+
+MAX_PROMPTS = 256
+"""Most prompts in one completion request."""
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Bounded, because each new token's text is compared with all stop strings, on the engine's thread."""
+
+TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
+"""A client's name of a request."""
+
+
+def kind_of_text(value: object) -> str | None:
+    """The branch of a text or a list of texts; None for other values."""
+    return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
+
+
+def _kind_of_prompt(value: object) -> str | None:
+    """The branch of a prompt. A list's branch is decided by its first item."""
+    if not isinstance(value, list):
+        return TEXT if isinstance(value, str) else None
+    first = value[0] if value else ""
+    return TOKENS if isinstance(first, int | float) else TOKEN_LISTS if isinstance(first, list) else TEXTS
+
+
+_StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    Annotated[_StopText, Tag(TEXT)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
+    Discriminator(
+        kind_of_text, custom_error_type="stop", custom_error_message="should be a string or a list of strings"
+    ),
+]
+
+
+def _check_fits(value: object, info: ValidationInfo) -> object:
+    """Refuse too many tokens by their number, before any token is validated."""
+    if isinstance(value, list) and isinstance(info.context, PromptLimit):
+        info.context.check(len(value), f"{len(value)} prompt tokens")
+    return value
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1), BeforeValidator(_check_fits)]
+Prompt = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
+    | Annotated[Tokens, Tag(TOKENS)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="should be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    ignores: ClassVar[frozenset[str]] = IGNORED_IN_PARTS
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(TEXTS)],
+    Discriminator(
+        kind_of_text, custom_error_type="content", custom_error_message="should be a string or a list of text parts"
+    ),
+]
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    off: ClassVar[Off] = OFF_IN_MESSAGES
+    ignores: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    @property
+    def ignored_fields(self) -> set[str]:
+        """The fields of the message and its parts that were given and ignored."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return {f"messages.{name}" for part in (self, *parts) for name in part.ignored}
+
+    def templated(self) -> dict[str, str]:
+        """The message in the form of chat templates: ``developer`` is a newer name of ``system``."""
+        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+
 
 COMPLETION_MAX_TOKENS = 16
 """``max_tokens`` of a completion request that gives none, as in the OpenAI API."""

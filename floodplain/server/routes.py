@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,28 +17,44 @@ from fastapi import APIRouter, Request, Response
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.answers import WRITERS, write_answer
 from floodplain.server.auth import Client
-from floodplain.server.errors import ERROR_STATUSES, error_event
-from floodplain.server.event_stream import Acceptance, EventStream
-from floodplain.server.fields import IgnoredFields
-from floodplain.server.prompt_limit import PromptLimit
+from floodplain.server.fields import UNSUPPORTED_FIELDS, IgnoredFields
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
-from floodplain.server.replies import DONE, ApiReply, ChatReply, CompletionReply
-from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
+from floodplain.server.replies import DONE, WRITERS, ApiReply, ChatReply, CompletionReply, write_answer
+from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from floodplain.server.streams import IndexedDeltas, Tally, gather, merge, unless_hung_up
+from floodplain.server.streams import Acceptance, EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
 from floodplain.web.bodies import JsonRoute, is_large_body
-from floodplain.web.errors import ApiError, describe_errors
+from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
 
 logger = logging.getLogger(__name__)
 
+ERRORS = describe_errors(
+    {
+        400: "The request cannot be served as it is; `param` names the field.",
+        401: "No key, or a wrong one.",
+        404: "No such model or path.",
+        413: "The body is too large.",
+        429: "Too many requests wait.",
+        500: "The server failed.",
+        503: "The server is stopping.",
+    }
+)
+
+REQUEST_FIELDS = RequestFields(
+    known=frozenset(
+        {*CompletionRequest.model_fields, *ChatRequest.model_fields, *(f.name for f in fields(SamplingParams))}
+    ),
+    unsupported=UNSUPPORTED_FIELDS,
+)
+"""The fields of both endpoints, and those of ``SamplingParams``, because its errors name them."""
+
+
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected."""
 
-ERRORS = describe_errors(ERROR_STATUSES)
 STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {"text/event-stream": {}}, "description": "The answer."},  # no schema: a stream of JSON events
@@ -181,4 +199,4 @@ def _end_of_failed(name: str, error: Exception) -> bytes:
     """The events that end the stream of request ``name`` after a failure."""
     if not isinstance(error, ApiError | UserError):
         logger.error("request %s failed in its stream", name, exc_info=error)
-    return error_event(error) + DONE
+    return b"data: %s\n\n" % json.dumps(error_body(error, REQUEST_FIELDS)[1]).encode() + DONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import time
 from collections.abc import Callable
 
@@ -65,32 +64,3 @@ class Server(StoppableServer):
         self._drain.is_draining = True
         self._drains.add(asyncio.get_running_loop().create_task(self._engine.drain(timeout_s)))
         super().stop()
-
-
-def serve(
-    engine: ServingEngine,
-    sock: socket.socket,
-    *,
-    keys: KeyRing | None,
-    drain_timeout_s: float,
-    on_ready: Callable[[], None],
-    limits: ConnectionLimits,
-    ping_s: float = PING_S,
-    extend: Extension | None = None,
-) -> None:
-    """Serve on ``sock`` until SIGINT or SIGTERM; then drain and return.
-
-    Raises:
-        UserError: Another process listens on the port by now.
-        BaseException: The engine's failure, if that stopped the server.
-    """
-    server = Server(
-        engine,
-        keys=keys,
-        drain_timeout_s=drain_timeout_s,
-        on_ready=on_ready,
-        limits=limits,
-        ping_s=ping_s,
-        extend=extend,
-    )
-    server.serve_on(sock)

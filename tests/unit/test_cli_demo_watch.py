@@ -14,7 +14,7 @@ from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, sample_of, to_columns
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.lending import token_rate
-from floodplain.observe.metrics import ServingMetrics
+from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import RequestRecord
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.metrics import TOKEN_BUCKETS_S, ServingMetrics
+from floodplain.server.metrics import TOKEN_BUCKETS_S, ServingMetrics
 
 PROMISED = {
     "requests_running": "gauge",

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.metrics import ServingMetrics
 from floodplain.observe.scraped import Scraped
 from floodplain.profiler.kv_use import VLLM_USAGE, KvUse, VllmBlocks, kv_use_of, wait_until_idle, watching
 from floodplain.profiler.targets import Load
+from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.trace_row import TraceRow
 from floodplain.workload.traces import Trace

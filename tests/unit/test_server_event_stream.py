@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.server.event_stream import PING, Acceptance, EventStream
+from floodplain.server.streams import PING, Acceptance, EventStream
 from tests.support.waiting import HANG_S
 
 FAILED = b"data: failed\n\n"

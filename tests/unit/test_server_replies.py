@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server import answers
-from floodplain.server.answers import write_answer
-from floodplain.server.replies import ChatReply, CompletionReply
+from floodplain.server import replies
+from floodplain.server.replies import ChatReply, CompletionReply, write_answer
 from floodplain.server.requests import UsageDetail
 from floodplain.server.streams import Tally
 from tests.fakes.engine import ByteTokenizer
@@ -109,7 +108,7 @@ def test_an_answer_written_in_pieces_is_the_whole_one(outputs: list[Any]) -> Non
     for make in (CompletionReply, ChatReply):
         with patch("time.time", return_value=7.0):  # answers have their creation time
             whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
-        with patch.object(answers, "PIECE_TOKENS", 2):
+        with patch.object(replies, "PIECE_TOKENS", 2):
             written = write_answer(pieces, deltas, Tally(7).usage())
         expected = whole.body(deltas, Tally(7).usage()).model_dump_json()
         assert json.loads(written) == json.loads(expected)

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.errors import REQUEST_FIELDS
 from floodplain.server.fields import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -26,8 +25,8 @@ from floodplain.server.fields import (
     IgnoredFields,
     Off,
 )
-from floodplain.server.messages import Message, TextPart
-from floodplain.server.requests import ChatRequest, CompletionRequest, StreamOptions, UsageDetail
+from floodplain.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart, UsageDetail
+from floodplain.server.routes import REQUEST_FIELDS
 from floodplain.web.errors import error_body
 
 ROOT = Path(__file__).parent.parent.parent

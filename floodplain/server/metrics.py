@@ -6,9 +6,8 @@ Names and meanings are those of ``docs/metrics.md``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,6 +15,7 @@ from prometheus_client.registry import Collector
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import PreemptionMode
 from floodplain.core.tiers import Tier
+from floodplain.engine.outputs import EngineStats
 
 FIRST_TOKEN_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
@@ -23,76 +23,6 @@ FIRST_TOKEN_BUCKETS_S = (
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
 RECALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
-
-
-class ExpansionStats(Protocol):
-    """An engine's counts of streamed layers."""
-
-    @property
-    def expansion(self) -> float: ...  # noqa: D102
-    @property
-    def num_streamed(self) -> int: ...  # noqa: D102
-    @property
-    def loaded_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def written_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def num_near(self) -> int: ...  # noqa: D102
-    @property
-    def near_loaded_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def near_written_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def stall_s(self) -> float: ...  # noqa: D102
-
-
-class StatsView(Protocol):
-    """The engine statistics that metrics read; ``floodplain.engine.outputs.EngineStats`` has them."""
-
-    @property
-    def num_running(self) -> int: ...  # noqa: D102
-    @property
-    def num_waiting(self) -> int: ...  # noqa: D102
-    @property
-    def num_swapped(self) -> int: ...  # noqa: D102
-    @property
-    def kv_blocks(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def kv_bytes(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def cached_bytes(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def preemptions(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def swap_bytes(self) -> Mapping[tuple[str, str], int]: ...  # noqa: D102
-    @property
-    def swap_stall_s(self) -> float: ...  # noqa: D102
-    @property
-    def failed_transfers(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def limited_steps(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def lease_bytes(self) -> Mapping[tuple[str, str], int]: ...  # noqa: D102
-    @property
-    def num_recalls(self) -> int: ...  # noqa: D102
-    @property
-    def recall_times_s(self) -> Sequence[float]: ...  # noqa: D102
-    @property
-    def num_failed_growths(self) -> int: ...  # noqa: D102
-    @property
-    def borrowed_leases(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def failed_exchanges(self) -> Mapping[str, int]: ...  # noqa: D102
-    @property
-    def expansion(self) -> ExpansionStats: ...  # noqa: D102
-    @property
-    def stage_busy_s(self) -> Mapping[str, float]: ...  # noqa: D102
-    @property
-    def pipeline_s(self) -> float: ...  # noqa: D102
-    @property
-    def num_prompt_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def num_generated_tokens(self) -> int: ...  # noqa: D102
 
 
 class _Histogram:
@@ -129,7 +59,7 @@ class ServingMetrics(Collector):
         stats: Returns the current statistics.
     """
 
-    def __init__(self, model_name: str, stats: Callable[[], StatsView]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8
         self._stats = stats
         self._ttft = _Histogram(
@@ -176,7 +106,7 @@ class ServingMetrics(Collector):
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
             yield histogram.family(self._model_name)
 
-    def _swap(self, stats: StatsView) -> Iterator[Metric]:
+    def _swap(self, stats: EngineStats) -> Iterator[Metric]:
         tiers = [tier.value for tier in Tier if tier is not Tier.LOCAL]
         moved: dict[tuple[str, ...], int] = {
             (way, tier): stats.swap_bytes.get((way, tier), 0) for way in ("out", "in") for tier in tiers
@@ -189,7 +119,7 @@ class ServingMetrics(Collector):
         limited = _by_one(stats.limited_steps)
         yield self._counter("limited_steps", "Steps that were not decided as the policy likes.", limited, "reason")
 
-    def _leases(self, stats: StatsView) -> Iterator[Metric]:
+    def _leases(self, stats: EngineStats) -> Iterator[Metric]:
         text = "Bytes lent (producer) and borrowed (consumer), by the other end."
         ends: dict[tuple[str, ...], int] = {(*end,): num_bytes for end, num_bytes in stats.lease_bytes.items()}
         yield self._gauge("lease_bytes", text, ends, "role", "peer")
@@ -204,7 +134,7 @@ class ServingMetrics(Collector):
         self._num_recalls = stats.num_recalls
         yield self._recalls.family(self._model_name)
 
-    def _expansion(self, stats: StatsView) -> Iterator[Metric]:
+    def _expansion(self, stats: EngineStats) -> Iterator[Metric]:
         text = "KV blocks, over those that the pool would have if no layer streamed."
         expansion = stats.expansion
         yield self._gauge("kv_expansion", text, {(): expansion.expansion})
@@ -222,7 +152,7 @@ class ServingMetrics(Collector):
         text = "Time in which compute waited for layers that stream."
         yield self._counter("kv_stream_stall_seconds", text, {(): expansion.stall_s})
 
-    def _stages(self, stats: StatsView) -> Metric:
+    def _stages(self, stats: EngineStats) -> Metric:
         """Busy and idle time of a pipeline's stages; without a pipeline, no sample."""
         seconds: dict[tuple[str, ...], float] = {}
         for stage, busy_s in stats.stage_busy_s.items():
