@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.cluster.burst_arms import ARMS, BLOCK_TOKENS, command_of
 from benchmarks.cluster.burst_loads import PROMPT, Load, probes_of
 from benchmarks.cluster.burst_watch import Watcher
+from benchmarks.run_columns import latency_lists
 from floodplain.demo.cluster import VerbProcess
-from floodplain.observe.run_columns import latency_lists
 from floodplain.observe.scraped import Scraped
 from floodplain.policy.drop_timing import DropMove
 from floodplain.web.client import ask_now

@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
+from benchmarks.run_columns import format_ways, latency_lists
 from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.demo.leases import short_texts, texts
 from floodplain.demo.users import Users
 from floodplain.demo.watch import watching
-from floodplain.observe.run_columns import format_ways, latency_lists
 from floodplain.workload.goals import describe_goals, measure_goals
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.http_target import HttpTarget
@@ -97,7 +97,7 @@ async def _measure(arm: Arm, model: str, loads: Mapping[str, Sequence[LoadReques
 
 
 def run_of(records: Sequence[RequestRecord], duration_s: float, goals_s: tuple[float, float]) -> dict[str, Any]:
-    """The requests that ended in a stretch, as the columns of comparisons need them (``observe.run_columns``)."""
+    """The requests that ended in a stretch, as the columns of comparisons need them (``run_columns``)."""
     answered = [record for record in records if record.error is None]
     return {
         "goals_s": goals_s,

@@ -16,11 +16,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.run_columns import latency_lists
 from floodplain.bench.offline import hardware_report, report_between
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.run_columns import latency_lists
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
 

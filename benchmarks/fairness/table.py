@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from ways import BASELINE
 
-from floodplain.observe.run_columns import COLUMNS, Runs, format_cell
+from benchmarks.run_columns import COLUMNS, Runs, format_cell
 
 QUIET = "quiet"
 """The load without pressure."""

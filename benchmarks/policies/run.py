@@ -14,11 +14,11 @@ import numpy as np
 from loads import BLOCK_TOKENS, LOADS, Load, goals_s, make_requests, pool_blocks
 from ways import WAYS, Way, ways_of
 
+from benchmarks import run_columns
+from benchmarks.run_columns import Runs, format_cell, latency_lists
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, Tier
 from floodplain.files.results import write_result
-from floodplain.observe import run_columns
-from floodplain.observe.run_columns import Runs, format_cell, latency_lists
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim.serving import VirtualDevice, serve
 

@@ -13,8 +13,8 @@ from typing import Any
 from cells import CELLS, Cell
 from ways import WAYS, decide, run
 
+from benchmarks.run_columns import COLUMNS
 from floodplain.files.results import write_result
-from floodplain.observe.run_columns import COLUMNS
 
 KEPT = ("attained", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "longest gap", "tokens/s")
 _SHARED: dict[tuple[float, ...], dict[str, Any]] = {}

@@ -20,10 +20,10 @@ from cells import (
     Cell,
 )
 
+from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.relief import DropCost, TurnCost, exchanged_bytes
 from floodplain.cost.step_time import StepTimer
-from floodplain.observe.run_columns import latency_lists
 from floodplain.policy.drop_timing import ClusterLoad, DropTiming
 from floodplain.policy.registry import make_policy
 from floodplain.policy.relief import Lever, Offer, Overload, choose_relief, expect_s
@@ -41,7 +41,7 @@ drop and restore; replicas that drop and never restore."""
 
 
 def run(cell: Cell, way: str, seed: int) -> tuple[dict[str, Any], Regrouping | None]:
-    """Serve the cell's requests one way: the run as ``observe.run_columns`` has it."""
+    """Serve the cell's requests one way: the run as ``run_columns`` has it."""
     cluster = VirtualCluster(Environment())
     groups = _join(cluster, cell, way)
     requests = cell.make_requests(seed)

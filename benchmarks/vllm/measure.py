@@ -18,9 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 from vllm import LLM, SamplingParams
 
+from benchmarks.run_columns import latency_lists
 from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from benchmarks.vllm.virtual import HARDWARE, VirtualClock, give_clock, write_tiny_model
-from floodplain.observe.run_columns import latency_lists
 from floodplain.plugins.vllm.worker import find_worker
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
@@ -166,7 +166,7 @@ def _send(llm: LLM, request: LoadRequest, clock: Clock) -> None:
 
 
 def measure_burst(llm: LLM, burst: Sequence[LoadRequest], clock: Clock) -> dict[str, Any]:
-    """A run as the columns of comparisons need it (``observe.run_columns``), without goals."""
+    """A run as the columns of comparisons need it (``run_columns``), without goals."""
     work = watch(llm)
     times = serve(llm, burst, clock)
     num_needed = sum(len(request.prompt_token_ids) + request.max_tokens - 1 for request in burst)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fairness.lane import Lane, run_in_turns
+from benchmarks.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
 from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from floodplain.bench.offline import report_between
 from floodplain.engine.build import build_engine, kv_bytes_per_token
@@ -22,7 +23,6 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.flags import DTYPES
 from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
@@ -65,7 +65,7 @@ def measure_goals(lane: Lane, burst: list[LoadRequest]) -> list[float]:
 
 
 def measure(lanes: dict[str, Lane], seed: int, num_requests: int, rate: float, goals_s: list[float]) -> list[Any]:
-    """A run of each way, as ``observe.run_columns`` needs it."""
+    """A run of each way, as ``run_columns`` needs it."""
     burst = make_burst(seed, num_requests, rate)
     before = [lane.engine.stats() for lane in lanes.values()]
     times = serve(list(lanes.values()), burst)

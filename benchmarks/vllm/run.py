@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.run_columns import COLUMNS, COUNTS, format_cell, format_ways
 from floodplain.files.results import write_result
-from floodplain.observe.run_columns import COLUMNS, COUNTS, format_cell, format_ways
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

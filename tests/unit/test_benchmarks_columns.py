@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.elasticity import pairs
+from benchmarks.run_columns import COLUMNS
 from benchmarks.vllm import run as vllm
-from floodplain.observe.run_columns import COLUMNS
 from floodplain.workload.records import RequestRecord
 
 FOLDER = Path(pairs.__file__).parent

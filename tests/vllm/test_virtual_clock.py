@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from floodplain.observe.run_columns import COLUMNS
+from benchmarks.run_columns import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.run_columns import COLUMNS, MISSING, format_cell, latency_lists
 from floodplain.observe.result import benchmark_result
-from floodplain.observe.run_columns import COLUMNS, MISSING, format_cell, latency_lists
 from floodplain.observe.run_facts import RunInfo
 from floodplain.workload.records import RequestRecord
 
