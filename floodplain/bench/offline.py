@@ -14,7 +14,7 @@ from floodplain.core.tiers import Tier
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from floodplain.memory.backend_choice import choose_backend
-from floodplain.observe.run_facts import EngineReport, ExpansionReport, HardwareReport, SwapReport, TierTraffic
+from floodplain.observe.result import EngineReport, ExpansionReport, HardwareReport, SwapReport, TierTraffic
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, RequestRecord
 

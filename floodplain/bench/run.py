@@ -15,8 +15,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.result import benchmark_result
-from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.observe.terminal import complain
 from floodplain.observe.timeline import client_timeline
 from floodplain.workload.client import run_load

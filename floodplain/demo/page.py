@@ -23,9 +23,8 @@ from floodplain.demo.ways import (
     paragraphs,
 )
 from floodplain.files.results import write_result
-from floodplain.observe.lending import draw_lending
+from floodplain.observe.demo_plots import draw_lending, draw_relief
 from floodplain.observe.plots import draw_all, save_figures, to_svg
-from floodplain.observe.relief import draw_relief
 from floodplain.observe.report import Section, render_report
 from floodplain.observe.strict_json import save_result, to_json
 from floodplain.observe.table import format_number, format_table, summary_rows, transposed

@@ -33,8 +33,7 @@ from floodplain.demo.watch import (
 )
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.result import benchmark_result
-from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.records import LoadRequest, RequestRecord

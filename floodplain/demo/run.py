@@ -14,8 +14,7 @@ from floodplain.demo.ways import Way
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.observe.result import benchmark_result
-from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.observe.strip import residence_columns
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load

@@ -47,7 +47,7 @@ class Engine:
         block_bytes: Bytes of one KV block over all layers.
         vocab_size: Token ids are below this.
         swap_stats: Returns what swap space has copied so far.
-        links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
+        links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
         neighbours: Started; ``close`` closes them. None if it has none.
         expansion: Decides how many layers of its KV stream. None: no layer ever streams.
         idle_memory: Returns memory that no request uses; None keeps all (may be set later, too).

@@ -83,6 +83,18 @@ def make_figure(title: str, where: str, num_panels: int = 1, panel_inches: float
     return figure, list(panels)
 
 
+def use_log_axes(panel: Axes) -> None:
+    """Make both axes logarithmic, with labels at 1, 2 and 5 times the powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
 def subtitle(runs: Sequence[Run]) -> str:
     """Return model and hardware of the runs, each once; with an emulated link if any run has one."""
     models = dict.fromkeys(str(result.get("model_id") or "unknown model") for _, result in runs)

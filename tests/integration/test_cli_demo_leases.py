@@ -21,7 +21,7 @@ from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, watching
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
-from floodplain.observe.lending import draw_lending
+from floodplain.observe.demo_plots import draw_lending
 from floodplain.observe.plots import to_svg
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord

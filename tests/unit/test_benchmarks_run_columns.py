@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.run_columns import COLUMNS, MISSING, format_cell, latency_lists
-from floodplain.observe.result import benchmark_result
-from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.workload.records import RequestRecord
 
 GOALS_S = (1.0, 0.1)

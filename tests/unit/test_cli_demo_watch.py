@@ -13,7 +13,7 @@ from floodplain.demo.leases import summarise
 from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, sample_of, to_columns
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.lending import token_rate
+from floodplain.observe.demo_plots import token_rate
 from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import RequestRecord

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from floodplain.bench.offline import hardware_report, report_between
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.run_facts import SwapReport, TierTraffic
+from floodplain.observe.result import SwapReport, TierTraffic
 
 BEFORE = EngineStats(
     preemptions={"swap": 1},

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.observe.result import benchmark_result, jain_index, summarise
-from floodplain.observe.run_facts import EngineReport, HardwareReport, RunInfo, SwapReport, TierTraffic
+from floodplain.observe.result import (
+    EngineReport,
+    HardwareReport,
+    RunInfo,
+    SwapReport,
+    TierTraffic,
+    benchmark_result,
+    jain_index,
+    summarise,
+)
 from floodplain.observe.strict_json import save_result, to_json
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import RequestRecord

@@ -1,14 +1,13 @@
-"""Plots a spike over instances that drop and restore layers: KV blocks, requests and TTFT over time.
-
-The form is that of KunServe's Figure 12.
-"""
+"""Plots of ``floodplain demo``: dropped layers (after KunServe, Figure 12), lent memory (after AQUA, Figure 12)."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from floodplain.observe.style import COLOURS, make_figure, styled
+from floodplain.observe.table import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +16,11 @@ if TYPE_CHECKING:
 PANEL_INCHES = 1.9
 HEADROOM = 1.3
 """Top of a panel as a multiple of its highest value, to leave room for text."""
-_BLUE, _RED, _GREEN, _, _, _SKY, _BLACK = COLOURS
+SMOOTH_S = 2.0
+"""Seconds over which tokens per second are averaged."""
+MIB = 2**20
+_BLUE, _RED, _GREEN, _, _ORANGE, _SKY, _BLACK = COLOURS
+_SHADE, _GREY = "#f0f0f0", "#d8d8d8"
 SHADES: Mapping[str, str] = {
     "dropping": "#f7b267",
     "exchanging": "#ffe08a",
@@ -29,6 +32,8 @@ _BOX: Mapping[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "non
 _WORDS: Mapping[str, Any] = {"va": "top", "fontsize": 8.5, "color": "#333333", "bbox": _BOX}
 _EDGE = 0.16
 """Text nearer to an edge than this share of the width is aligned to its position, not centred."""
+
+Columns = Mapping[str, Sequence[float]]
 
 
 def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
@@ -55,14 +60,14 @@ def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
         _say_spike(requests, cluster["scene"])
         waits.set_xlabel("seconds (dots: when the request was sent; dashed: the spike)")
         figure.align_ylabels(panels)
-        drawn = [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+        drawn = _legend_entries(panels)
         seen = dict.fromkeys(span["phase"] for span in cluster["spans"])
         drawn += [(Patch(color=SHADES[phase]), phase) for phase in seen]
         figure.legend(*zip(*drawn, strict=True), loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 
-def _draw_blocks(panel: Axes, samples: Mapping[str, Sequence[float]]) -> None:
+def _draw_blocks(panel: Axes, samples: Columns) -> None:
     times_s = samples["time_s"]
     panel.fill_between(times_s, samples["used_blocks"], step="post", color=_BLUE, linewidth=0, label="KV blocks in use")
     panel.plot(
@@ -72,7 +77,7 @@ def _draw_blocks(panel: Axes, samples: Mapping[str, Sequence[float]]) -> None:
     panel.set_ylabel("KV memory\n(blocks)")
 
 
-def _draw_requests(panel: Axes, samples: Mapping[str, Sequence[float]]) -> None:
+def _draw_requests(panel: Axes, samples: Columns) -> None:
     running, waiting = samples["num_running"], samples["num_waiting"]
     panel.stackplot(
         samples["time_s"], running, waiting, step="post", colors=[_SKY, _RED],
@@ -125,3 +130,76 @@ def _write(panel: Axes, when: float, words: str) -> None:
     part = when / panel.get_xlim()[1]
     side = "left" if part < _EDGE else "right" if part > 1 - _EDGE else "center"
     panel.text(when, 0.97 * panel.get_ylim()[1], words, ha=side, **_WORDS)
+
+
+def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
+    """Draw the results of the demo's second part (``leases`` of ``demo.json``).
+
+    Args:
+        scene: ``samples``: one list for each attribute of ``demo.watch.LendingSample``; ``scene``: when the
+            lender's load doubled (``double_s``) and was light again (``light_s``); ``recalls``.
+        where: The model and the machine.
+    """
+    columns: Columns = scene["samples"]
+    with styled():
+        figure, (memory, away, tokens) = make_figure(
+            "Memory lent to a neighbour, taken back, and lent again", where, 3, PANEL_INCHES
+        )
+        _draw_memory(memory, columns)
+        _draw_away(away, columns)
+        tokens.plot(*token_rate(columns["time_s"], columns["num_tokens"]), color=_BLUE, linewidth=1.3)
+        tokens.set_ylabel("borrower\n(tokens/s)")
+        for panel in (memory, away, tokens):
+            panel.axvspan(scene["scene"]["double_s"], scene["scene"]["light_s"], color=_SHADE, zorder=-1)
+            panel.set_ylim(bottom=0)
+        away.set_title(_say_recalls(scene), loc="right", fontsize=8.5, color="#555555")
+        tokens.set_xlabel("seconds (grey: the lender's load is twice as high)")
+        tokens.set_xlim(0, columns["time_s"][-1])
+        figure.align_ylabels([memory, away, tokens])
+        figure.legend(*zip(*_legend_entries((memory, away)), strict=True), loc="outside lower center", ncols=2)
+    return figure
+
+
+def token_rate(
+    times_s: Sequence[float], counts: Sequence[float], smooth_s: float = SMOOTH_S
+) -> tuple[list[float], list[float]]:
+    """Times, and the tokens per second in the ``smooth_s`` before each; near the start, since the first sample."""
+    when, rates = [], []
+    for i in range(1, len(times_s)):
+        first = min(i - 1, max(0, bisect_left(times_s, times_s[i] - smooth_s)))
+        when.append(times_s[i])
+        rates.append((counts[i] - counts[first]) / (times_s[i] - times_s[first]))
+    return when, rates
+
+
+def _draw_memory(panel: Axes, columns: Columns) -> None:
+    """Draw the lender's used, free and lent memory; white is memory that is changing hands."""
+    used = [value / MIB for value in columns["used_bytes"]]
+    free = [(pool - value) / MIB for pool, value in zip(columns["pool_bytes"], columns["used_bytes"], strict=True)]
+    lent = [value / MIB for value in columns["lent_bytes"]]
+    panel.stackplot(
+        columns["time_s"], used, free, lent, step="post", colors=[_RED, _GREY, _GREEN],
+        labels=["lender: in use", "lender: free", "lent"],
+    )  # fmt: skip
+    panel.set_ylabel("lender's memory\n(MiB)")
+
+
+def _draw_away(panel: Axes, columns: Columns) -> None:
+    """Draw the borrower's KV off its device."""
+    peer, host = ([value / MIB for value in columns[name]] for name in ("peer_bytes", "host_bytes"))
+    panel.stackplot(
+        columns["time_s"], peer, host, step="post", colors=[_SKY, _ORANGE],
+        labels=["borrower's KV in borrowed memory", "borrower's KV in host memory"],
+    )  # fmt: skip
+    panel.set_ylabel("borrower's KV\naway (MiB)")
+
+
+def _legend_entries(panels: Sequence[Axes]) -> list[tuple[Any, str]]:
+    return [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+
+
+def _say_recalls(scene: Mapping[str, Any]) -> str:
+    recalls = scene["recalls"]
+    if not recalls["num"]:
+        return "nothing was taken back"
+    return f"{recalls['num']} leases taken back, {format_number(recalls['mean_s'])} s from the word to free memory"
