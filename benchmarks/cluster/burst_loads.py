@@ -13,12 +13,11 @@ from statistics import fmean
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.workload.phases import Phase, phase_arrivals
+from floodplain.workload.arrivals import Phase, phase_arrivals
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.spec import WorkloadSpec, build
-from floodplain.workload.trace_row import TraceRow
-from floodplain.workload.traces import Trace, load_trace
+from floodplain.workload.traces import Trace, TraceRow, load_trace
 
 PROMPT, OUTPUT = (48, 80), (64, 128)
 """Fewest and most tokens of our own requests."""

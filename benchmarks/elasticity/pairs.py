@@ -16,10 +16,9 @@ from floodplain.demo.leases import short_texts, texts
 from floodplain.demo.users import Users
 from floodplain.demo.watch import watching
 from floodplain.workload.goals import describe_goals, measure_goals
-from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord
-from floodplain.workload.spec import WorkloadSpec, build
+from floodplain.workload.spec import WorkloadSpec, build, parse_goodput
 
 STRETCH_S = 15.0
 RAMP_S = 6.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from floodplain.model.tokenizer import Tokenizer
-from floodplain.workload.phases import Phase, phase_arrivals
+from floodplain.workload.arrivals import Phase, phase_arrivals
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.spec import WorkloadSpec, build
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 PANEL_INCHES = 1.8
-_BLUE, _RED, _GREEN, _, _ORANGE, *_ = COLOURS
+_BLUE, _RED, _GREEN, _, _ORANGE = COLOURS[:5]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 import floodplain
 from floodplain.core import lifecycle
-from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import RequestRecord
+from floodplain.workload.spec import parse_goodput
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from floodplain.engine.config import EngineConfig
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.search import RepeatedTries, rate_grid
 from floodplain.web.address import check_base_url
-from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.prompt_form import SEND_HELP, WAYS
-from floodplain.workload.spec import WorkloadSpec
+from floodplain.workload.spec import WorkloadSpec, parse_goodput
 
 MOST_TRY_S = 86400.0
 DEFAULT_THRESHOLD_BYTES = 10 * 10**9

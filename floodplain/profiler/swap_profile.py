@@ -27,7 +27,7 @@ from floodplain.profiler.targets import Load
 from floodplain.profiler.virtual import make_device, servable, to_request
 from floodplain.runtime.state import LoopState
 from floodplain.sim.serving import Peaks, Served, VirtualDevice, serve
-from floodplain.workload.phases import Phase, in_phases
+from floodplain.workload.arrivals import Phase, in_phases
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.spec import WorkloadSpec
 

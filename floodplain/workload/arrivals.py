@@ -1,8 +1,10 @@
-"""Arrival times: Poisson, or Gamma gaps with a burstiness, as in ``vllm bench serve``."""
+"""Arrival times: Poisson, or Gamma gaps with a burstiness as in ``vllm bench serve``; rates that change in steps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -43,3 +45,69 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
     if times[-1] == 0.0:  # a tiny shape underflows: every gap is 0 to the last bit
         return np.zeros(num_requests)
     return np.asarray(times / times[-1] * (num_requests / rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time with one request rate.
+
+    Attributes:
+        duration_s: Its duration, above 0; only the last phase may be infinite.
+        rate: Requests a second, above 0 and finite.
+
+    Raises:
+        UserError: A number is out of its range.
+    """
+
+    duration_s: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > 0:
+            raise UserError(f"a phase must last longer than 0 s, not {self.duration_s}")
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise UserError(f"the rate of a phase must be above 0 and finite, not {self.rate}")
+
+
+def quiet_burst_quiet(
+    base_rate: float, burst_factor: float, quiet_s: float, burst_s: float, tail_s: float = math.inf
+) -> tuple[Phase, Phase, Phase]:
+    """Return three phases: ``quiet_s`` at ``base_rate``, ``burst_s`` at ``burst_factor`` times it, and a quiet tail."""
+    return (
+        Phase(quiet_s, base_rate),
+        Phase(burst_s, base_rate * burst_factor),
+        Phase(tail_s, base_rate),
+    )
+
+
+def phase_arrivals(
+    phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
+) -> FloatArray:
+    """Draw ``num_requests`` arrival times under the phases' rates. The last rate holds beyond the last phase.
+
+    Returns:
+        ``[num_requests]`` seconds, never decreasing.
+    """
+    return in_phases(arrival_times(num_requests, 1.0, burstiness, rng), phases)
+
+
+def in_phases(unit_times: FloatArray, phases: Sequence[Phase]) -> FloatArray:
+    """Transform arrivals of rate 1 into arrivals under the phases' rates.
+
+    Time is transformed by the inverse of the expected number of arrivals so far (the time-change theorem of
+    point processes).
+
+    Args:
+        unit_times: ``[n]``, never decreasing.
+        phases: The phases in order.
+
+    Returns:
+        ``[n]`` seconds, never decreasing.
+    """
+    starts_s = np.cumsum([0.0, *(phase.duration_s for phase in phases[:-1])])
+    if not np.isfinite(starts_s).all():
+        raise UserError("only the last phase may be endless")
+    rates = np.array([phase.rate for phase in phases])
+    counts_at_start = np.cumsum([0.0, *(phase.duration_s * phase.rate for phase in phases[:-1])])
+    index = np.searchsorted(counts_at_start, unit_times, side="right") - 1
+    return np.asarray(starts_s[index] + (unit_times - counts_at_start[index]) / rates[index])

@@ -10,15 +10,35 @@ from pathlib import Path
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.workload.arrivals import FloatArray, arrival_times
-from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.arrivals import FloatArray, arrival_times, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.lengths import chat_like, load_lengths
-from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
-from floodplain.workload.prompt_files import Prompt, load_prompts, package_prompts
-from floodplain.workload.prompts import PromptMaker, PromptTokenizer
+from floodplain.workload.prompts import Prompt, PromptMaker, PromptTokenizer, load_prompts, package_prompts
 from floodplain.workload.records import LoadRequest
-from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
-from floodplain.workload.traces import Trace, load_trace
+from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, load_trace
+
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
+    """Return the limit in milliseconds of every named metric; empty for no texts.
+
+    Raises:
+        UserError: An unknown name, a name given twice, or no positive number.
+    """
+    limits: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition(":")
+        try:
+            limit_ms = float(number)
+        except ValueError:
+            limit_ms = math.nan
+        if name not in GOODPUT_METRICS or not (math.isfinite(limit_ms) and limit_ms > 0):
+            raise UserError(f"goodput must read like ttft:500 tpot:50 e2el:10000 (milliseconds), not {text!r}")
+        if name in limits:
+            raise UserError(f"goodput names {name} twice")
+        limits[name] = limit_ms
+    return limits
+
 
 DEFAULT_NUM_PROMPTS = 100
 MAX_REQUESTS = 10_000_000

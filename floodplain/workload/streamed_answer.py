@@ -1,4 +1,4 @@
-"""Parses a streamed completion of an untrusted server into chunks, and checks it against the request."""
+"""Parses the server-sent events of an untrusted server's completion, and checks them against the request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,69 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json
+from floodplain.web.client import one_line
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, TokenUsage
-from floodplain.workload.sse import EventTooLong, SseParser
+
+MAX_EVENT_BYTES = 2**22
+"""Most bytes of an event's data, or of a line. The longest valid ones are answers in one piece."""
+
+
+class EventTooLong(ValueError):
+    """A line or an event has more than ``MAX_EVENT_BYTES``."""
+
+
+class SseParser:
+    """Splits a stream of server-sent events into their data, for any split of the bytes.
+
+    Only ``data`` fields are returned; comments and other fields are dropped.
+    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+
+    def __init__(self) -> None:
+        self._tail: list[bytes] = []
+        self._tail_bytes = 0
+        self._data: list[str] = []
+        self._data_bytes = 0
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Take the next bytes and return the data of every event that they complete.
+
+        Raises:
+            EventTooLong: A line or an event is too long.
+        """
+        self._tail.append(chunk)
+        self._tail_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk:
+            if self._tail_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"a line has more than {MAX_EVENT_BYTES} bytes")
+            return []
+        text = b"".join(self._tail) if len(self._tail) > 1 else chunk
+        held = b""
+        if b"\r" in text:
+            if text.endswith(b"\r"):  # a line feed may follow, which ends the same line
+                text, held = text[:-1], b"\r"
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, tail = text.split(b"\n")
+        self._tail = [tail + held] if tail or held else []
+        self._tail_bytes = len(tail) + len(held)
+        return [event for line in lines if (event := self._take(line)) is not None]
+
+    def close(self) -> list[str]:
+        """The data of a last event without a blank line; call it at the end of the bytes."""
+        return [*self.feed(b"\n"), *self.feed(b"\n")]
+
+    def _take(self, line: bytes) -> str | None:
+        if line.startswith(b"data:"):
+            self._data_bytes += len(line)
+            if self._data_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"an event has more than {MAX_EVENT_BYTES} bytes")
+            self._data.append(line[6 if line.startswith(b" ", 5) else 5 :].decode("utf-8", errors="replace"))
+        elif not line and self._data:
+            event = "\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return event
+        return None
+
 
 SLACK_TOKENS = 16
 """Accepted tokens beyond the requested number: servers differ in what they count at the ends."""
@@ -15,7 +76,6 @@ _SLACK_PROMPT_TOKENS = 1024
 """The same for prompts, to which servers may add text."""
 _SLACK_EVENTS, _EVENTS_PER_TOKEN = 64, 8
 _SLACK_BYTES, _BYTES_PER_TOKEN = 2**22, 2**12
-_MAX_SHOWN = 300
 _BROKEN = frozenset({"error", "abort"})
 """Finish reasons of incomplete answers."""
 
@@ -88,11 +148,11 @@ class StreamedAnswer:
         try:
             message = parse_json(event, "the event")
             if message.get("error") or message.get("object") == "error":
-                raise RequestFailed(f"the server reports: {_line(event)}")
+                raise RequestFailed(f"the server reports: {one_line(event)}")
             chunks = [self._chunk(choice, now) for choice in message.get("choices") or ()]
             self._usage = message.get("usage") or self._usage  # the last one counts
         except (UserError, ValueError, TypeError, KeyError, AttributeError):
-            raise RequestFailed(f"no completion chunk: {_line(event)}") from None
+            raise RequestFailed(f"no completion chunk: {one_line(event)}") from None
         return chunks
 
     def _chunk(self, choice: dict[str, Any], now: float) -> TokenChunk:
@@ -114,7 +174,7 @@ class StreamedAnswer:
         if self._usage is None:
             return None
         if not isinstance(self._usage, dict):
-            raise RequestFailed(f"usage is no object: {_line(repr(self._usage))}")
+            raise RequestFailed(f"usage is no object: {one_line(repr(self._usage))}")
         prompt = _known(self._usage, "prompt_tokens", self._most_prompt_tokens)
         output = _known(self._usage, "completion_tokens", self._most_tokens)
         # A count of 0 for an answer with text means that the server does not count.
@@ -129,10 +189,5 @@ def _known(usage: dict[str, Any], name: str, most: int) -> int | None:
 def _count(name: str, value: Any, most: int) -> int:
     is_count = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     if not is_count or not 0 <= value <= most:
-        raise RequestFailed(f"{name} is {_line(repr(value)[:40])}, where 0 to {most} is possible")
+        raise RequestFailed(f"{name} is {one_line(repr(value)[:40])}, where 0 to {most} is possible")
     return int(value)
-
-
-def _line(text: str) -> str:
-    """A server's text as one line of bounded length."""
-    return " ".join(text[: 4 * _MAX_SHOWN].split())[:_MAX_SHOWN] or "(no text)"

@@ -20,8 +20,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.plots import draw_ttft
-from floodplain.workload.goodput import parse_goodput
-from floodplain.workload.spec import WorkloadSpec, build
+from floodplain.workload.spec import WorkloadSpec, build, parse_goodput
 from tests.support.swapping import unknown_prices
 
 NUM_REQUESTS = 16

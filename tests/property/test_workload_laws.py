@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.workload.arrivals import arrival_times
+from floodplain.workload.arrivals import Phase, arrival_times, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.client import token_times
 from floodplain.workload.lengths import chat_like
-from floodplain.workload.phases import Phase, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
-from floodplain.workload.sse import SseParser
-from floodplain.workload.trace_row import TraceRow
-from floodplain.workload.traces import load_trace
+from floodplain.workload.streamed_answer import SseParser
+from floodplain.workload.traces import TraceRow, load_trace
 from tests.support.examples import examples
 
 SEEDS = st.integers(0, 2**32)

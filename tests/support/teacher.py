@@ -19,7 +19,7 @@ import torch
 
 from floodplain import LLM, SamplingParams
 from floodplain.model.weights.open_model import open_model, packaged_smollm2
-from floodplain.workload.prompt_files import package_prompts
+from floodplain.workload.prompts import package_prompts
 from tests.support.parity import Reference
 
 DATA = Path(__file__).with_name("greedy_answers.json.gz")

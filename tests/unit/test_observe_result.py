@@ -20,8 +20,8 @@ from floodplain.observe.result import (
     summarise,
 )
 from floodplain.observe.strict_json import save_result, to_json
-from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import RequestRecord
+from floodplain.workload.spec import parse_goodput
 
 INFO = RunInfo(backend="openai", model_id="m", tokenizer_id="t", request_rate=math.inf, seed=7)
 

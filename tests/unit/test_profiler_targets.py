@@ -17,8 +17,7 @@ from floodplain.profiler.kv_use import VLLM_USAGE, KvUse, VllmBlocks, kv_use_of,
 from floodplain.profiler.targets import Load
 from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.spec import WorkloadSpec
-from floodplain.workload.trace_row import TraceRow
-from floodplain.workload.traces import Trace
+from floodplain.workload.traces import Trace, TraceRow
 from tests.fakes.engine import ByteTokenizer
 from tests.support.vllm_like import CONFIG, metrics_text
 

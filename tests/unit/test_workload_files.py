@@ -8,10 +8,9 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.workload.lengths import load_lengths
-from floodplain.workload.prompt_files import load_prompts, package_prompts
+from floodplain.workload.prompts import load_prompts, package_prompts
 from floodplain.workload.spec import WorkloadSpec, build
-from floodplain.workload.trace_row import TraceRow
-from floodplain.workload.traces import load_trace
+from floodplain.workload.traces import TraceRow, load_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.2299600,396,109\n"

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from floodplain.workload.goals import NUM_SAMPLES, SAMPLE_TOKENS, describe_goals, goals_from, measure_goals
-from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
+from floodplain.workload.spec import parse_goodput
 
 LOAD = [
     LoadRequest(
