@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.variables import NO_FLAGS, PREFIX
+from floodplain.cli.sources import NO_FLAGS, PREFIX
 from floodplain.cluster.engine_flags import config_of_droppable, config_of_movable, config_of_pipeline
 from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
 from floodplain.engine.config import EngineConfig

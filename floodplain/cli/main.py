@@ -13,8 +13,7 @@ from typing import Any
 
 from floodplain import __version__
 from floodplain.cli.options import Parser, resolve
-from floodplain.cli.sources import name_sources
-from floodplain.cli.variables import check_variables
+from floodplain.cli.sources import check_variables, name_sources
 from floodplain.core.errors import ServiceLost, UserError, WriteFailed
 from floodplain.files.results import open_standard_streams
 from floodplain.observe.terminal import complain, start_logging

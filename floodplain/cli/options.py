@@ -17,9 +17,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from floodplain.cli.config_file import dest_of, read_config_file
-from floodplain.cli.sources import Source
-from floodplain.cli.variables import variable_of
+from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, parse_size
 

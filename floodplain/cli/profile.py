@@ -1,23 +1,157 @@
-"""``floodplain profile``: measures what a model needs or can spare. Each verb is a module ``profile_VERB``."""
+"""``floodplain profile``: measures what a model needs or can spare, and shows what was measured."""
 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-VERBS = ("llm", "media", "swap", "step", "show")
-"""In the order of ``--help``. ``floodplain/cli/profile_NAME.py`` holds one, as ``cli.main`` describes it."""
+from floodplain.cli import profile_media
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.early_checks import check_early
+from floodplain.files.profile import Profile, read_profile
+from floodplain.files.results import check_writable
+from floodplain.observe.profile import describe_profile, save_and_show
+from floodplain.observe.terminal import say
+from floodplain.profiler.llm_flags import LlmProfileConfig, check_load
+from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.web.client import check_server
+from floodplain.workload.spec import WorkloadSpec
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """The flags of ``step`` beside the engine's."""
+
+    out: Path = field(metadata={"help": "write the profile to this JSON file"})
+    shapes: int = field(default=64, metadata={"help": "steps of so many sizes"})
+    repeats: int = field(default=5, metadata={"help": "measure each at most so often; its median counts"})
+    step_seconds: float = field(default=60.0, metadata={"help": "measure for at most so many seconds", "metavar": "S"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowConfig:
+    """The flags of ``show``.
+
+    Raises:
+        UserError: The picture's name has another ending.
+    """
+
+    profile: Path = field(metadata={"help": "what floodplain profile --out wrote", "positional": True})
+    plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})
+
+    def __post_init__(self) -> None:
+        if self.plot is not None and self.plot.suffix not in PICTURES:
+            raise UserError(f"--plot {self.plot} must end in one of {', '.join(PICTURES)}")
 
 
 def add_parser(verbs: Any) -> None:
     """Add every verb and its flags."""
-    profiles = verbs.add_parser("profile", allow_abbrev=False).add_subparsers(metavar="|".join(VERBS))
-    for verb in VERBS:
-        import_module(f"floodplain.cli.profile_{verb}").add_parser(profiles)
+    profiles = verbs.add_parser("profile", allow_abbrev=False).add_subparsers(metavar="|".join(RUN))
+    llm = add_verb(
+        profiles, "llm", "Find the highest request rate within goals, and the KV memory that it leaves idle."
+    )
+    add_dataclass_flags(llm, LlmProfileConfig)
+    add_dataclass_flags(llm, EngineConfig, "engine flags")
+    add_dataclass_flags(llm, WorkloadSpec, "workload flags")
+    profile_media.add_parser(profiles)
+    swap = add_verb(profiles, "swap", "Compute the swap space that bursts, cached prefixes and long contexts need.")
+    add_dataclass_flags(swap, SwapProfileConfig)
+    add_dataclass_flags(swap, EngineConfig, "engine flags")
+    add_dataclass_flags(swap, WorkloadSpec, "workload flags")
+    step = add_verb(profiles, "step", "Measure steps of an engine, and fit what they cost.")
+    add_dataclass_flags(step, StepConfig)
+    add_dataclass_flags(step, EngineConfig, "engine flags")
+    add_dataclass_flags(add_verb(profiles, "show", "Say what a profile holds."), ShowConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    status: int = import_module(f"floodplain.cli.profile_{args.verb.split()[1]}").run(args)
-    return status
+    return RUN[args.verb.split()[1]](args)
+
+
+def _run_llm(args: argparse.Namespace) -> int:
+    """Profile; 0, also if no rate meets the goals."""
+    config, engine = dataclass_from(args, LlmProfileConfig), dataclass_from(args, EngineConfig)
+    spec = dataclass_from(args, WorkloadSpec)
+    config.check_engine(engine)
+    check_load(spec)
+    if config.out is not None:
+        check_writable(config.out)
+    if config.base_url is not None:
+        check_server(config.base_url)  # before the imports, which take longer
+    else:
+        check_early(engine)
+
+    from floodplain.profiler.llm_profile import run_profile
+
+    save_and_show(run_profile(config, engine, spec, progress=not args.quiet), config.out, args.format)
+    return 0
+
+
+def _run_swap(args: argparse.Namespace) -> int:
+    """Serve the bursts in virtual time; 0."""
+    config, engine = dataclass_from(args, SwapProfileConfig), dataclass_from(args, EngineConfig)
+    spec = dataclass_from(args, WorkloadSpec)
+    config.check_engine(engine)
+    config.check_load(spec)
+    if config.out is not None:
+        check_writable(config.out)
+
+    from floodplain.profiler.swap_profile import run_profile
+
+    save_and_show(run_profile(config, engine, spec, progress=not args.quiet), config.out, args.format)
+    return 0
+
+
+def _run_step(args: argparse.Namespace) -> int:
+    """Measure, fit, write; 0."""
+    config, engine = dataclass_from(args, StepConfig), dataclass_from(args, EngineConfig)
+    check_writable(config.out)
+    check_early(engine)
+
+    from tqdm import tqdm
+
+    from floodplain.profiler.step_profile import StepGrid, profile_steps
+
+    grid = StepGrid(num_shapes=config.shapes, num_repeats=config.repeats, limit_s=config.step_seconds)
+    with tqdm(total=grid.num_shapes * grid.num_repeats, desc="steps", disable=args.quiet) as progress:
+        profile = profile_steps(engine, grid, progress.update)
+    save_and_show(profile, config.out, args.format)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print and draw the profile; 0."""
+    config = dataclass_from(args, ShowConfig)
+    if config.plot is not None:
+        check_writable(config.plot, "--plot")
+
+    from floodplain.observe.strict_json import to_json
+
+    profile = read_profile(config.profile)
+    if config.plot is not None:
+        _draw(profile, config.profile, config.plot)
+    say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    return 0
+
+
+def _draw(profile: Profile, source: Path, path: Path) -> None:
+    from floodplain.files.parsing import parsing
+    from floodplain.observe.profile_plot import draw_profile
+    from floodplain.observe.style import save_figure
+
+    with parsing(f"--plot: {source}", "cannot be drawn"):
+        figure = draw_profile(profile)
+    if figure is None:
+        raise UserError(f"--plot: {source} has no tries with the numbers that are drawn for kind {profile.kind}")
+    save_figure(figure, path)
+
+
+RUN = {"llm": _run_llm, "media": profile_media.run, "swap": _run_swap, "step": _run_step, "show": _show}
+"""Every verb, in the order of ``--help``."""

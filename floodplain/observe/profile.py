@@ -1,15 +1,38 @@
-"""A profile as text."""
+"""A profile as text, and as the output of ``floodplain profile``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from floodplain.files.profile import Profile
 from floodplain.observe.table import format_table
+from floodplain.observe.terminal import say
 
 SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 """Units of sizes; a size is written in the largest that it reaches."""
+
+
+def save_and_show(profile: Profile, out: Path | None, output_format: str) -> None:
+    """Write the profile to ``out`` if given, and print it, even if it cannot be saved.
+
+    Args:
+        profile: The profile.
+        out: A JSON file.
+        output_format: ``terminal`` or ``json``.
+
+    Raises:
+        WriteFailed: The file cannot be written.
+    """
+    from floodplain.observe.strict_json import save_result, to_json  # imports numpy
+
+    document = profile.to_json()
+    try:
+        if out is not None:
+            save_result(out, document)
+    finally:
+        say(to_json(document) if output_format == "json" else describe_profile(profile))
 
 
 def describe_profile(profile: Profile) -> str:

@@ -33,7 +33,7 @@ from floodplain.server.auth import read_keys
 from floodplain.web.client import HttpClient
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompt_form import PromptForm
-from floodplain.workload.spec import WorkloadSpec, parse_goodput
+from floodplain.workload.spec import WorkloadSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from floodplain.cli.config_file import read_config_file
+from floodplain.cli.sources import read_config_file
 from floodplain.core.errors import UserError
 from floodplain.files.yaml_file import read_yaml_mapping
 from tests.support.examples import examples

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from floodplain.cli.config_file import read_config_file
+from floodplain.cli.sources import read_config_file
 from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.cost.model_shape import shape_named

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from floodplain.cli import profile_media
-from floodplain.cli.own_process import in_own_process
-from floodplain.cli.profile_media import MediaConfig
+from floodplain.cli.profile_media import MediaConfig, in_own_process
 from floodplain.core.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cli.main import _find_flags, main
-from floodplain.cli.variables import NO_FLAGS, PREFIX, check_variables, variable_of
+from floodplain.cli.sources import NO_FLAGS, PREFIX, check_variables, variable_of
 from floodplain.core.errors import UserError
 from floodplain.memory.native import build
 from floodplain.model.attention import paged_prefill
