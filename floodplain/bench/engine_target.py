@@ -22,11 +22,7 @@ class EngineTarget:
         self._engine = engine
 
     async def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Submit ``request`` now and yield its tokens as steps complete.
-
-        Raises:
-            RequestFailed: The engine refused it.
-        """
+        """Submit ``request`` now and yield its tokens as steps complete. Raises RequestFailed if it is refused."""
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
         asked = Request(
             request_id=request.request_id,

@@ -21,12 +21,9 @@ from floodplain.workload.records import LoadRequest, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """The result of one replay.
+    """The result of one replay: records in the order of the requests, and the engine's counts meanwhile.
 
-    Attributes:
-        records: The client's records, in the order of the requests.
-        report: The engine's counts during the replay.
-        timeline: Columns of samples, with times from the start of the replay.
+    The timeline has columns of samples, with times from the start of the replay.
     """
 
     records: list[RequestRecord]

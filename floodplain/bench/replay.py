@@ -13,13 +13,7 @@ from floodplain.workload.prompt_form import SEND_HELP, WAYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Settings of a replay.
-
-    Attributes:
-        max_concurrency: Most requests in flight at a time; None: no limit.
-        save_tokens: Whether to keep the output token ids in the result.
-        quiet: Whether to print no progress.
-    """
+    """How to replay: the most requests in flight (None: no limit), whether output token ids are kept, no progress."""
 
     max_concurrency: int | None = None
     save_tokens: bool = False

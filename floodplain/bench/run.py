@@ -28,11 +28,7 @@ from floodplain.workload.traces import Trace, load_trace
 
 
 def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
-    """Replay a workload against an engine in this process.
-
-    Raises:
-        UserError: A flag or a file is bad.
-    """
+    """Replay a workload against an engine in this process. Raises UserError if a flag or a file is bad."""
     trace = read_trace(spec)
     # All requests queue in the engine: none is refused because the queue is full.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
@@ -60,8 +56,7 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
 def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
     """Replay a workload against an OpenAI server, measured at the client.
 
-    Raises:
-        UserError: A flag or a file is bad.
+    Raises UserError if a flag or a file is bad.
     """
     trace = read_trace(spec)
     tokenizer_name = server.tokenizer or server.model

@@ -22,13 +22,10 @@ STOP_TIMEOUT_S = 20.0
 
 
 class VerbProcess:
-    """Runs ``floodplain VERB …`` in a child process. A context manager; leaving it ends the process.
+    """Runs ``floodplain VERB …`` in a child process, its standard error in ``log``; the end of the context ends it.
 
-    Args:
-        words: The verb and its flags.
-        log: File for its standard error.
-        cores: Cores that it may use, with as many compute threads; None leaves both to the system.
-        num_threads: Compute threads of it and of each child; None: the number of ``cores``.
+    It and its children have ``num_threads`` compute threads, by default as many as ``cores``; without both the system
+    decides.
     """
 
     def __init__(
@@ -55,8 +52,7 @@ class VerbProcess:
     def wait_ready(self) -> Mapping[str, Any]:
         """Wait until the verb serves; return the JSON object that it prints, with its ``url``.
 
-        Raises:
-            UserError: It ended, or was not ready in time; with the last line of its log.
+        Raises UserError with the last line of its log if it ended, or was not ready in time.
         """
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -98,13 +94,7 @@ class VerbProcess:
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """Addresses of two servers that use the same coordinator.
-
-    Attributes:
-        coordinator: Of the coordinator.
-        producer: Of the server that lends.
-        consumer: Of the server that borrows.
-    """
+    """Addresses of a coordinator and of two servers that use it: the producer lends, the consumer borrows."""
 
     coordinator: str
     producer: str
@@ -115,16 +105,10 @@ class Neighbourhood:
 def neighbourhood(
     folder: Path, model: str, producer_flags: Sequence[str], consumer_flags: Sequence[str]
 ) -> Iterator[Neighbourhood]:
-    """Run a coordinator and two servers, each server on its own cores. All end with the context.
+    """Run a coordinator and two servers of a model, each server on its own cores. All end with the context.
 
-    Args:
-        folder: For the coordinator's store and the processes' logs.
-        model: The model of both servers.
-        producer_flags: Flags of ``floodplain serve`` for the lender.
-        consumer_flags: The same for the borrower.
-
-    Raises:
-        UserError: One of them does not start.
+    Flags are those of ``floodplain serve``. The coordinator's store and all logs are in ``folder``. Raises UserError if
+    one of the processes does not start.
     """
     near, far = split_cores()
     with ExitStack() as processes:

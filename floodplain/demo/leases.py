@@ -33,15 +33,8 @@ def serve_scene(
 ) -> dict[str, Any]:
     """Start the three processes, run the scene, end them; return the results, ``leases`` of ``demo.json``.
 
-    Args:
-        base: The engine of the first part.
-        sample: Its requests.
-        scale: Size and times of the scene.
-        num_resident: Requests that the pool of ``base`` holds.
-        progress: Whether to report progress on standard error.
-
-    Raises:
-        UserError: A process does not start.
+    ``base`` and ``sample`` are the engine and the requests of the first part; the pool of ``base`` holds
+    ``num_resident`` requests. Raises UserError if a process does not start.
     """
     tokenizer = open_model(base.model).load_tokenizer()
     if progress:
@@ -139,15 +132,9 @@ LENDER_POOL_BYTES = 224 * 2**20
 class LendingScale:
     """The sizes of the scene, and its times in seconds from its start.
 
-    Attributes:
-        lend_after_s: Seconds of calm before the lender lends (``--lend-after``).
-        borrow_s: When the borrower's users start.
-        double_s: When the lender's users double.
-        light_s: When the added users send no further requests.
-        end_s: When the scene ends.
-        num_lender_users: The lender's users at first.
-        num_borrower_users: The borrower's users.
-        num_resident: Requests that the borrower's own memory holds.
+    The lender lends after ``lend_after_s`` of calm (``--lend-after``). Its users double from ``double_s`` to
+    ``light_s``; those of the borrower start at ``borrow_s``, and its own memory holds ``num_resident`` of their
+    requests.
     """
 
     lend_after_s: float

@@ -17,18 +17,11 @@ LEAST_RESIDENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The size of the demo.
+    """The size of the demo: seconds of the load before, in and after the burst, and its arrival rate as a factor.
 
-    Attributes:
-        quiet_s: Seconds of the load before the burst,
-        burst_s: in it, and
-        tail_s: after it.
-        burst_factor: Arrival rate in the burst over the rate outside it.
-        num_resident: Most requests that the pool holds when half of their output is generated.
-        length_scale: Factor on chat-like lengths, which are cut at
-        max_input: and at
-        max_output: tokens.
-        pool_part: With ``--expansion``, the full pool divided by the small one.
+    ``num_resident`` is the most requests that the pool holds when half of their output is generated. Lengths are
+    chat-like, times a factor, and cut at tokens of prompt and of answer. With ``--expansion`` the full pool is
+    ``pool_part`` times the small one.
     """
 
     quiet_s: float
@@ -79,9 +72,9 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
 
 
 def fit_pool(scale: Scale, num_prompts: int) -> Scale:
-    """The scale with a pool that is too small for ``num_prompts`` requests.
+    """The scale with a pool that is too small for ``num_prompts`` requests; the smallest holds the longest one.
 
-    A slow machine gets few requests in the same time, so its pool holds fewer. The smallest pool holds the longest one.
+    A slow machine gets few requests in the same time, so its pool holds fewer.
     """
     return replace(scale, num_resident=max(LEAST_RESIDENT, min(scale.num_resident, num_prompts // PROMPTS_PER_PLACE)))
 

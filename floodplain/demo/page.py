@@ -40,14 +40,10 @@ LEASES_CAPTION = (
 def write_files(
     folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None, *, expands: bool = False
 ) -> dict[str, Any]:
-    """Write all files into ``folder``; return the content of ``demo.json``.
+    """Write all files into ``folder``, which is made; return the content of ``demo.json``.
 
-    Args:
-        folder: Made if it does not exist.
-        scale: Of the first part.
-        runs: Of the first part.
-        leases: Results of the second part; None if it did not run.
-        expands: Whether the runs are those of ``--expansion``.
+    Scale and runs are those of the first part; ``leases`` is None if the second one did not run. ``expands``: the runs
+    are those of ``--expansion``.
     """
     machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
@@ -132,12 +128,9 @@ RELIEF_ROWS: tuple[tuple[str, str, float], ...] = (
 
 
 def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Write all files into ``folder``; return the content of ``demo.json``.
+    """Write all files into ``folder``, which is made; return the content of ``demo.json``.
 
-    Args:
-        folder: Made if it does not exist.
-        runs: One for each phase, from ``relief.runs_of``.
-        cluster: From ``relief.serve_relief``.
+    There is a run for each phase, from ``runs_of``; ``cluster`` is from ``serve_relief``.
     """
     machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "cluster": cluster, "machine": machine}

@@ -50,14 +50,7 @@ def serve_relief(
 ) -> tuple[list[RequestRecord], dict[str, Any]]:
     """Start the processes, run the scene, end them; return the records and ``cluster`` of ``demo.json``.
 
-    Args:
-        model: The model of both instances.
-        seed: Of lengths and texts.
-        scale: Size and times of the scene.
-        progress: Whether to report progress on standard error.
-
-    Raises:
-        UserError: The front does not start, or ended.
+    The seed is that of lengths and texts. Raises UserError if the front does not start, or ended.
     """
     source = open_model(model)
     requests = relief_requests(source.load_tokenizer(), seed, scale)
@@ -175,16 +168,9 @@ LENGTH_SCALE = 8.0
 class ReliefScale:
     """The times and sizes of the scene.
 
-    Attributes:
-        spike_s: When more users start.
-        calm_s: When these send no further requests.
-        give_up_s: When the scene ends even without a restore.
-        after_s: Seconds that the scene continues after the restore.
-        num_users: Users at first, and after the spike.
-        num_spike_users: Users in the spike, the first ones included.
-        pool_blocks: KV blocks of an instance.
-        max_input: Tokens of nearly all prompts.
-        max_output: Most tokens of an answer; the least is half of it.
+    More users start at ``spike_s``, and send no further requests after ``calm_s``; ``num_spike_users`` includes the
+    first ones. The scene ends ``after_s`` after the restore, or at ``give_up_s``. ``pool_blocks`` are those of an
+    instance. Nearly all prompts have ``max_input`` tokens, and answers from half of ``max_output`` on.
     """
 
     spike_s: float

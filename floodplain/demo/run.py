@@ -31,12 +31,7 @@ Run = tuple[str, dict[str, Any]]
 async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: float, *, progress: bool) -> Run:
     """Serve the requests of ``spec`` one way; returns its name and benchmark result, ``floodplain.residence`` included.
 
-    Args:
-        way: The policy, its settings, and where KV goes.
-        base: The engine flags that all ways share.
-        spec: The load.
-        capacity: Measured requests a second, for the result.
-        progress: Whether to show the progress of the load.
+    ``base`` has the engine flags that all ways share; ``capacity`` is the measured one, in requests per second.
     """
     lifecycles: list[Lifecycle] = []
     async with started(AsyncEngine(build_engine(way.config(base), way.make_policy()))) as engine:
@@ -55,8 +50,8 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
 async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[float, tuple[str, ...]]:
     """(requests a second that this machine sustains with a full pool, goals measured without load).
 
-    Capacity: a full batch is timed with two output lengths; the difference is pure decoding. Both runs have
-    the same prompts, and prefixes are not cached, so that nothing else differs.
+    Capacity: a full batch is timed with two output lengths; the difference is pure decoding. Both runs have the same
+    prompts, and prefixes are not cached, so that nothing else differs.
     """
     alone = build_engine(replace(base, enable_prefix_caching=False), make_policy(base.policy))
     async with started(AsyncEngine(alone)) as engine:

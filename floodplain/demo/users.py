@@ -23,8 +23,7 @@ WARM_UP_TOKENS = 16
 class Users:
     """Users of one server, and their requests, which repeat.
 
-    Attributes:
-        records: Of requests in the order in which they ended or failed; times since ``begin``.
+    ``records`` are in the order in which requests ended or failed, with times since ``begin``.
     """
 
     def __init__(self, target: LoadTarget, requests: Sequence[LoadRequest]) -> None:
@@ -53,12 +52,9 @@ class Users:
         self._are_stopped = True
 
     async def visit(self, num_users: int, from_s: float, to_s: float = math.inf) -> None:
-        """Run users that start one after another. A user stops after a failed request.
+        """Run users that start one after another, from ``from_s`` seconds from now on.
 
-        Args:
-            num_users: Number of users.
-            from_s: Seconds from now until the first one starts.
-            to_s: Seconds since ``begin`` after which no user sends another request.
+        A user stops after a failed request; none sends another one later than ``to_s`` seconds after ``begin``.
         """
 
         async def use(number: int) -> None:

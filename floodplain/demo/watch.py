@@ -28,21 +28,10 @@ _IDLE_STATES = ("free", "cached")
 class LendingSample:
     """Both servers at one moment. Counts and sums are since their start.
 
-    Attributes:
-        time_s: Seconds since the watch began.
-        pool_bytes: The lender's KV pool.
-        used_bytes: Bytes of it that requests hold.
-        lent_bytes: Bytes of leases that have not ended.
-        num_waiting: Requests at the lender that wait.
-        num_running: Requests on the borrower's device.
-        num_off_device: Requests at the borrower that wait, or are swapped out.
-        num_recalls: Leases that were recalled and are seen free again.
-        recall_s: Total seconds of these recalls.
-        num_tokens: Tokens that the borrower generated.
-        peer_bytes: The borrower's KV in borrowed memory.
-        host_bytes: The borrower's KV in its host's memory.
-        num_forced: Leases that the borrower lost before it had emptied them.
-        stall_s: Time in which nothing could run at the borrower before a copy ended.
+    Of the lender: its pool, the bytes of it that requests hold and that leases do, requests that wait, and recalled
+    leases that are seen free again with the total seconds of their recalls. Of the borrower: requests on and off its
+    device (those that wait or are swapped out), generated tokens, KV in borrowed memory and in its host's, leases that
+    it lost before it had emptied them, and the time in which nothing could run before a copy ended.
     """
 
     time_s: float
@@ -73,8 +62,7 @@ def to_columns(samples: Sequence[Any], kind: type[Any]) -> dict[str, list[Any]]:
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
     """Append samples to the context's list until the context ends, one at each end included.
 
-    Raises:
-        UserError: A server does not answer; the context ends with it, and without its last sample.
+    If a server does not answer, a UserError ends the context, without its last sample.
     """
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
@@ -90,11 +78,7 @@ async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> 
 
 
 async def get_text(url: str, path: str) -> str:
-    """The text of a demo server's answer.
-
-    Raises:
-        UserError: It does not answer, or its status is not 200.
-    """
+    """The text of a demo server's answer. Raises UserError if it does not answer, or its status is not 200."""
     try:
         answer = await HttpClient(url).ask(path, limits=LIMITS)
     except NoAnswer as error:
@@ -148,15 +132,10 @@ _PHASE_OF = {state.value: phase for phase, states in _STATES.items() for state i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReliefSample:
-    """All instances at one moment.
+    """All instances at one moment, in seconds since the watch began.
 
-    Attributes:
-        time_s: Seconds since the watch began.
-        phase: ``solo``, ``dropping``, ``exchanging``, ``pipelined`` or ``restoring``.
-        used_blocks: KV blocks that requests hold.
-        blocks: Existing KV blocks: those of the group's pool while there is a group.
-        num_running: Requests in running batches.
-        num_waiting: Requests that wait, and those whose KV is being copied.
+    The phase is ``solo``, ``dropping``, ``exchanging``, ``pipelined`` or ``restoring``. Blocks are those of the group's
+    pool while there is a group. Requests whose KV is being copied count as waiting.
     """
 
     time_s: float
@@ -173,13 +152,7 @@ def relief_sample_of(
     """The sample in the answers of ``/groups`` and ``/instances``; groups that are over do not count.
 
     The front counts requests exactly. Blocks and running requests are from the instances' last beats, so they are
-    clipped to their possible range.
-
-    Args:
-        time_s: Time of the sample.
-        groups: The answer of ``/groups``.
-        instances: The answer of ``/instances``.
-        solo_blocks: Blocks of all pools if no layer is dropped; None: as instances report.
+    clipped to their possible range: ``solo_blocks`` are those of all pools if no layer is dropped; None: as reported.
     """
     rows = [row for row in groups["groups"] if row["state"] in _PHASE_OF]
     phase = _PHASE_OF[rows[0]["state"]] if rows else SOLO
@@ -231,10 +204,7 @@ def has_restored(samples: Sequence[ReliefSample]) -> bool:
 async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) -> AsyncIterator[list[ReliefSample]]:
     """Append samples to the context's list until the context ends; a poll that fails is skipped.
 
-    Args:
-        url: The front's.
-        begin_s: Origin of times, on the monotonic clock.
-        period_s: Seconds between two polls.
+    ``begin_s`` is the origin of times, on the monotonic clock.
     """
     samples: list[ReliefSample] = []
 
@@ -252,14 +222,8 @@ async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) 
 class ReliefTotals:
     """Totals of all groups since the front started. Seconds are sums over all drops or all restores.
 
-    Attributes:
-        num_drops: Groups that completed a drop.
-        num_restores: Groups that ended with all layers back.
-        usable_s: From the decision to drop until the pool was usable.
-        dropped_s: From the decision to drop until all KV was copied.
-        restored_s: From the decision to restore until all layers were back.
-        num_carried: Requests that kept their KV, and
-        num_recomputed: requests that were recomputed.
+    From the decision to drop: until the pool was usable, and until all KV was copied. From the decision to restore:
+    until all layers were back. Requests in both changes kept their KV, or were recomputed.
     """
 
     num_drops: int
@@ -285,11 +249,7 @@ def totals_of(groups: Mapping[str, Any], metrics: str) -> ReliefTotals:
 
 
 async def read_totals(url: str) -> ReliefTotals:
-    """The front's totals.
-
-    Raises:
-        UserError: It does not answer.
-    """
+    """The front's totals. Raises UserError if it does not answer."""
     return totals_of(await _get_json(url, "/groups"), await get_text(url, "/metrics"))
 
 

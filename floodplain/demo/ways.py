@@ -19,16 +19,10 @@ EXPANSION_TITLE = "Floodplain demo: one burst, and a part of the memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One column of the comparison.
+    """One column of the comparison, described by ``words`` for readers who know no policy.
 
-    Attributes:
-        name: Its name in pictures and ``demo.json``.
-        words: Its description, for readers who know no policy.
-        policy: A value of ``--policy``.
-        hardware: The link to swap space; None: there is no swap space.
-        settings: Settings of the policy, if it takes turns.
-        pool_part: Divisor of the pool's size.
-        expansion: A value of ``--kv-expansion``.
+    ``hardware`` is the link to swap space; None: there is none. The pool is divided by ``pool_part``. Policy and
+    expansion are values of flags.
     """
 
     name: str

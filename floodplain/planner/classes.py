@@ -23,13 +23,8 @@ Counts = tuple[int, ...]
 class UnitClass:
     """Units that every constraint and equation treats alike.
 
-    Attributes:
-        units: All of them.
-        num_gpus: Of each.
-        memory_bytes: R_m of each of its GPUs.
-        servers: Names of the allowed servers; None if all are allowed.
-        apart: Indices in ``Cluster.apart`` of the sets that they belong to.
-        move_cost: Of moving one.
+    ``memory_bytes`` is R_m of each GPU. ``servers`` are the names of the allowed ones; None: all. ``apart`` has indices
+    in ``Cluster.apart``.
     """
 
     units: tuple[Unit, ...]
@@ -51,13 +46,10 @@ class UnitClass:
 
 @dataclass(frozen=True, slots=True)
 class ServerGroup:
-    """Servers that every constraint and equation treats alike.
+    """Servers that every constraint and equation treats alike, as indices in ``Cluster.servers``.
 
-    Attributes:
-        servers: Indices in ``Cluster.servers``.
-        num_gpus: Of each.
-        memory_bytes: Of each of their GPUs.
-        allowed: For each class, whether its units may be there.
+    GPUs and memory are those of each server and of each GPU. ``allowed`` tells for each class whether its units may be
+    there.
     """
 
     servers: tuple[int, ...]
@@ -68,13 +60,7 @@ class ServerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A cluster, with its units in classes and its servers in groups.
-
-    Attributes:
-        cluster: As it was given.
-        classes: Of its units.
-        groups: Of its servers.
-    """
+    """A cluster, with its units in classes and its servers in groups."""
 
     cluster: Cluster
     classes: tuple[UnitClass, ...]
@@ -87,17 +73,17 @@ class Problem:
 
     @property
     def num_free_gpus(self) -> int:
-        """Return how many GPUs stay empty; below zero if there are too few."""
+        """How many GPUs stay empty; below zero if there are too few."""
         taken = sum(len(each.units) * each.num_gpus for each in self.classes)
         return sum(server.num_gpus for server in self.cluster.servers) - taken
 
     def balance(self, counts: Sequence[int]) -> tuple[int, int]:
-        """Return ``mem_s`` and ``eq_s`` (Eq. 4 and 5) of a server with these units; each GPU counts, as in AQUA."""
+        """``mem_s`` and ``eq_s`` (Eq. 4 and 5) of a server with these units; each GPU counts, as in AQUA."""
         gpus = [(count * each.num_gpus, each) for count, each in zip(counts, self.classes, strict=True)]
         return sum(n * each.memory_bytes for n, each in gpus), sum(n * each.sign for n, each in gpus)
 
     def least(self) -> tuple[int, int]:
-        """Return lower bounds of ``max mem_s`` and of ``max G_s eq_s``: a maximum is not below the mean.
+        """Lower bounds of ``max mem_s`` and of ``max G_s eq_s``: a maximum is not below the mean.
 
         For the latter: if no G_s eq_s is above E, all eq_s together are at most E times the sum of 1 / G_s.
         """
@@ -108,11 +94,11 @@ class Problem:
         return math.ceil(Fraction(mem, len(servers))), math.ceil(eq / inverse)
 
     def objective(self, mixes: Sequence[Sequence[int]]) -> int:
-        """Return Eq. 6, in bytes, of a placement: ``mixes`` has the mix of each server, in their order."""
+        """Eq. 6, in bytes, of a placement: ``mixes`` has the mix of each server, in their order."""
         return sum(self.maxima(mixes))
 
     def maxima(self, mixes: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """Return ``max mem_s`` and ``max G_s eq_s`` of a placement; all are less than 2^63 (``inputs.py``)."""
+        """``max mem_s`` and ``max G_s eq_s`` of a placement; all are less than 2^63 (``inputs.py``)."""
         counts = np.array(mixes, dtype=np.int64)
         mem = counts @ np.array([each.num_gpus * each.memory_bytes for each in self.classes], dtype=np.int64)
         eq = counts @ np.array([each.num_gpus * each.sign for each in self.classes], dtype=np.int64)

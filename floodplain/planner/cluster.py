@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 class Server:
     """GPUs that one fast link connects.
 
-    Attributes:
-        name: Unique.
-        num_gpus: How many.
-        memory_bytes: Of each GPU: G_s of Eq. 6.
-        domain: Servers of one domain reach each other's GPUs over the fast link, as in a rack; its own name otherwise.
-        link: Bytes per second between two of its GPUs; 0 if it is not known.
+    ``memory_bytes`` is G_s of Eq. 6, of each GPU. Servers of one ``domain`` reach each other's GPUs over the fast link,
+    as in a rack; else it is the server's name. ``link`` is in bytes per second between two GPUs; 0 if not known.
     """
 
     name: str
@@ -29,7 +25,7 @@ class Server:
     link: int = 0
 
     def device(self, gpu: int) -> str:
-        """Return the name of one of its GPUs, under which a coordinator knows the member that computes there."""
+        """The name of one of its GPUs, under which a coordinator knows the member that computes there."""
         return f"{self.name}-gpu{gpu}"
 
 
@@ -37,14 +33,9 @@ class Server:
 class Model:
     """A model, and how many equal instances of it are served.
 
-    Attributes:
-        name: Unique.
-        count: How many instances.
-        num_shards: Tensor-parallel shards of a stage: on one server, each on a GPU of its own.
-        num_stages: Pipeline stages, which may be on different servers.
-        memory_bytes: R_m of each GPU: what it lends if positive, what it needs if negative.
-        servers: Names of the allowed servers; None if all are allowed.
-        move_cost: Of moving one of its units in a new placement.
+    The shards of a stage are tensor-parallel: on one server, each on a GPU of its own. Stages are pipeline-parallel,
+    and may be on different servers. ``memory_bytes`` is R_m of each GPU: what it lends if positive, what it needs if
+    negative. ``servers`` are the names of the allowed ones; None: all. ``move_cost`` is that of one unit.
     """
 
     name: str
@@ -58,13 +49,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """The shards of one stage of one instance, which are placed as one.
-
-    Attributes:
-        model: Its model's name.
-        instance: Counted from 0.
-        stage: Counted from 0.
-    """
+    """The shards of one stage of one instance, which are placed as one; both are counted from 0."""
 
     model: str
     instance: int
@@ -73,12 +58,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """The place of a unit.
-
-    Attributes:
-        server: Its server's name.
-        gpus: One for each shard.
-    """
+    """The place of a unit: a server, and a GPU for each shard."""
 
     server: str
     gpus: tuple[int, ...]
@@ -88,13 +68,9 @@ class Spot:
 class Cluster:
     """A placement problem.
 
-    Attributes:
-        servers: In their order.
-        models: In their order.
-        apart: Sets of models of which a server holds at most one unit.
-        current: Where units are now; units without an entry are new.
-        consumers_per_producer: The most consumers that share a producer's memory and link; 1 as in the paper.
-        within: A new placement may be worse than the optimum by this part of it, in exchange for fewer moves.
+    A server holds at most one unit of each set in ``apart``. ``current`` has where units are now; others are new. A
+    producer's memory and link are shared by ``consumers_per_producer``; 1 as in the paper. A new placement may be worse
+    than the optimum by ``within``, a part of it, in exchange for fewer moves.
     """
 
     servers: tuple[Server, ...]

@@ -22,7 +22,7 @@ FINEST = 64
 
 
 def place_coarsely(problem: Problem, deadline: Deadline, gap: float, max_mixes: int) -> Answer | None:
-    """Return a placement and a bound by rounding; None if mixes stay more than ``max_mixes``, or time ends."""
+    """A placement and a bound by rounding; None if mixes stay more than ``max_mixes``, or time ends."""
     rounded = _round(problem, deadline, max_mixes)
     if rounded is None:
         return None
@@ -50,7 +50,7 @@ def _rounded(cluster: Cluster, step: int) -> Cluster:
 
 
 def _round_down(model: Model, step: int) -> Model:
-    """Return the model with R_m a multiple of ``step``, or one byte: a producer stays one."""
+    """The model with R_m a multiple of ``step``, or one byte: a producer stays one."""
     rounded = model.memory_bytes // step * step
     return replace(model, memory_bytes=max(1, rounded) if model.memory_bytes > 0 else rounded)
 
@@ -72,6 +72,6 @@ def _tell_apart(problem: Problem, coarse: Problem, mixes: Sequence[Counts]) -> t
 
 
 def _choose(each: UnitClass, surplus: Integers, seats: Integers) -> int:
-    """Return the server for a unit: for a producer the one with the least left over, for a consumer the most."""
+    """The server for a unit: for a producer the one with the least left over, for a consumer the most."""
     worst = np.iinfo(np.int64).max
     return int(np.argmin(np.where(seats > 0, each.sign * surplus, worst)))

@@ -25,13 +25,9 @@ Change = Callable[[Cluster], Cluster]
 
 
 def explain(cluster: Cluster, deadline: Deadline) -> str:
-    """Return one line that says which models and rules cannot hold together.
+    """One line that says which models and rules of a cluster without a placement cannot hold together.
 
     Each of them is necessary: without any one, the others can hold. If the time ends, some may not be necessary.
-
-    Args:
-        cluster: It has no placement.
-        deadline: When to stop leaving things out.
     """
     kept = shrink(cluster, deadline)
     needed = sum(model.count * model.num_stages * model.num_shards for model in kept.models)
@@ -48,7 +44,7 @@ def explain(cluster: Cluster, deadline: Deadline) -> str:
 
 
 def shrink(cluster: Cluster, deadline: Deadline) -> Cluster:
-    """Return the cluster without models, pins and apart sets that do not matter for having no placement."""
+    """The cluster without models, pins and apart sets that do not matter for having no placement."""
     kept = replace(cluster, current={})
     for change in _changes(kept):
         if deadline.is_over:

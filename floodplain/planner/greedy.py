@@ -13,7 +13,7 @@ Kind = tuple[int, int, frozenset[str] | None, frozenset[int]]
 
 
 def place_greedily(problem: Problem) -> tuple[Counts, ...] | None:
-    """Return the mix of each server; None if a unit found no room.
+    """The mix of each server; None if a unit found no room.
 
     The order of units: large ones first, then those allowed on few servers, then producers before consumers, then those
     with the most bytes. Producers go where least is left over, consumers where most is. No deadline ends this pass,
@@ -33,11 +33,7 @@ def _order(problem: Problem, place: int) -> tuple[int, float, int, int]:
 
 
 class _Servers:
-    """The units on each server; and for the kind of unit seated last the servers with room, the best first.
-
-    Args:
-        problem: What is to be placed.
-    """
+    """The units on each server; and for the kind of unit seated last the servers with room, the best first."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

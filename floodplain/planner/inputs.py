@@ -26,10 +26,9 @@ _LOADS, _SWAP = ("llm", "media"), "swap"
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Return the cluster in a YAML file.
+    """The cluster in a YAML file.
 
-    Raises:
-        UserError: It cannot be read, or is inconsistent; one line that names the file and the field.
+    Raises UserError if it cannot be read, or is inconsistent: one line that names the file and the field.
     """
     source = str(path)
     fields = Fields(read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH), source)
@@ -46,7 +45,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _read_servers(rows: Sequence[Any], source: str) -> tuple[tuple[Server, ...], dict[str, list[str]]]:
-    """Return the servers, and by the name of each row and server the names of the servers that it means."""
+    """The servers, and by the name of each row and server the names of the servers that it means."""
     servers: list[Server] = []
     groups: dict[str, list[str]] = {}
     for place, row in enumerate(rows):
@@ -86,7 +85,7 @@ def _read_model(fields: Fields, folder: Path, groups: dict[str, list[str]]) -> M
 
 
 def _read_memory(fields: Fields, name: str, folder: Path) -> int:
-    """Return R_m: lends, needs, or what profiles say, whose paths are relative to the folder."""
+    """R_m: lends, needs, or what profiles say, whose paths are relative to the folder."""
     lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
     profiles = fields.names("profile")
     if lends and needs:
@@ -99,7 +98,7 @@ def _read_memory(fields: Fields, name: str, folder: Path) -> int:
 
 
 def _read_spare(paths: Iterable[Path], source: str) -> int:
-    """Return the bytes that each of the model's GPUs lends, or needs if below 0.
+    """The bytes that each of the model's GPUs lends, or needs if below 0.
 
     A producer lends what its llm or media profile leaves free; its swap profile is ignored, as in section 4.1 of AQUA.
     Any other model needs what its swap profile says, and nothing without one.
@@ -142,7 +141,7 @@ def _check_sizes(servers: Sequence[Server], models: Sequence[Model], source: str
 
 
 def _still_valid(spots: dict[Unit, Spot], servers: Sequence[Server], models: Sequence[Model]) -> dict[Unit, Spot]:
-    """Return the spots that their units can keep: the server exists, and the number of shards is unchanged."""
+    """The spots that their units can keep: the server exists, and the number of shards is unchanged."""
     num_gpus = {server.name: server.num_gpus for server in servers}
     kinds = {model.name: model for model in models}
 
@@ -166,14 +165,9 @@ _MISSING = object()
 
 
 class Fields:
-    """Takes checked fields from one mapping.
+    """Takes checked fields from one mapping; unknown ones are refused by name.
 
-    Args:
-        content: The value in the file.
-        source: The file, and the place in it: errors begin with it.
-
-    Raises:
-        UserError: It is not a mapping.
+    Errors are UserErrors that begin with ``source``, the file and the place in it.
     """
 
     def __init__(self, content: Any, source: str) -> None:
@@ -184,14 +178,14 @@ class Fields:
         self.source = source
 
     def name(self, key: str) -> str:
-        """Return a name, which must be there."""
+        """A name, which must be there."""
         value = self._take(key, _MISSING)
         if not isinstance(value, str) or not NAME.fullmatch(value):
             self.refuse(key, f"must be 1 to 48 letters, digits, '.', '_' or '-', not {value!r:.60}")
         return str(value)
 
     def names(self, key: str) -> frozenset[str] | None:
-        """Return a set of names, or of one; None if the key is missing."""
+        """A set of names, or of one; None if the key is missing."""
         value = self._take(key, None)
         values = value if isinstance(value, list) else [value]
         if value is None:
@@ -201,21 +195,21 @@ class Fields:
         return frozenset(values)
 
     def count(self, key: str, default: int | None, least: int = 1, most: int = 2**18) -> int:
-        """Return a whole number."""
+        """A whole number."""
         value = self._take(key, _MISSING if default is None else default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             self.refuse(key, f"must be a whole number between {least} and {most}, not {value!r:.60}")
         return int(value)
 
     def part(self, key: str, default: float) -> float:
-        """Return a number between 0 and 1."""
+        """A number between 0 and 1."""
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             self.refuse(key, f"must be between 0 and 1, not {value!r:.60}")
         return float(value)
 
     def size(self, key: str, most_bytes: int, *, is_needed: bool = False) -> int:
-        """Return a size such as ``80GB``; 0 if it is not there and need not be."""
+        """A size such as ``80GB``; 0 if it is not there and need not be."""
         value = self._take(key, _MISSING if is_needed else None)
         if value is None:
             return 0
@@ -228,25 +222,21 @@ class Fields:
         return num_bytes
 
     def text(self, key: str) -> str | None:
-        """Return any text; None if it is not there."""
+        """Any text; None if it is not there."""
         value = self._take(key, None)
         if not isinstance(value, str | None):
             self.refuse(key, "must be text")
         return None if value is None else str(value)
 
     def rows(self, key: str, *, is_needed: bool = False) -> list[Any]:
-        """Return a list; empty if it is not there and need not be."""
+        """A list; empty if it is not there and need not be."""
         value = self._take(key, _MISSING if is_needed else [])
         if not isinstance(value, list) or (is_needed and not value):
             self.refuse(key, "must be a list" + (" of at least one" if is_needed else ""))
         return list(value)
 
     def finish(self) -> None:
-        """Refuse the keys that were not taken.
-
-        Raises:
-            UserError: There are some.
-        """
+        """Refuse the keys that were not taken."""
         if self._left:
             unknown = listed(repr(key) for key in self._left)
             raise UserError(f"{self.source}: unknown key {unknown}; there are {', '.join(self._known)}")

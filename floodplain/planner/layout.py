@@ -15,11 +15,9 @@ from floodplain.planner.solver import Deadline
 
 
 def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
-    """Return the spot of every unit. A unit whose server still holds its class keeps its GPUs.
+    """The spot of every unit. A unit whose server still holds its class keeps its GPUs.
 
-    Args:
-        problem: What is placed.
-        mixes: Units of each class on each server.
+    ``mixes`` has the units of each class on each server.
     """
     held: dict[str, list[Unit]] = defaultdict(list)
     names = [server.name for server in problem.cluster.servers]
@@ -35,7 +33,7 @@ def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
 
 
 def parties(problem: Problem, spots: Mapping[Unit, Spot]) -> tuple[list[Party], list[Party]]:
-    """Return the GPUs that lend and the GPUs that need memory."""
+    """The GPUs that lend and the GPUs that need memory."""
     servers = {server.name: server for server in problem.cluster.servers}
     memory = {unit: model.memory_bytes for unit, model in problem.cluster.units()}
     lend: list[Party] = []
@@ -49,7 +47,6 @@ def parties(problem: Problem, spots: Mapping[Unit, Spot]) -> tuple[list[Party], 
 
 
 def _seat(each: UnitClass, room: dict[str, int], current: Mapping[Unit, Spot]) -> dict[Unit, str]:
-    """Return the server of every unit of a class."""
     seated: dict[Unit, str] = {}
     for unit in each.units:
         spot = current.get(unit)
@@ -98,7 +95,7 @@ def _likeness(mix: Counts, now: Sequence[int]) -> tuple[int, Counts]:
 
 
 def count_current(problem: Problem) -> list[list[int]]:
-    """Return the units of each class that are on each server now: [server][class]."""
+    """The units of each class that are on each server now: [server][class]."""
     current = problem.cluster.current
     if not current:
         return [[0] * len(problem.classes)] * len(problem.cluster.servers)

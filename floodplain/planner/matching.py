@@ -16,14 +16,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """A GPU that lends or needs memory.
+    """A GPU that lends or needs memory, in bytes above 0; ``link`` is that of its server, in bytes per second.
 
-    Attributes:
-        device: Its name.
-        server: Its server's name.
-        domain: Its server's domain: parties of two domains are never paired.
-        num_bytes: What it lends or needs; positive.
-        link: Of its server: bytes per second.
+    Parties of two domains are never paired.
     """
 
     device: str
@@ -35,13 +30,9 @@ class Party:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A consumer may borrow from a producer.
+    """A consumer may borrow from a producer; both are names of devices.
 
-    Attributes:
-        producer: Its device's name.
-        consumer: Its device's name.
-        num_bytes: The bytes that are matched.
-        link: Bytes per second that the consumer gets of the producer's link if all its consumers use it.
+    ``link`` is in bytes per second: what the consumer gets of the producer's link if all its consumers use it.
     """
 
     producer: str
@@ -51,15 +42,10 @@ class Pair:
 
 
 def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_producer: int = 1) -> tuple[Pair, ...]:
-    """Return stable pairs, sorted by producer and consumer.
+    """Stable pairs, sorted by producer and consumer.
 
     With several consumers per producer, consumers without a pair after one round are matched in another one with the
     rest of the producers' bytes. So sharing takes bandwidth from earlier pairs, and never bytes.
-
-    Args:
-        producers: Their bytes are what they lend.
-        consumers: Their bytes are what they need.
-        consumers_per_producer: The most consumers that share a producer.
     """
     left = {party.device: party for party in producers}
     alone = {party.device: party for party in consumers}
@@ -80,7 +66,7 @@ def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_
 
 
 def match_once(producers: Sequence[Party], consumers: Sequence[Party]) -> list[tuple[Party, Party]]:
-    """Return the stable one-to-one matching that is best for consumers (Gale and Shapley), in each domain.
+    """The stable one-to-one matching that is best for consumers (Gale and Shapley), in each domain.
 
     Consumers that need most propose first, so that over equal links no proposal is ever refused.
     """
@@ -110,7 +96,6 @@ def _by_server(producers: Sequence[Party]) -> defaultdict[tuple[str, str], list[
 
 
 def _offers(producers: Sequence[Party]) -> defaultdict[str, dict[int, Offers]]:
-    """Return the producers of each domain, by their links."""
     alike: defaultdict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
     for producer in producers:
         alike[producer.domain, producer.link].append((producer.num_bytes, producer.device))
@@ -125,7 +110,7 @@ def _would_take(producer: Party, consumer: Party, held: Mapping[str, Party]) -> 
 
 
 def rank_for(consumer: Party) -> Callable[[Party], tuple[object, ...]]:
-    """Return a consumer's sort key of producers: the least is the best."""
+    """A consumer's sort key of producers: the least is the best."""
 
     def rank(producer: Party) -> tuple[object, ...]:
         gets = min(producer.num_bytes, consumer.num_bytes)
@@ -156,7 +141,7 @@ def _less(party: Party, num_bytes: int) -> Party:
 
 
 def matched_bytes(lent: Sequence[int], needed: Sequence[int]) -> int:
-    """Return the most bytes that one-to-one pairs can match: the largest with the largest, and so on."""
+    """The most bytes that one-to-one pairs can match: the largest with the largest, and so on."""
     return sum(map(min, sorted(lent, reverse=True), sorted(needed, reverse=True)))
 
 
@@ -167,10 +152,10 @@ FREE: tuple[int] = (1,)
 
 
 class Offers:
-    """A tree over the producers, in which each node has the worst rank that is held below it.
+    """A tree over producers with equally fast links, in which each node has the worst rank that is held below it.
 
-    Args:
-        producers: Bytes and device of each.
+    A consumer on another server ranks all of them alike, and they rank it alike. So the first one that would take it is
+    found in logarithmic time, without proposals to those that would refuse it.
     """
 
     def __init__(self, producers: Sequence[tuple[int, str]]) -> None:
@@ -190,11 +175,9 @@ class Offers:
             self._worst[node] = max(self._worst[2 * node], self._worst[2 * node + 1])
 
     def best_for(self, num_bytes: int, rank: Rank) -> str | None:
-        """Return the best device for a consumer on another server, of those that would take it; None if none would.
+        """The best device for a consumer of that rank on another server; None if none would take it.
 
-        Args:
-            num_bytes: What it needs: the tightest fit is the best, then what gives it the most.
-            rank: Its rank for these producers.
+        The tightest fit of what it needs is the best, then what gives it the most.
         """
         enough = bisect_left(self._order, (num_bytes, ""))
         place = self._first(enough, rank)
@@ -204,7 +187,7 @@ class Offers:
         return None if place is None else self._order[place][1]
 
     def _first(self, start: int, rank: Rank) -> int | None:
-        """Return the first place from ``start`` on whose producer prefers a consumer of that rank."""
+        """The first place from ``start`` on whose producer prefers a consumer of that rank."""
         node = self._size + start
         if start >= self._size:
             return None
@@ -219,7 +202,7 @@ class Offers:
         return node - self._size
 
     def _last_below(self, end: int, rank: Rank) -> int | None:
-        """Return the last place before ``end`` whose producer prefers a consumer of that rank."""
+        """The last place before ``end`` whose producer prefers a consumer of that rank."""
         if not end:
             return None
         node = self._size + end - 1

@@ -27,14 +27,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class MixTable:
-    """A row for each mix of each group.
+    """A row for each mix of each group: counts are [mix, class], the others [mix].
 
-    Attributes:
-        counts: Units of each class, [mix, class].
-        group: Index of its group, [mix].
-        memory_bytes: ``mem_s`` (Eq. 4), [mix].
-        weighted_bytes: ``G_s eq_s`` (Eq. 5, 6), [mix].
-        matched_bytes: By one-to-one pairs inside such a server, [mix].
+    ``memory_bytes`` is ``mem_s`` (Eq. 4), ``weighted_bytes`` is ``G_s eq_s`` (Eq. 5, 6), and ``matched_bytes`` is what
+    one-to-one pairs inside such a server match.
     """
 
     counts: Integers
@@ -53,7 +49,7 @@ class MixTable:
 
 
 def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES) -> MixTable | None:
-    """Return all mixes; None if they are more than ``max_mixes``, or the time ends first.
+    """All mixes; None if they are more than ``max_mixes``, or the time ends first.
 
     A server leaves at most as many GPUs empty as the cluster does.
     """
@@ -78,7 +74,7 @@ def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES)
 
 
 def _matched_bytes(problem: Problem, counts: Integers) -> Integers:
-    """Return the bytes that one-to-one pairs match in each mix, the largest with the largest.
+    """The bytes that one-to-one pairs match in each mix, the largest with the largest.
 
     The number of pairs that match at least b bytes is that of GPUs that lend at least b, or that need it if fewer do.
     """
@@ -118,13 +114,6 @@ def _mixes_of(problem: Problem, group: ServerGroup, deadline: Deadline) -> Itera
 
 
 class _Choices:
-    """Enumerates which class a mix may hold next, and how many units of it.
-
-    Args:
-        problem: What is to be placed.
-        group: The group of the server.
-    """
-
     def __init__(self, problem: Problem, group: ServerGroup) -> None:
         self._classes, self._num_free = problem.classes, problem.num_free_gpus
         pairs = zip(problem.classes, group.allowed, strict=True)

@@ -25,12 +25,10 @@ from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result for a problem.
+    """The result for a problem; without mixes if there is no placement, or none was found in time.
 
-    Attributes:
-        mixes: Of each server; None if there is no placement, or none was found in time.
-        bound_bytes: No placement has a lower objective (Eq. 6); None if there is no placement at all.
-        is_most_matched: True if it is proven that no placement with as good an objective matches more bytes.
+    No placement has a lower objective (Eq. 6) than the bound; None if there is no placement at all.
+    ``is_most_matched``: it is proven that no placement with as good an objective matches more bytes.
     """
 
     mixes: tuple[Counts, ...] | None
@@ -40,12 +38,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Caps:
-    """A pair of caps to try.
+    """A pair of caps to try: E, and A + E, below which no placement whose G_s eq_s are at most E has an objective.
 
-    Attributes:
-        value: A + E. No placement whose G_s eq_s are at most E has a lower objective.
-        weighted: E.
-        is_sure: Whether divided servers cover the units under these caps; else A is a guess from below.
+    If it is sure, divided servers cover the units under these caps; else A is a guess from below.
     """
 
     value: int
@@ -54,13 +49,7 @@ class _Caps:
 
 
 class MixProgram:
-    """Solves the program for one table of mixes.
-
-    Args:
-        problem: What is to be placed.
-        table: Its mixes.
-        deadline: When to stop with what is known.
-    """
+    """Solves the program for one table of mixes; at the deadline with what is known."""
 
     def __init__(self, problem: Problem, table: MixTable, deadline: Deadline) -> None:
         self._problem, self._table = problem, table
@@ -70,11 +59,9 @@ class MixProgram:
         self._levels = [level for level in levels if level >= least_weighted]
 
     def minimise(self, gap: float = 0.0, most_bytes: int | None = None) -> Answer:
-        """Return the placement that matches the most among those at most ``gap`` above the bound.
+        """The placement that matches the most among those at most ``gap``, a part of the bound, above the bound.
 
-        Args:
-            gap: As a part of the bound.
-            most_bytes: The objective of a known placement: a worse one is not good enough.
+        ``most_bytes`` is the objective of a known placement: a worse one is not good enough.
         """
         least = self._least_memory(self._levels[-1], self._least_bytes) if self._levels else None
         if least is None:
@@ -104,7 +91,7 @@ class MixProgram:
         return self._coverer.find(table, relaxed) if relaxed.status.has_solution else (relaxed.status, None)
 
     def _least_memory(self, weighted: int, at_least: int) -> int | None:
-        """Return the least A from ``at_least`` on with which divided servers cover the units under E; None if never."""
+        """The least A from ``at_least`` on with which divided servers cover the units under E; None if never."""
         possible = np.unique(self._table.memory_bytes[self._table.weighted_bytes <= weighted])
         possible = possible[possible >= at_least]
         first, step, last = 0, 1, len(possible) - 1
@@ -129,7 +116,7 @@ class MixProgram:
         return table.where((table.memory_bytes <= memory) & (table.weighted_bytes <= weighted))
 
     def _match_most(self, least: int, limit: int, bound: int, cover: Cover) -> Answer:
-        """Return the cover with an objective up to ``limit`` that matches the most bytes."""
+        """The cover with an objective up to ``limit`` that matches the most bytes."""
         rivals, is_most = self._rivals(least, limit)
         unit = int(np.gcd.reduce(self._table.matched_bytes))
         for table, relaxed in rivals:
@@ -142,7 +129,7 @@ class MixProgram:
         return Answer(cover.mixes(self._problem), bound, is_most)
 
     def _rivals(self, least: int, limit: int) -> tuple[Sequence[tuple[MixTable, Solved]], bool]:
-        """Return the tables of all pairs of caps within ``limit``, best first, and whether these are all."""
+        """The tables of all pairs of caps within ``limit``, best first, and whether these are all."""
         tables = [self._within(limit - level, level) for level in self._levels if least + level <= limit]
         relaxed = [(table, self._coverer.relax(table)) for table in tables if len(table)]
         solved = [(table, each) for table, each in relaxed if each.status.has_solution]
@@ -151,7 +138,7 @@ class MixProgram:
 
 
 def _floor(value: float, unit: int) -> int:
-    """Return the largest multiple of ``unit`` up to ``value``, with a tolerance for the solver's rounding."""
+    """The largest multiple of ``unit`` up to ``value``, with a tolerance for the solver's rounding."""
     return math.floor(value / max(unit, 1) + 1e-6) * unit
 
 
@@ -162,23 +149,18 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Mixes, and how often each is used.
-
-    Attributes:
-        table: Mixes.
-        uses: Servers with each mix, [mix].
-    """
+    """Mixes, and how many servers have each: [mix]."""
 
     table: MixTable
     uses: Integers
 
     @property
     def matched_bytes(self) -> int:
-        """Return the bytes that one-to-one pairs inside the servers match."""
+        """The bytes that one-to-one pairs inside the servers match."""
         return int(self.uses @ self.table.matched_bytes)
 
     def mixes(self, problem: Problem) -> tuple[Counts, ...]:
-        """Return the mix of each server of the cluster, in their order."""
+        """The mix of each server of the cluster, in their order."""
         placed: dict[int, Counts] = {}
         left = [iter(group.servers) for group in problem.groups]
         for row in np.flatnonzero(self.uses).tolist():
@@ -190,12 +172,7 @@ class Cover:
 
 
 class Coverer:
-    """Finds covers by linear and integer programs.
-
-    Args:
-        problem: What is to be placed.
-        deadline: When to stop.
-    """
+    """Finds how many servers of each group hold each mix (Eq. 1-3), by linear and integer programs."""
 
     def __init__(self, problem: Problem, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -210,7 +187,7 @@ class Coverer:
         return self._solve(table, -table.matched_bytes / GB, False)
 
     def find(self, table: MixTable, relaxed: Solved) -> tuple[Status, Cover | None]:
-        """Return a cover that matches many bytes; mixes that ``relaxed`` prefers are tried first.
+        """A cover that matches many bytes; mixes that ``relaxed`` prefers are tried first.
 
         The status is OPTIMAL only if ``relaxed`` shows that no cover matches more.
         """
@@ -227,7 +204,7 @@ class Coverer:
         return status, cover
 
     def improve(self, table: MixTable, relaxed: Solved, than_bytes: int) -> tuple[Status, Cover | None]:
-        """Return the cover that matches the most bytes; INFEASIBLE if none matches more than ``than_bytes``.
+        """The cover that matches the most bytes; INFEASIBLE if none matches more than ``than_bytes``.
 
         A mix whose reduced cost exceeds the possible gain is in no such cover.
         """
@@ -265,7 +242,7 @@ class Coverer:
 
 
 def _rows(table: MixTable, num_rows: int) -> Integers:
-    """Return a row for each class, which counts its units, and for each group, which counts servers: [row, mix]."""
+    """A row for each class, which counts its units, and for each group, which counts servers: [row, mix]."""
     num_classes = table.counts.shape[1]
     groups = np.arange(num_rows - num_classes)[:, None] == table.group[None, :]
     return np.vstack([table.counts.T, groups.astype(np.int64)])

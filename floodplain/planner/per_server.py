@@ -22,13 +22,9 @@ SLACK_BYTES = 2_000
 
 
 class PerServerProgram:
-    """Minimises the objective, or the moves, server by server.
+    """Minimises the objective, or the moves, server by server; at the deadline with what is known.
 
     Columns are x[class, server], then moves[class, server], then max mem_s and max G_s eq_s, in GB.
-
-    Args:
-        problem: What is to be placed.
-        deadline: When to stop with what is known.
     """
 
     def __init__(self, problem: Problem, deadline: Deadline) -> None:
@@ -56,7 +52,7 @@ class PerServerProgram:
         return Answer(mixes, bound)
 
     def fewest_moves(self, most_bytes: int, start: Sequence[Counts] | None) -> tuple[tuple[Counts, ...] | None, float]:
-        """Return the mixes of least move cost with an objective up to ``most_bytes``, and a bound of that cost."""
+        """The mixes of least move cost with an objective up to ``most_bytes``, and a bound of that cost."""
         cost = np.zeros(2 * self._size + 2)
         for place, each in enumerate(self._problem.classes):
             cost[self._size + place * self._num_servers : self._size + (place + 1) * self._num_servers] = each.move_cost
@@ -66,7 +62,7 @@ class PerServerProgram:
         return self._read(solved), max(0.0, solved.bound)
 
     def cost_of(self, mixes: Sequence[Counts]) -> int:
-        """Return the cost of the moves to a placement: of units that are on another server than now."""
+        """The cost of the moves to a placement: of units that are on another server than now."""
         return sum(
             each.move_cost * max(0, self._current[server][place] - mix[place])
             for place, each in enumerate(self._problem.classes)

@@ -20,7 +20,7 @@ from floodplain.planner.placer import Placement
 
 
 def to_document(cluster: Cluster, placement: Placement) -> dict[str, Any]:
-    """Return a placement for ``json.dumps``. Sizes are in bytes, links in bytes per second."""
+    """A placement for ``json.dumps``. Sizes are in bytes, links in bytes per second."""
     models = dict(cluster.units())
     return {
         "kind": KIND,
@@ -41,11 +41,7 @@ def to_document(cluster: Cluster, placement: Placement) -> dict[str, Any]:
 
 
 def read_spots(path: Path) -> dict[Unit, Spot]:
-    """Return the spots of the units of an earlier placement.
-
-    Raises:
-        UserError: It cannot be read, or is not a placement.
-    """
+    """The spots of an earlier placement. Raises UserError if it cannot be read, or is not a placement."""
     document = read_json_object(path)
     if document.get("kind") != KIND or document.get("version") != VERSION:
         raise UserError(f"{path} is no placement of version {VERSION}: write one with floodplain place --out")
@@ -92,7 +88,6 @@ def _server(server: Server, held: Iterable[tuple[Unit, Spot]], models: dict[Unit
 
 
 def _consumers(cluster: Cluster, placement: Placement) -> Iterable[dict[str, Any]]:
-    """Yield what each GPU that needs memory gets."""
     pair_of = {pair.consumer: pair for pair in placement.pairs}
     servers, models = {server.name: server for server in cluster.servers}, dict(cluster.units())
     for unit, spot in placement.spots.items():
@@ -114,11 +109,7 @@ _GB = 1e9
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """Return tables of servers and of consumers, and what is proven.
-
-    Args:
-        document: A placement as ``to_document`` returns it.
-    """
+    """Tables of the servers and consumers of a ``to_document``, and what is proven."""
     consumers = _consumer_rows(document)
     needs = sum(row["needs_bytes"] for row in document["consumers"])
     parts = [
@@ -140,7 +131,6 @@ def _proof(document: Mapping[str, Any]) -> str:
 
 
 def _server_rows(document: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each set of servers that hold the same."""
     alike: defaultdict[tuple[tuple[str, int], ...], list[Mapping[str, Any]]] = defaultdict(list)
     for server in document["servers"]:
         held = Counter(unit["model"] for unit in server["units"])

@@ -27,16 +27,9 @@ DEFAULT_TIME_LIMIT_S = 60.0
 class Placement:
     """A placement, and what is proven of it.
 
-    Attributes:
-        spots: Of each unit.
-        pairs: Which consumer may borrow from which producer.
-        objective_bytes: Eq. 6.
-        bound_bytes: No placement has a lower objective.
-        num_moves: Units that are on other GPUs than now.
-        is_least_moved: True if it is proven that no placement of the allowed quality has cheaper moves.
-        is_most_matched: Whether no placement with as good an objective matches more bytes inside servers.
-        method: The program that found it: ``mixes``, ``servers`` or ``greedy``.
-        seconds: The time that it took.
+    No placement has a lower objective (Eq. 6) than ``bound_bytes``. ``num_moves`` counts units on other GPUs than now;
+    ``is_least_moved``: no placement of the allowed quality has cheaper moves; ``is_most_matched``: none with as good an
+    objective matches more bytes inside servers. ``method`` is the program: ``mixes``, ``servers`` or ``greedy``.
     """
 
     spots: Mapping[Unit, Spot]
@@ -51,15 +44,13 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """Return how far the objective is above the bound, as a part of the larger one; 0 if proven optimal."""
+        """How far the objective is above the bound, as a part of the larger one; 0 if proven optimal."""
         scale = max(abs(self.objective_bytes), abs(self.bound_bytes))
         return (self.objective_bytes - self.bound_bytes) / scale if scale else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """The best mixes so far, and what is proven."""
-
     mixes: tuple[Counts, ...]
     bound_bytes: int
     method: str
@@ -74,17 +65,11 @@ def place(
     max_mixes: int = MAX_MIXES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
-    """Return the best placement of a cluster's models.
+    """The best placement of a cluster's models; after the time limit the best so far, with its gap.
 
-    Args:
-        cluster: Models and servers.
-        time_limit_s: The best placement so far is returned after that, with its gap.
-        gap: A placement is good enough if its objective is above the bound by at most this part of it.
-        max_mixes: With more mixes, the program for each server is used.
-        clock: Monotonic, in seconds.
-
-    Raises:
-        UserError: There is no placement; the message says why. Or none was found in time.
+    It is good enough if its objective is above the bound by at most ``gap``, a part of it. With more than ``max_mixes``
+    the program for each server is used. Raises UserError if there is no placement, and the message says why, or none
+    was found in time.
     """
     deadline = Deadline(time_limit_s, clock)
     problem = classify(cluster)
@@ -145,7 +130,7 @@ def _place_unlike(
 
 
 def _move_little(problem: Problem, best: _Best, deadline: Deadline) -> _Best:
-    """Return the placement with the cheapest moves of those that are nearly as good as the best one."""
+    """The placement with the cheapest moves of those that are nearly as good as the best one."""
     objective = problem.objective(best.mixes)
     most = objective + math.floor(problem.cluster.within * abs(objective))
     program = PerServerProgram(problem, deadline)

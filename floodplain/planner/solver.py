@@ -37,18 +37,10 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Minimise ``cost @ x`` where ``lower <= A x <= upper`` and ``0 <= x <= most``.
+    """Minimise ``cost @ x`` where ``lower <= A x <= upper`` and ``least <= x <= most``.
 
-    Attributes:
-        cost: [column].
-        most: [column].
-        rows: Of each entry of A.
-        columns: Of each entry of A.
-        values: The entries of A.
-        lower: [row].
-        upper: [row].
-        integer: Whether each x is a whole number, [column].
-        least: Lower bounds in place of 0, [column]; None if all are 0.
+    ``rows``, ``columns`` and ``values`` are the entries of A. ``integer``: whether each x is a whole number. Bounds of
+    x and costs are [column], bounds of A x are [row]; ``least`` None: 0.
     """
 
     cost: Floats
@@ -64,13 +56,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The result of a program.
+    """The result of a program; without a solution only ``bound`` is valid.
 
-    Attributes:
-        status: If it has no solution, only ``bound`` is valid.
-        values: Of x.
-        bound: No x has a lower cost; minus infinity if nothing is known.
-        reduced_costs: The least that a unit of each x adds to the cost, if all x may be fractions.
+    No x has a lower cost than ``bound``; minus infinity if nothing is known. Reduced costs are the least that a unit of
+    each x adds to the cost, if all x may be fractions.
     """
 
     status: Status
@@ -84,12 +73,7 @@ NOTHING_KNOWN = Solved(Status.UNKNOWN, np.zeros(0), -math.inf, np.zeros(0))
 
 
 class Deadline:
-    """When work must end.
-
-    Args:
-        seconds: From now.
-        clock: Monotonic.
-    """
+    """When work must end: so many seconds from now, on a monotonic clock."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,7 +82,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that are left; 0 if it is over."""
+        """The seconds that are left; 0 if it is over."""
         return max(0.0, self._seconds - self.spent_s)
 
     @property
@@ -107,23 +91,19 @@ class Deadline:
         return not self.left_s
 
     def within(self, seconds: float) -> Deadline:
-        """Return a deadline for a part of the work: in ``seconds``, but not after this one."""
+        """A deadline for a part of the work: in ``seconds``, but not after this one."""
         return Deadline(min(seconds, self.left_s), self._clock)
 
     @property
     def spent_s(self) -> float:
-        """Return the seconds since it was set."""
+        """The seconds since it was set."""
         return self._clock() - self._began_s
 
 
 def solve(program: Program, deadline: Deadline, gap: float = 0.0, start: Floats | None = None) -> Solved:
-    """Solve a program until the deadline.
+    """Solve a program until the deadline, from ``start`` if there is a solution to begin with.
 
-    Args:
-        program: What to solve.
-        deadline: When to stop with the best solution so far.
-        gap: A solution is good enough if its cost is above the bound by at most this part of it.
-        start: A solution to begin with.
+    A solution is good enough if its cost is above the bound by at most ``gap``, a part of it.
     """
     import highspy
 

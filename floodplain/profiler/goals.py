@@ -21,11 +21,8 @@ P99 = 0.99
 class Answer:
     """What a client saw of one request, on any one clock.
 
-    Attributes:
-        sent_s: When it was sent.
-        token_times_s: When each output token arrived.
-        is_whole: Whether it finished. A failed request is not within any goals.
-        cut_s: When the try was cut, if the request was still under way: it is judged by what it had by then.
+    A request that is under way when its try is cut is judged by what it had at ``cut_s``. A failed one is within no
+    goals.
     """
 
     sent_s: float
@@ -35,22 +32,16 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to the first token; without one the wait until the cut, or infinity."""
+        """The time to the first token; without one the wait until the cut, or infinity."""
         ttft_s = time_to_first_token_s(self.sent_s, self.token_times_s)
         return ttft_s if ttft_s is not None else math.inf if self.cut_s is None else self.cut_s - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of a try.
+    """The result of a try: shares within the limits, failures, and 99th percentiles.
 
-    Attributes:
-        meets: Whether it met the goals.
-        good_share: Requests within their limits, as a part of all.
-        gap_share: Gaps between tokens within theirs, as a part of those of all requests; None without such a goal.
-        ttft_p99_s: 99 of 100 requests had their first token by then; None if more had none.
-        itl_p99_s: 99 of 100 gaps were no longer; None without gaps.
-        num_failed: Requests that failed.
+    ``gap_share`` is None without a limit of gaps. A percentile is None if more than 1 of 100 had none.
     """
 
     meets: bool
@@ -63,18 +54,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TryGoals:
-    """The goals of a try.
+    """The goals of a try: this share of its requests, and of the gaps between tokens, must be within the limits.
 
-    A percentile is judged by counting: "TTFT p99 within 1 s" means that at most 1 of 100 requests took longer. The
-    gaps of all requests of a try are one pool, as in "time between tokens p99" of Sarathi and AQUA.
-
-    Attributes:
-        share: This part of the requests, and of the gaps, must be within the limits.
-        limits_s: Of one request, by name: ``ttft``, ``tpot``, ``e2el``.
-        gap_s: The longest gap between two tokens; None: there is no limit.
-
-    Raises:
-        UserError: The share is not above 0 and at most 1.
+    A percentile is judged by counting: "TTFT p99 within 1 s" means that at most 1 of 100 requests took longer. The gaps
+    of all requests of a try are one pool, as in "time between tokens p99" of Sarathi and AQUA. Limits of one request
+    are named ``ttft``, ``tpot`` and ``e2el``.
     """
 
     share: float = P99
@@ -86,7 +70,7 @@ class TryGoals:
             raise UserError(f"the share of requests within the goals must be above 0 and at most 1, not {self.share}")
 
     def allow(self, count: int) -> int:
-        """Return how many of ``count`` may be beyond their limit."""
+        """How many of ``count`` may be beyond their limit."""
         return allowed_misses(self.share, count)
 
     def is_within(self, answer: Answer) -> bool:
@@ -97,9 +81,7 @@ class TryGoals:
     def is_beyond(self, answer: Answer, max_tokens: int | None = None) -> bool:
         """Whether a request is beyond a limit.
 
-        Args:
-            answer: Of the request; if ``max_tokens`` is given, so far: then no later token makes the result untrue.
-            max_tokens: The most tokens that it may get.
+        With ``max_tokens``, the most that it may get, the answer is that so far: True stays true whatever follows.
         """
         times_s = answer.token_times_s
         tpot_s = time_per_output_token_s(times_s) or 0.0  # 0 for one token, as in vLLM
@@ -113,12 +95,7 @@ class TryGoals:
         return any(values_s[name] > limit_s for name, limit_s in self.limits_s.items())
 
     def score(self, answers: Sequence[Answer], *, is_cut: bool = False) -> Score:
-        """Judge a try.
-
-        Args:
-            answers: One for each request, at least one; in a try that was cut, for each that was sent.
-            is_cut: Whether it ended because the goals were out of reach.
-        """
+        """Judge a try by at least one answer; one that was cut since its goals were out of reach does not meet them."""
         good = sum(map(self.is_within, answers))
         gaps_s = [gap for answer in answers for gap in inter_token_latencies_s(answer.token_times_s)]
         late_gaps = 0 if self.gap_s is None else sum(gap > self.gap_s for gap in gaps_s)
@@ -134,15 +111,12 @@ class TryGoals:
 
 
 def allowed_misses(share: float, count: int) -> int:
-    """Return how many of ``count`` may be beyond a limit if ``share`` of them must be within it."""
+    """How many of ``count`` may be beyond a limit if ``share`` of them must be within it."""
     return math.floor((1 - share) * count + 1e-9)
 
 
 def percentile_99(values: Sequence[float]) -> float | None:
-    """Return the least value that at most 1 of 100 exceed: it is above a limit exactly if more than 1 of 100 are.
-
-    None for no values, and if it is infinite.
-    """
+    """The least value that at most 1 of 100 exceed; None for no values, and if it is infinite."""
     if not values:
         return None
     value = sorted(values, reverse=True)[allowed_misses(P99, len(values))]

@@ -23,13 +23,8 @@ _CONFIRMED = 2
 class KneeSettings:
     """Settings of the search for the knee.
 
-    Attributes:
-        tolerance: Throughput has saturated when a doubling of the batch gains less than this part.
-        max_batch: No larger batch is tried.
-        resolution: The knee, and the largest batch that fits, are found to within this part of themselves, or one.
-
-    Raises:
-        UserError: One of them is out of its range.
+    Throughput has saturated when a doubling of the batch gains less than the tolerance. The knee, and the largest batch
+    that fits, are found to within ``resolution``, a part of themselves, or to within one.
     """
 
     tolerance: float = 0.05
@@ -47,14 +42,10 @@ class KneeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """The result of the readings.
+    """The smallest batch whose throughput is within the tolerance of the highest.
 
-    Attributes:
-        batch: The smallest whose throughput is within the tolerance of the highest.
-        throughput: At this batch.
-        is_saturated: Larger batches gain less than the tolerance. False: throughput was still growing at the largest
-            batch that fits or is allowed.
-        limit: The smallest batch that did not fit into memory; None if all did.
+    If it is not saturated, throughput was still growing at the largest batch that fits or is allowed. ``limit`` is the
+    smallest batch that did not fit into memory; None if all did.
     """
 
     batch: int
@@ -64,7 +55,7 @@ class Knee:
 
 
 def next_batch(readings: Readings, settings: KneeSettings) -> int | None:
-    """Return the batch to measure next; None when the readings suffice."""
+    """The batch to measure next; None when the readings suffice."""
     fits, limit = _fits(readings), _limit(readings)
     if not fits:
         return 1 if limit is None else None
@@ -79,7 +70,7 @@ def next_batch(readings: Readings, settings: KneeSettings) -> int | None:
 
 
 def find_knee(readings: Readings, settings: KneeSettings) -> Knee | None:
-    """Return the knee, once ``next_batch`` returns None; None if no batch fits into memory."""
+    """The knee, once ``next_batch`` returns None; None if no batch fits into memory."""
     fits = _fits(readings)
     if not fits:
         return None
@@ -96,7 +87,7 @@ def _limit(readings: Readings) -> int | None:
 
 
 def _gains(fits: Mapping[int, float], settings: KneeSettings) -> list[bool]:
-    """Return for each measured doubling, by batch, whether it gained the tolerance."""
+    """For each measured doubling, by batch, whether it gained the tolerance."""
     doubled = [batch for batch in fits if batch & (batch - 1) == 0]
     return [fits[b] >= (1 + settings.tolerance) * fits[a] for a, b in pairwise(doubled) if b == 2 * a]
 
@@ -118,7 +109,7 @@ def _within(fits: Mapping[int, float], settings: KneeSettings) -> int:
 
 
 def _refine(fits: Mapping[int, float], settings: KneeSettings) -> int | None:
-    """Return a batch between the knee and the next smaller measured one; None if they are close enough."""
+    """A batch between the knee and the next smaller measured one; None if they are close enough."""
     knee = _within(fits, settings)
     return _between(max((batch for batch in fits if batch < knee), default=0), knee, settings)
 

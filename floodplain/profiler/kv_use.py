@@ -22,13 +22,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """A target's KV pool at one moment.
-
-    Attributes:
-        used_bytes: What requests hold; cached prefixes that no request holds are free.
-        pool_bytes: The whole pool.
-        num_live: Requests that run, wait or are swapped out.
-    """
+    """A target's KV pool at one moment. Blocks that requests hold are used; cached prefixes are free."""
 
     used_bytes: int
     pool_bytes: int
@@ -55,8 +49,7 @@ class PeakUse:
 async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
     """Poll once before the context begins, and then every ``period_s`` seconds until it ends.
 
-    Raises:
-        UserError: From ``read``, which is then not called again; the context ends with it.
+    An error of ``read`` ends the context.
     """
     peak = PeakUse()
 
@@ -68,11 +61,7 @@ async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
 
 
 async def wait_until_idle(read: ReadUse, name: str, timeout_s: float = IDLE_S) -> None:
-    """Return when no request is alive.
-
-    Raises:
-        UserError: There still is one after ``timeout_s``.
-    """
+    """Return when no request is alive. Raises UserError if there still is one after ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             while (await read()).num_live:
@@ -93,22 +82,13 @@ _FREE_STATES = ("free", "cached")
 
 @dataclass(frozen=True, slots=True)
 class VllmBlocks:
-    """The sizes that vLLM's metrics do not state.
-
-    Attributes:
-        block_bytes: Of a block in all layers, on one GPU; None: computed from ``token_bytes``.
-        token_bytes: Of a token's KV in all layers, by the shape of the model.
-    """
+    """The sizes that vLLM's metrics do not state: a block on one GPU, if given, and a token's KV in all layers."""
 
     block_bytes: int | None
     token_bytes: int
 
     def weigh(self, config: Mapping[str, str]) -> int:
-        """Return the bytes of a block.
-
-        Raises:
-            UserError: They do not follow from the model's shape.
-        """
+        """The bytes of a block. Raises UserError if they do not follow from the model's shape."""
         if self.block_bytes is not None:
             return self.block_bytes
         dtype = config.get("cache_dtype", "auto")
@@ -118,11 +98,7 @@ class VllmBlocks:
 
 
 def kv_use_of(metrics: Scraped, vllm: VllmBlocks) -> KvUse:
-    """Return the KV use of a server now.
-
-    Raises:
-        UserError: Its metrics do not state it.
-    """
+    """The KV use of a server now. Raises UserError if its metrics do not state it."""
     if _OUR_BLOCKS in metrics:
         return _our_use(metrics)
     for name in VLLM_USAGE:
@@ -159,7 +135,6 @@ def _vllm_use(metrics: Scraped, usage: str, vllm: VllmBlocks) -> KvUse:
 
 
 def _total(metrics: Scraped, name: str, **labels: str) -> int:
-    """Return the sum of the samples of a name that have these labels, as a count."""
     value = metrics.sum(name, **labels)
     if not 0 <= value < 2**63:
         raise UserError(f"its /metrics say {value:g} of {name}, which is no count")

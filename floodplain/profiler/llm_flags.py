@@ -30,11 +30,7 @@ _VIRTUAL_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmProfileConfig:
-    """The flags of the verb itself.
-
-    Raises:
-        UserError: A value is out of its range, or two flags contradict each other.
-    """
+    """The flags of the verb itself. Raises UserError if a value is out of range or two flags contradict each other."""
 
     out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
     base_url: str | None = field(
@@ -120,11 +116,7 @@ class LlmProfileConfig:
         return RepeatedTries(self.tries, (1 - self.confidence) / 2)
 
     def check_engine(self, engine: EngineConfig) -> None:
-        """Refuse flags of an engine that do not apply to what is profiled.
-
-        Raises:
-            UserError: There is one.
-        """
+        """Refuse flags of an engine that do not apply to what is profiled, with a UserError."""
         if self.base_url is not None:
             _refuse_others(engine, _SERVER_FLAGS, "a server has its own; leave it out with --base-url")
         elif self.steps is not None:
@@ -134,11 +126,7 @@ class LlmProfileConfig:
 
 
 def check_virtual_engine(engine: EngineConfig) -> None:
-    """Refuse flags of an engine that do not apply in virtual time.
-
-    Raises:
-        UserError: There is one, or the size of the KV pool is missing.
-    """
+    """Refuse flags of an engine that do not apply in virtual time, or a missing pool size, with a UserError."""
     _refuse_others(engine, _VIRTUAL_FLAGS, "nothing computes in virtual time; leave it out with --steps")
     if engine.kv_memory is None:
         raise UserError("--steps needs --kv-memory: nothing says how large the KV pool is")
@@ -147,11 +135,7 @@ def check_virtual_engine(engine: EngineConfig) -> None:
 
 
 def check_load(spec: WorkloadSpec) -> None:
-    """Refuse flags of a workload that the search decides.
-
-    Raises:
-        UserError: There is one.
-    """
+    """Refuse flags of a workload that the search decides, with a UserError."""
     cuts = spec.trace is not None or (spec.prompts is not None and spec.lengths is None)
     for name, is_given, instead in (
         ("request_rate", math.isfinite(spec.request_rate), "give --rates"),

@@ -46,7 +46,7 @@ class Try:
     score: Score
 
     def row(self) -> dict[str, Any]:
-        """Return its row of a profile. Latencies of a try that was cut are those until then, waits included."""
+        """Its row of a profile. Latencies of a try that was cut are those until then, waits included."""
         return {
             "rate_rps": self.rate,
             "seed": self.seed,
@@ -62,16 +62,10 @@ class Try:
 
 
 def run_profile(config: LlmProfileConfig, engine: EngineConfig, spec: WorkloadSpec, *, progress: bool) -> Profile:
-    """Profile what the flags name.
+    """Profile what the flags name; with ``progress``, remarks beside the numbers go to standard error.
 
-    Args:
-        config: Of the verb.
-        engine: Of the engine; for a server and in virtual time only what applies.
-        spec: The requests.
-        progress: Show a line on standard error, and remarks beside the numbers.
-
-    Raises:
-        UserError: A flag or a file is bad, or the target does not answer.
+    For a server, and in virtual time, only some flags of the engine apply. Raises UserError if a flag or a file is bad,
+    or the target does not answer.
     """
     with _open_target(config, engine, Load.read(spec)) as target:
         found, tries = _search(target, config, spec.seed, progress=progress)
@@ -92,7 +86,6 @@ def run_profile(config: LlmProfileConfig, engine: EngineConfig, spec: WorkloadSp
 
 
 def _search(target: Target, config: LlmProfileConfig, seed: int, *, progress: bool) -> tuple[Found, list[Try]]:
-    """Return the highest rate, and the tries that led to it."""
     tries: list[Try] = []
 
     def does_meet(rate: float) -> bool:
@@ -125,7 +118,7 @@ def _result(found: Found, at_rate: Sequence[Try], threshold_bytes: int) -> dict[
 
 
 def _errors(found: Found, at_rate: Sequence[Try], confidence: float) -> dict[str, Any]:
-    """Return how sure the result is; spreads are over the tries at its rate."""
+    """How sure the result is; spreads are over the tries at its rate."""
     peaks = [one.seen.peak_kv_bytes for one in at_rate]
     waits = [one.score.ttft_p99_s for one in at_rate if one.score.ttft_p99_s is not None]
     undecided = [rate for rate, judgement in found.judgements.items() if not judgement.is_sure]
@@ -140,7 +133,7 @@ def _errors(found: Found, at_rate: Sequence[Try], confidence: float) -> dict[str
 
 
 def _remarks(found: Found, tries: Sequence[Try], config: LlmProfileConfig) -> list[str]:
-    """Return remarks for the reader beside the numbers, a line each."""
+    """Remarks for the reader beside the numbers, a line each."""
     lines = []
     if found.ended is Ended.RANGE:
         lines.append(f"the range ended, not the model: {found.rate:g} requests/s meets the goals; raise --rates")

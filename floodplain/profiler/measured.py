@@ -22,16 +22,7 @@ from floodplain.workload.records import LoadRequest, LoadTarget, RequestFailed, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """An opened target.
-
-    Attributes:
-        name: For errors.
-        machine: The machine that it runs on.
-        tokenizer: Of its model.
-        target: Answers requests.
-        read: Reads its KV use.
-        look_s: Seconds between two reads.
-    """
+    """An opened target. ``name`` is for errors; ``look_s`` is the interval between reads of its KV use."""
 
     name: str
     machine: str
@@ -42,12 +33,9 @@ class Opened:
 
 
 class MeasuredTarget:
-    """A ``Target`` in real time. Use it as a context manager, which opens and closes the engine or server.
+    """A ``Target`` in real time: a context manager, which opens and closes the engine or server.
 
-    Args:
-        opening: Opens it, on an event loop that is this object's own and that only runs during tries.
-        load: The requests.
-        goals: A try ends when they are out of reach.
+    Its event loop is its own, and runs only during tries. A try ends when its goals are out of reach.
     """
 
     is_virtual = False
@@ -60,11 +48,7 @@ class MeasuredTarget:
         self._opened: Opened | None = None
 
     def __enter__(self) -> Self:
-        """Open it, and send a few requests to warm it up.
-
-        Raises:
-            UserError: It cannot be opened, or answers none of them.
-        """
+        """Open it, and warm it up. Raises UserError if it cannot be opened, or answers no request."""
         self._runner.__enter__()
         try:
             self._opened = self._runner.run(self._opening.__aenter__())
@@ -134,8 +118,6 @@ LOOK_S = 0.1
 
 @dataclass(slots=True)
 class _Live:
-    """One request under way."""
-
     sent_s: float
     max_tokens: int
     token_times_s: list[float] = field(default_factory=list)
@@ -152,15 +134,10 @@ class _Live:
 
 
 class LiveTry:
-    """Counts token by token what is certainly beyond the goals.
+    """Counts token by token what is certainly beyond the goals of a try.
 
-    Args:
-        goals: Of the try.
-        num_requests: All that will be sent.
-        max_gaps: The most gaps between tokens that their answers can have.
-
-    Attributes:
-        error: Of the first request that failed.
+    ``max_gaps`` is the most gaps between tokens that the answers can have; ``error`` is that of the first failed
+    request.
     """
 
     def __init__(self, goals: TryGoals, num_requests: int, max_gaps: int) -> None:
@@ -200,7 +177,7 @@ class LiveTry:
         return len(self._missed) > self._may_miss or self._num_late_gaps > self._may_be_late
 
     def answers(self, now_s: float) -> list[Answer]:
-        """Return the answers of all sent requests, so far."""
+        """The answers of all sent requests, so far."""
         return [one.answer(now_s) for one in self._live.values()]
 
 
@@ -226,7 +203,7 @@ class WatchedTarget:
 
 
 def _count_tokens(chunk: TokenChunk) -> int:
-    """Return at least 1 token without IDs, so that no gap seems too long; 0 for a usage chunk."""
+    """The tokens of a chunk: at least 1 without IDs, so that no gap seems too long; 0 for a usage chunk."""
     if chunk.usage is not None:
         return 0
     return 1 if chunk.token_ids is None else len(chunk.token_ids)
@@ -237,8 +214,7 @@ async def run_try(
 ) -> tuple[list[Answer], bool, str | None]:
     """Send the requests at their times, until all are answered or the goals are out of reach.
 
-    Returns:
-        The answers; whether the try was cut; the error of the first request that failed.
+    Returns the answers, whether the try was cut, and the error of the first request that failed.
     """
     live = LiveTry(goals, len(requests), sum(request.max_tokens - 1 for request in requests))
     load = asyncio.create_task(run_load(WatchedTarget(target, live), requests, progress=False))

@@ -29,16 +29,9 @@ _SIGNS_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough mem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSettings:
-    """How a callable is measured.
+    """How a callable is measured: runs that warm up, the least number of timed runs, and the least seconds of these.
 
-    Attributes:
-        knee: How batches are chosen.
-        warmup: Runs of each batch that are not timed.
-        repeats: The least number of timed runs; their median counts.
-        min_seconds: Timed runs go on until they took so long together.
-
-    Raises:
-        UserError: One of them is out of its range.
+    The median of the timed runs counts. Raises UserError if a value is out of its range.
     """
 
     knee: KneeSettings
@@ -57,16 +50,10 @@ class MediaSettings:
 
 @dataclass(frozen=True, slots=True)
 class BatchTry:
-    """The measurement of one batch.
+    """The measurement of one batch; without values if its verdict is ``OUT_OF_MEMORY`` or ``NOT_TRIED``.
 
-    Attributes:
-        batch: Its size.
-        verdict: ``FITS``, ``OUT_OF_MEMORY`` or ``NOT_TRIED``; for the last two there are no other values.
-        throughput: Items per second, by the median run.
-        spread: Of the runs' times: their quartiles' distance as a part of the median.
-        peak_bytes: The most memory in use while it ran.
-        free_bytes: The memory of the device that this leaves.
-        num_runs: Timed runs.
+    Throughput is in items per second by the median run; the spread is the distance of the quartiles of the runs' times
+    as a part of the median.
     """
 
     batch: int
@@ -80,13 +67,7 @@ class BatchTry:
 
 @dataclass(frozen=True, slots=True)
 class MediaFindings:
-    """The result of a media profile.
-
-    Attributes:
-        knee: Where throughput saturates.
-        at_knee: The try of that batch.
-        tries: All of them, in their order.
-    """
+    """Where throughput saturates, the try of that batch, and all tries in their order."""
 
     knee: Knee
     at_knee: BatchTry
@@ -99,16 +80,9 @@ def profile_media(
     settings: MediaSettings,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MediaFindings:
-    """Measure a callable at the batches that lead to its knee.
+    """Measure a callable, which computes a batch of a given size, at the batches that lead to its knee.
 
-    Args:
-        run: Computes a batch of a given size.
-        meter: Of the device that it computes on.
-        settings: How to measure.
-        clock: In seconds.
-
-    Raises:
-        UserError: A batch fails for another reason than memory, or does not fit even with one item.
+    Raises UserError if a batch fails for another reason than memory, or does not fit even with one item.
     """
     tries: dict[int, BatchTry] = {}
     while (batch := next_batch({b: each.throughput for b, each in tries.items()}, settings.knee)) is not None:
@@ -128,7 +102,7 @@ def profile_media(
 
 
 def expected_bytes(tries: Iterable[BatchTry], batch: int) -> float:
-    """Return the memory of a batch, extrapolated from the two largest that ran; 0 if fewer than two did."""
+    """The memory of a batch, extrapolated from the two largest that ran; 0 if fewer than two did."""
     ran = sorted((each.batch, each.peak_bytes) for each in tries if each.peak_bytes is not None)
     if len(ran) < 2:
         return 0.0
@@ -194,13 +168,11 @@ def _spread(times_s: list[float]) -> float | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the file and the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
 
 
 def _warn(findings: MediaFindings, settings: KneeSettings) -> None:
-    """Log what makes the knee doubtful."""
     spread = findings.at_knee.spread
     if spread is not None and spread > settings.tolerance:
         logger.warning(

@@ -24,14 +24,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 def load_object(spec: str, flag: str) -> Any:
-    """Return the object that ``MODULE:NAME`` names; modules of the current folder are found, too.
+    """The object that ``MODULE:NAME``, the value of a flag, names; modules of the current folder are found, too.
 
-    Args:
-        spec: As the user wrote it.
-        flag: The flag that has it.
-
-    Raises:
-        UserError: There is no such module or name, or the import fails.
+    Raises UserError if there is no such module or name, or the import fails.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
@@ -59,11 +54,7 @@ def _users_code(source: str, fault: str) -> Iterator[None]:
 
 
 def open_callable(spec: str) -> BatchRun:
-    """Return a user's callable.
-
-    Raises:
-        UserError: It is not callable, or cannot be imported.
-    """
+    """A user's callable. Raises UserError if it is not callable, or cannot be imported."""
     run = load_object(spec, "--target")
     if not callable(run):
         raise UserError(f"--target {spec} is no function: it must compute a batch of the size that it is given")
@@ -71,16 +62,10 @@ def open_callable(spec: str) -> BatchRun:
 
 
 def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> BatchRun:
-    """Return a function that runs a torch module, or one that a function makes, on random inputs.
+    """A function that runs a torch module, or one that a function makes, on random inputs.
 
-    Args:
-        spec: Its name.
-        shape: Of one input, without the batch.
-        device: Where it computes.
-        dtype: Of its parameters and inputs; None leaves the parameters as they are.
-
-    Raises:
-        UserError: It is neither, or cannot be imported.
+    ``shape`` is that of one input, without the batch; the dtype None leaves the parameters as they are. Raises
+    UserError if it is neither, or cannot be imported.
     """
     module = load_object(spec, "--module")
     if not isinstance(module, nn.Module) and callable(module):
@@ -102,18 +87,10 @@ def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: to
 def open_pipeline(
     folder: Path, device: torch.device, dtype: torch.dtype, prompt: str, num_steps: int | None, seed: int
 ) -> BatchRun:
-    """Return a function that runs a pipeline of diffusers: images, audio or video, with or without a prompt.
+    """A function that runs a pipeline of diffusers: images, audio or video, with or without a prompt.
 
-    Args:
-        folder: As ``save_pretrained`` writes it. Nothing is downloaded.
-        device: Where it computes.
-        dtype: Of its weights.
-        prompt: For pipelines that take one.
-        num_steps: Of denoising; None leaves it to the pipeline.
-        seed: Of the noise.
-
-    Raises:
-        UserError: diffusers is not installed, or the folder holds no pipeline that takes a batch.
+    The folder is as ``save_pretrained`` writes it; nothing is downloaded. Without a number of denoising steps the
+    pipeline decides. Raises UserError if diffusers is not installed, or the pipeline takes no batch.
     """
     if not folder.is_dir():
         raise UserError(f"--pipeline {folder}: no such folder: write one with the pipeline's save_pretrained")
@@ -148,7 +125,7 @@ def _load_pipeline(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _batch_arguments(known: Mapping[str, object], prompt: str) -> Callable[[int], dict[str, Any]] | None:
-    """Return how to pass the batch to the pipeline: as prompts, as class labels, or by name; None if not at all."""
+    """How to pass the batch to the pipeline: as prompts, as class labels, or by name; None if not at all."""
     if "prompt" in known:
         return lambda batch: {"prompt": [prompt] * batch}
     if "class_labels" in known:

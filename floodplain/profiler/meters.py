@@ -27,11 +27,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class MemoryMeter(Protocol):
     """Measures the memory of one device.
 
-    Attributes:
-        machine: The device's name.
-        total_bytes: What it has.
-        usual_dtype: The default dtype of pipelines there.
-        is_fatal: Whether running out of memory may end the process; if so, a batch that will hardly fit is not tried.
+    Where it is fatal, running out of memory may end the process: a batch that will hardly fit is not tried.
+    ``usual_dtype`` is the default dtype of pipelines there.
     """
 
     machine: str
@@ -46,14 +43,13 @@ class MemoryMeter(Protocol):
         """Wait until the device has finished its work."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes in use since ``begin``."""
+        """The most bytes in use since ``begin``."""
 
 
 class HostMeter:
     """Measures the resident set of this process, with everything that it has loaded.
 
-    Args:
-        total_bytes: Memory of the device; None takes what the process has and what it could still get.
+    The default of the total is what the process has and could still get.
     """
 
     usual_dtype = torch.float32
@@ -77,10 +73,10 @@ class HostMeter:
             self._sampler = _Sampler()
 
     def settle(self) -> None:
-        """Return at once: nothing is outstanding."""
+        """Nothing is outstanding."""
 
     def peak_bytes(self) -> int:
-        """Return the peak as the kernel counts it, or else from samples."""
+        """The peak as the kernel counts it, or else from samples."""
         return _kernel_peak_bytes() if self._sampler is None else self._stop_sampling()
 
     def _stop_sampling(self) -> int:
@@ -91,10 +87,7 @@ class HostMeter:
 class CudaMeter:
     """Measures what is in use of a GPU: torch's peak, and what the driver says that everything else has.
 
-    Args:
-        index: Of the GPU.
-        total_bytes: Memory of the device, for a smaller one; None takes what the GPU has.
-        cuda: ``torch.cuda``.
+    The default of the total is what the GPU has. ``cuda`` is ``torch.cuda``.
     """
 
     usual_dtype = torch.bfloat16
@@ -118,12 +111,12 @@ class CudaMeter:
         self._cuda.synchronize(self._index)
 
     def peak_bytes(self) -> int:
-        """Return the peak. What torch keeps for reuse counts: no other process can have it."""
+        """The peak. What torch keeps for reuse counts: no other process can have it."""
         beside = self._driver_bytes()[0] - self._cuda.memory_reserved(self._index)
         return int(max(0, beside) + self._cuda.max_memory_reserved(self._index))
 
     def _driver_bytes(self) -> tuple[int, int]:
-        """Return (used, total)."""
+        """(used, total)."""
         if self._management is not None:
             module, handle = self._management
             memory = module.nvmlDeviceGetMemoryInfo(handle)
@@ -133,15 +126,7 @@ class CudaMeter:
 
 
 def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMeter:
-    """Return the meter of a device.
-
-    Args:
-        device: A CPU or a GPU.
-        total_bytes: What it has; None measures it.
-
-    Raises:
-        UserError: There is no such device.
-    """
+    """The meter of a CPU or a GPU. Raises UserError if there is no such device."""
     if device.type == "cpu":
         return HostMeter(total_bytes)
     index = device.index or 0
@@ -170,7 +155,7 @@ class _Sampler:
 
 
 def _open_management(cuda: Any, index: int) -> tuple[Any, Any] | None:
-    """Return (pynvml, handle of the GPU); None if it is not installed, or does not know the GPU."""
+    """(pynvml, handle of the GPU); None if it is not installed, or does not know the GPU."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of two packages of this name, one recommends the other
@@ -187,5 +172,5 @@ def _resident_bytes() -> int:
 
 
 def _kernel_peak_bytes() -> int:
-    """Return the peak resident set; raises StopIteration if the kernel does not count it."""
+    """The peak resident set; raises StopIteration if the kernel does not count it."""
     return next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")) * 1024

@@ -28,11 +28,7 @@ LIMITS = AnswerLimits(max_bytes=2**21)
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
-    """Start an engine, and close it when the context ends.
-
-    Raises:
-        UserError: A flag or a file is bad.
-    """
+    """Start an engine, and close it when the context ends. Raises UserError if a flag or a file is bad."""
     # All requests are queued: none is refused because of the queue's length.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
@@ -63,16 +59,9 @@ def _use_of(stats: EngineStats) -> KvUse:
 async def open_server(
     target: HttpTarget, client: HttpClient, tokenizer: PromptTokenizer, vllm: VllmBlocks
 ) -> AsyncIterator[Opened]:
-    """Open a server that answers, and whose metrics state how much KV is in use.
+    """Open a server that answers, and whose metrics state how much KV is in use; else raises UserError.
 
-    Args:
-        target: The server, for requests.
-        client: The server's address without a path of the API, for its metrics.
-        tokenizer: Of its model.
-        vllm: What vLLM's metrics do not state.
-
-    Raises:
-        UserError: There is none, or its metrics do not state it.
+    ``client`` has the address without a path of the API, for the metrics; ``vllm`` is what those of vLLM do not state.
     """
 
     async def read() -> KvUse:

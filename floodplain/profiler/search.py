@@ -36,13 +36,9 @@ class Ended(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search.
+    """The result of a search: a rate of requests per second, or 0 if no rate of the range meets the goals.
 
-    Attributes:
-        rate: Requests per second; 0 if no rate of the range meets the goals.
-        ended: Why it is not higher.
-        judgements: Of the rates whose tries were repeated.
-        is_sure: Whether the judgements on which the answer depends are sure.
+    It is sure if the judgements are on which it depends.
     """
 
     rate: float
@@ -52,10 +48,9 @@ class Found:
 
 
 def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
-    """Return the rates to search: from the lowest up to the highest, a step apart.
+    """The rates to search: from the lowest up to the highest, a step apart.
 
-    Raises:
-        UserError: A number is out of its range.
+    Raises UserError if a number is out of its range.
     """
     if not (0 < lowest <= highest < math.inf):
         raise UserError(f"rates must be above 0 and ascend, not {lowest:g} {highest:g}")
@@ -66,12 +61,9 @@ def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
 
 
 def find_rate(rates: Sequence[float], does_try_meet: Callable[[float], bool], test: RepeatedTries) -> Found:
-    """Return the highest rate that meets the goals, if those that do are all below those that do not.
+    """The highest rate that meets the goals, if those that do are all below those that do not.
 
-    Args:
-        rates: Ascending, at least one.
-        does_try_meet: Runs a new try at this rate; True if it meets the goals.
-        test: How often a try is repeated. At most ``test.max_tries`` tries are made at any rate.
+    ``rates`` ascend; ``does_try_meet`` runs a new try at a rate, at most ``test.max_tries`` times for each.
     """
     return _Search(rates, does_try_meet, test).run()
 
@@ -99,7 +91,7 @@ class _Search:
         return self._found(-1)
 
     def _bisect(self) -> int:
-        """Return the highest rate that met the goals in its only try; -1 if none did."""
+        """The highest rate that met the goals in its only try; -1 if none did."""
         low, high = -1, len(self._rates)
         while high - low > 1:
             middle = (low + high) // 2
@@ -120,7 +112,7 @@ class _Search:
         return judgement.meets
 
     def _found(self, index: int) -> Found:
-        """Return the answer, which depends on its own judgement and on that of the next rate."""
+        """The answer, which depends on its own judgement and on that of the next rate."""
         beside = [self._judgements[rate] for rate in self._rates[max(index, 0) : index + 2]]
         ended = Ended.NO_RATE if index < 0 else Ended.RANGE if index + 1 == len(self._rates) else Ended.GOALS
         rate = 0.0 if index < 0 else self._rates[index]
@@ -134,11 +126,7 @@ MOST_TRIES = 100
 class Judgement:
     """The judgement of one rate by its tries.
 
-    Attributes:
-        num_met: Tries that met the goals.
-        num_missed: Tries that did not.
-        meets: Whether the rate is judged to meet the goals; if it is not sure, whether most tries did.
-        is_sure: Whether this is wrong with a probability of at most the test's ``error``.
+    If it is sure, it is wrong with a probability of at most the test's ``error``; else it is what most tries did.
     """
 
     num_met: int
@@ -154,14 +142,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class RepeatedTries:
-    """The sequential test of one rate.
+    """The sequential test of one rate, with at most ``max_tries``.
 
-    Attributes:
-        max_tries: The most tries of one rate.
-        error: The largest probability that a sure judgement is wrong, above 0 and below one half.
-
-    Raises:
-        UserError: One of them is out of its range.
+    ``error``, between 0 and one half, is the largest probability that a sure judgement is wrong. Raises UserError if a
+    value is out of its range.
     """
 
     max_tries: int
@@ -193,11 +177,11 @@ class RepeatedTries:
 
     @property
     def fewest_sure_tries(self) -> int | None:
-        """Return how many tries suffice if all of them agree; None if not even the most do."""
+        """How many tries suffice if all of them agree; None if not even the most do."""
         return next((tries for tries, bound in enumerate(self.bounds, start=1) if bound <= tries), None)
 
     def judge(self, num_met: int, num_missed: int) -> Judgement | None:
-        """Return the judgement of so many tries of one rate; None while another try could still change it."""
+        """The judgement of so many tries of one rate; None while another try could still change it."""
         num_tries, num_most = num_met + num_missed, max(num_met, num_missed)
         meets = num_met > num_missed
         if num_tries and num_most >= self.bounds[num_tries - 1]:

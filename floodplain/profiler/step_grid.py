@@ -19,18 +19,7 @@ _CONTEXT_SPREAD = (0.5, 1.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """The largest step that an engine can run.
-
-    Attributes:
-        max_num_seqs: The most sequences.
-        max_batched_tokens: The most tokens that one step feeds.
-        max_model_len: The most tokens of one sequence.
-        num_blocks: Of the KV pool.
-        block_tokens: Tokens in a block.
-
-    Raises:
-        UserError: The engine has no room for a chunk.
-    """
+    """The largest step that an engine can run. Raises UserError if it has no room for a chunk."""
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -57,9 +46,7 @@ class StepLimits:
 class StepShape:
     """The size of one step.
 
-    Attributes:
-        contexts: Tokens that each decode attends to, itself included.
-        chunks: (tokens before it, its tokens) of each chunk.
+    Contexts are the tokens that each decode attends to, itself included; chunks are (tokens before it, its tokens).
     """
 
     contexts: tuple[int, ...]
@@ -67,12 +54,12 @@ class StepShape:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the tokens of each sequence after the step."""
+        """The tokens of each sequence after the step."""
         return (*self.contexts, *(before + tokens for before, tokens in self.chunks))
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that the step feeds."""
+        """The number of tokens that the step feeds."""
         return len(self.contexts) + sum(tokens for _, tokens in self.chunks)
 
     @property
@@ -82,7 +69,7 @@ class StepShape:
 
 
 def draw_shapes(limits: StepLimits, num_shapes: int, rng: Random) -> list[StepShape]:
-    """Return steps with decodes, with chunks, and with both, in equal parts, with log-uniform sizes."""
+    """Steps with decodes, with chunks, and with both, in equal parts, with log-uniform sizes."""
     kinds: tuple[Callable[[_Spread, StepLimits], StepShape], ...] = (_decodes, _one_chunk, _some_chunks, _mixed)
     shapes = []
     for number, kind in enumerate(kinds):
@@ -132,14 +119,14 @@ def _mixed(spread: _Spread, limits: StepLimits) -> StepShape:
 
 
 def _chunk(spread: _Spread, limits: StepLimits, count: int) -> tuple[int, int]:
-    """Return (tokens before, tokens) of one of ``count`` chunks of a step; half of them begin their prompts."""
+    """(tokens before, tokens) of one of ``count`` chunks of a step; half of them begin their prompts."""
     tokens = spread.draw("tokens", 2, limits.max_batched_tokens // count)
     before = spread.draw("before", 1, limits.max_model_len**2) // limits.max_model_len
     return before, tokens
 
 
 def _fitted(shape: StepShape, limits: StepLimits) -> StepShape:
-    """Return the shape within the limits: lengths are cut, then decodes and chunks dropped, then all shortened."""
+    """The shape within the limits: lengths are cut, then decodes and chunks dropped, then all shortened."""
     longest = limits.max_model_len
     contexts = tuple(min(max(context, LEAST_CONTEXT), longest) for context in shape.contexts)
     chunks = tuple(

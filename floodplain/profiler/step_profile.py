@@ -32,15 +32,9 @@ _NUM_WARM_UP = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrid:
-    """How many steps are measured.
+    """How many steps are measured: shapes, the most measurements of each, and the seconds after which to stop.
 
-    Attributes:
-        num_shapes: Of different sizes.
-        num_repeats: The most measurements of each.
-        limit_s: Seconds after which no more are measured.
-
-    Raises:
-        UserError: A value is out of its range.
+    Raises UserError if a value is out of its range.
     """
 
     num_shapes: int = 64
@@ -57,15 +51,9 @@ class StepGrid:
 
 
 def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], object] = lambda: None) -> Profile:
-    """Build the engine, measure its steps, and fit them.
+    """Build the engine, measure its steps, and fit them; ``on_step`` is called after each.
 
-    Args:
-        config: The engine's flags.
-        grid: How many steps.
-        on_step: Called after each.
-
-    Raises:
-        UserError: The engine cannot be built, or the steps that were measured say too little.
+    Raises UserError if the engine cannot be built, or the steps that were measured say too little.
     """
     rng = Random(config.seed)
     engine = build_engine(config)
@@ -83,10 +71,9 @@ def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], ob
 
 
 def make_profile(config: EngineConfig, grid: StepGrid, steps: Sequence[RecordedStep]) -> Profile:
-    """Return the profile of steps that were measured on an engine with this configuration.
+    """The profile of steps that were measured on an engine with this configuration.
 
-    Raises:
-        UserError: The steps leave a part of their time undetermined.
+    Raises UserError if the steps leave a part of their time undetermined.
     """
     rows = [step.row for step in steps]
     fit, line = fit_steps(rows, seed=config.seed), fit_steps(rows, LINE_PARTS, seed=config.seed)
@@ -119,7 +106,7 @@ _REQUEST = Request(request_id="step", prompt_token_ids=(_TOKEN,), params=Samplin
 
 
 def limits_of(engine: Engine) -> StepLimits:
-    """Return the largest step that an engine can run."""
+    """The largest step that an engine can run."""
     config, ledger = engine.loop.state.config, engine.loop.state.ledger
     return StepLimits(
         max_num_seqs=config.max_num_seqs,
@@ -147,10 +134,7 @@ class RecordedStep:
 class StepRecorder:
     """Runs steps on an engine without requests. The engine must get none meanwhile, nor afterwards.
 
-    Args:
-        engine: The engine.
-        rng: Scatters sequences over the pool, as a pool in use does.
-        clock: Monotonic seconds.
+    ``rng`` scatters sequences over the pool, as a pool in use does.
     """
 
     def __init__(self, engine: Engine, rng: Random, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -163,7 +147,7 @@ class StepRecorder:
         self._last: tuple[SeqId, ...] = ()
 
     def measure(self, shape: StepShape) -> float:
-        """Return the seconds of one step, before which an unmeasured step feeds each decode's previous token."""
+        """The seconds of one step, before which an unmeasured step feeds each decode's previous token."""
         seq_ids = tuple(SeqId(next(self._seq_ids)) for _ in shape.lengths)
         decodes, chunked = seq_ids[: len(shape.contexts)], seq_ids[len(shape.contexts) :]
         begun = [_chunk(seq_id, context - 2, 1) for seq_id, context in zip(decodes, shape.contexts, strict=True)]
@@ -204,19 +188,9 @@ def record_rows(
     on_step: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RecordedStep]:
-    """Measure all shapes repeatedly, each time in another order, until the time is over.
+    """Measure all shapes up to ``num_repeats`` times, each time in another order, until ``limit_s`` is over.
 
-    Args:
-        recorder: Measures them.
-        shapes: What to measure.
-        num_repeats: The most measurements of each.
-        limit_s: Seconds after which no more steps are measured; one always is.
-        rng: Shuffles them.
-        on_step: Called after each step.
-        clock: Monotonic seconds.
-
-    Returns:
-        The measured ones, in the order of ``shapes``.
+    At least one is measured. Returns the measured ones, in the order of ``shapes``.
     """
     times: dict[int, list[float]] = {}
     end = clock() + limit_s

@@ -17,11 +17,7 @@ _MOST_TRIES, _MOST_FACTOR, _MOST_PROMPTS, _MOST_TOKENS = 100, 1000.0, 10**9, 10*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapProfileConfig:
-    """The flags of the verb itself.
-
-    Raises:
-        UserError: A value is out of its range, or two flags contradict each other.
-    """
+    """The flags of the verb itself. Raises UserError if a value is out of range or two flags contradict each other."""
 
     out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
     steps: Path | None = field(
@@ -61,21 +57,13 @@ class SwapProfileConfig:
         _check_pair("long_contexts", self.long_contexts, "long_tokens", self.long_tokens)
 
     def check_engine(self, engine: EngineConfig) -> None:
-        """Refuse flags of an engine that do not apply here.
-
-        Raises:
-            UserError: There is one.
-        """
+        """Refuse flags of an engine that do not apply here, with a UserError."""
         check_virtual_engine(engine)
         if engine.swap == "none":
             raise UserError("--swap none has no swap space to profile: leave it out")
 
     def check_load(self, spec: WorkloadSpec) -> None:
-        """Refuse flags of a workload that the bursts decide.
-
-        Raises:
-            UserError: There is one, or the stable rate is given by neither or both of its flags.
-        """
+        """Refuse flags that the bursts decide, and zero or two flags of the stable rate, with a UserError."""
         if math.isfinite(spec.request_rate) == (self.llm_profile is not None):
             raise UserError("what is the stable rate? Give --request-rate, or --llm-profile FILE")
         for name, is_given in (

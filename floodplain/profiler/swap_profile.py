@@ -37,14 +37,9 @@ NUM_BEFORE = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursts:
-    """The bursts to try.
+    """The bursts to try: multiples of a rate that the model keeps up with, ``num_tries`` of each from ``seed`` on.
 
-    Attributes:
-        stable_rate: Requests per second that the model keeps up with.
-        factors: Rates of the bursts, as multiples of it.
-        seconds: How long a burst lasts. The stable rate follows for as long.
-        num_tries: Of each.
-        seed: Of the first try.
+    After a burst the stable rate follows for as long.
     """
 
     stable_rate: float
@@ -54,22 +49,15 @@ class Bursts:
     seed: int
 
     def phases(self, factor: float) -> tuple[Phase, ...]:
-        """Return the phases before, during and after the burst."""
+        """The phases before, during and after the burst."""
         rate = self.stable_rate
         return Phase(NUM_BEFORE / rate, rate), Phase(self.seconds, factor * rate), Phase(self.seconds, rate)
 
 
 class BurstServer:
-    """Serves bursts on the device that an engine's flags describe.
+    """Serves bursts on the device that an engine's flags describe; they decide when requests arrive.
 
-    Args:
-        config: The engine flags; ``kv_memory`` is given.
-        source: The model, for its shape and its tokenizer.
-        cost: The cost of steps.
-        load: The requests; the bursts decide when they arrive.
-
-    Raises:
-        UserError: The pool is too small for one request.
+    Raises UserError if the pool is too small for one request.
     """
 
     def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, load: Load) -> None:
@@ -85,7 +73,7 @@ class BurstServer:
         return self._device.config.block_bytes
 
     def bytes_of(self, num_prompts: int, num_tokens: int) -> int:
-        """Return the KV bytes of so many prompts of at most so many tokens, in whole blocks."""
+        """The KV bytes of so many prompts of at most so many tokens, in whole blocks."""
         return num_prompts * -(-num_tokens // self._device.block_tokens) * self.block_bytes
 
     def try_burst(self, bursts: Bursts, factor: float, seed: int) -> dict[str, Any]:
@@ -113,7 +101,7 @@ class BurstServer:
         }
 
     def _roomy_device(self, requests: list[Request]) -> VirtualDevice:
-        """Return a device, for one loop, whose swap space holds all KV that these requests will ever have."""
+        """A device, for one loop, whose swap space holds all KV that these requests will ever have."""
         block_tokens = self._device.block_tokens
         lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
         num_slots = sum(-(-length // block_tokens) for length in lengths)
@@ -132,18 +120,10 @@ def profile_swap(
     settings: dict[str, Any],
     on_try: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Try all bursts, and return the profile.
+    """Try all bursts, and return the profile: swap space is needed for the ``chosen`` one, prefixes and contexts.
 
-    Args:
-        server: Serves them.
-        bursts: The bursts to try.
-        chosen: The burst for which swap space is needed.
-        cached: (prompts, tokens of the longest) to keep as prefixes.
-        long: The same of contexts that do not fit the device.
-        subject: The model.
-        machine: The machine whose steps the cost describes.
-        settings: All settings, for the profile.
-        on_try: Called after each try.
+    ``cached`` and ``long`` are (prompts, tokens of the longest): to keep as prefixes, and of contexts that do not fit
+    the device. ``machine`` is the one whose steps the cost describes.
     """
     rows = []
     for factor in bursts.factors:
@@ -175,10 +155,9 @@ def profile_swap(
 
 
 def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, ...], seed: int) -> list[Request]:
-    """Return requests of a load that arrive at the phases' rates until the last one ends.
+    """Requests of a load that arrive at the phases' rates until the last one ends.
 
-    Raises:
-        UserError: There would be too many.
+    Raises UserError if there would be too many.
     """
     count = math.ceil(sum(phase.duration_s * phase.rate for phase in phases))
     asked = load.make(tokenizer, 1.0, seed, count)
@@ -187,7 +166,7 @@ def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, 
 
 
 def _beside_paper(row: dict[str, Any], subject: str) -> dict[str, Any]:
-    """Return the row, with what AQUA's authors measured for the same burst if the model is theirs."""
+    """The row, with what AQUA's authors measured for the same burst if the model is theirs."""
     if PAPER_MODEL not in subject.lower() or row["factor"] not in PAPER_SWAP_GB:
         return row
     return {**row, "paper_bytes": round(1e9 * PAPER_SWAP_GB[row["factor"]])}
@@ -199,17 +178,7 @@ def _ttft_p99_s(served: Served) -> float:
 
 
 def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadSpec, *, progress: bool) -> Profile:
-    """Profile what the flags describe.
-
-    Args:
-        config: Of the verb.
-        engine: Of the engine; what applies in virtual time.
-        spec: The requests.
-        progress: Show a bar.
-
-    Raises:
-        UserError: A flag or a file is bad.
-    """
+    """Profile what the flags describe. Raises UserError if a flag or a file is bad."""
     cost, machine = _cost(config)
     bursts = Bursts(
         stable_rate=_stable_rate(config, spec),
@@ -235,7 +204,7 @@ def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadS
 
 
 def _cost(config: SwapProfileConfig) -> tuple[StepCost, str]:
-    """Return (the cost of steps, the machine that it describes)."""
+    """(the cost of steps, the machine that it describes)."""
     if config.steps is None:
         return read_cost(dict(zip(LINE_PARTS, config.step_line, strict=True))), "a machine that was described"
     measured = read_profile(config.steps, "step")

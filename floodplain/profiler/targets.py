@@ -20,14 +20,9 @@ from floodplain.workload.traces import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """The observations of one try.
+    """The observations of one try: an answer for each request that was sent, the most KV that requests held, the pool.
 
-    Attributes:
-        answers: What clients saw, one for each request that was sent.
-        is_cut: Whether the try ended because its goals were out of reach.
-        peak_kv_bytes: The most KV that requests held.
-        kv_bytes: The KV pool.
-        error: Of the first request that failed.
+    It is cut if its goals were out of reach; ``error`` is that of the first request that failed.
     """
 
     answers: Sequence[Answer]
@@ -49,49 +44,33 @@ class Target(Protocol):
         """Whether its time is computed instead of measured."""
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        """Send requests at a rate for so long, to an idle target, and wait for their answers.
+        """Send requests at a rate (per second) for so long, to an idle target, and wait for their answers.
 
-        Args:
-            rate: Requests per second.
-            seed: Of arrivals, lengths and texts.
-            duration_s: Seconds until the last request arrives.
-
-        Raises:
-            UserError: It does not answer any more, or serves other requests too.
+        The seed is that of arrivals, lengths and texts. Raises UserError if it does not answer any more, or serves
+        other requests too.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests for a target.
-
-    Attributes:
-        spec: The workload flags; each try has its own rate, number of requests and seed.
-        trace: The content of ``spec.trace``, if that names a file.
-    """
+    """The requests for a target: workload flags and their trace. Each try has its own rate, number and seed."""
 
     spec: WorkloadSpec
     trace: Trace | None = None
 
     @classmethod
     def read(cls, spec: WorkloadSpec) -> Self:
-        """Return the load that the flags describe.
-
-        Raises:
-            UserError: The trace cannot be read.
-        """
+        """The load that the flags describe. Raises UserError if the trace cannot be read."""
         trace = read_trace(spec)
         return cls(spec, None if trace is None else Trace(trace.rows[: spec.limit]))
 
     def make(self, tokenizer: PromptTokenizer, rate: float, seed: int, duration_s: float) -> list[LoadRequest]:
-        """Return the requests of one try: at least one, the last arriving at the end.
+        """The requests of one try: at least one, the last arriving at the end.
 
         Without a trace the arrivals have the flags' burstiness. With one they are a piece of it, of the needed length,
-        that begins at a place drawn by the seed; its arrivals are stretched to the rate.
-
-        Raises:
-            UserError: There would be too many, or one of them would be too long.
+        that begins at a place drawn by the seed; its arrivals are stretched to the rate. Raises UserError if there
+        would be too many, or one of them would be too long.
         """
         count = max(1, round(rate * duration_s))
         if count > MAX_REQUESTS:
@@ -103,7 +82,7 @@ class Load:
 
 
 def _piece(trace: Trace, count: int, rate: float, seed: int) -> Trace:
-    """Return ``count`` consecutive rows at exactly this mean rate; after the last row the first follows."""
+    """``count`` consecutive rows at exactly this mean rate; after the last row the first follows."""
     start = int(np.random.default_rng(seed).integers(len(trace.rows)))
     rows = [trace.rows[(start + offset) % len(trace.rows)] for offset in range(count + 1)]
     mean_gap_s = trace.rows[-1].arrival_s / len(trace.rows)

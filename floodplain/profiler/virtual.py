@@ -34,15 +34,9 @@ DEFAULT_LINK = "pcie5"
 
 
 def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[[StepPlan], float]) -> VirtualDevice:
-    """Return the device that the engine flags describe.
+    """The device that the engine flags describe; those of how to compute are ignored, ``kv_memory`` is given.
 
-    Args:
-        config: ``kv_memory`` is given; ``device`` and the other flags of how to compute are ignored.
-        model: The model.
-        step_time_s: Seconds of a step.
-
-    Raises:
-        UserError: The pool is too small for one request.
+    Raises UserError if the pool is too small for one request.
     """
     assert config.kv_memory is not None
     block_bytes = kv_bytes_per_token(model, config.dtype) * config.block_tokens
@@ -68,7 +62,7 @@ def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[
 
 
 def to_request(asked: LoadRequest) -> Request:
-    """Return the request. Its output ends by length, because no step samples a token that could end it."""
+    """The request. Its output ends by length, because no step samples a token that could end it."""
     return Request(
         request_id=asked.request_id,
         prompt_token_ids=asked.prompt_token_ids,
@@ -78,7 +72,7 @@ def to_request(asked: LoadRequest) -> Request:
 
 
 def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[Request], str | None]:
-    """Return (requests that the device can serve at all, why the first of the others cannot be)."""
+    """(requests that the device can serve at all, why the first of the others cannot be)."""
     loop = device.make_loop(FcfsPolicy(), seed=0)
     taken, error = [], None
     for request in requests:
@@ -93,15 +87,7 @@ def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[R
 class VirtualTarget:
     """A ``Target`` whose tries are computed; a repeated try has the same result.
 
-    Args:
-        config: The engine flags; ``kv_memory`` is given.
-        source: The model, for its shape and its tokenizer.
-        cost: The cost of steps.
-        machine: The machine on which that was measured.
-        load: The requests.
-
-    Raises:
-        UserError: The pool is too small for one request.
+    ``machine`` is where the cost was measured. Raises UserError if the pool is too small for one request.
     """
 
     is_virtual = True
