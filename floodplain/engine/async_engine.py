@@ -9,20 +9,25 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.build import build_engine
-from floodplain.engine.caller import Caller, OnAdded
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
-from floodplain.engine.pause import Pause
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
+
+OnAdded = Callable[[Engine, SeqId], None]
+"""Called on the engine's thread when a request is queued, before a step can schedule it."""
 
 _INBOX_S = 0.005
 """Most seconds of inbox work between two steps, so that streams continue while thousands of requests arrive."""
@@ -271,3 +276,101 @@ class AsyncEngine:
         for caller in self._callers:
             caller.fail(RuntimeError(f"the engine failed: {error}"))
         self._by_seq.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Caller:
+    """The caller of one ``AsyncEngine.generate``, with its request and results.
+
+    Attributes:
+        request: The request.
+        accepted: Done when the engine has accepted or refused it.
+        on_added: Called on the engine's thread when the request is queued; None calls nothing.
+        seq_id: Set and read on the engine's thread.
+        deltas: Its results, or why the engine ended; only touched on the event loop.
+    """
+
+    request: Request
+    accepted: asyncio.Future[SeqId]
+    on_added: OnAdded | None
+    seq_id: SeqId | None = None
+    deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
+
+    async def next_delta(self) -> OutputDelta:
+        """The next result.
+
+        Raises:
+            BaseException: Why the engine ended.
+        """
+        delta = await self.deltas.get()
+        if isinstance(delta, BaseException):
+            raise delta
+        return delta
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` in the caller: its request was refused, or the engine has ended."""
+        if self.accepted.done():
+            self.deltas.put_nowait(error)
+        else:
+            self.accepted.set_exception(error)
+
+
+class Pause:
+    """Holds an engine's thread between two steps, where it runs given functions.
+
+    Args:
+        loop: The event loop of the callers.
+
+    Attributes:
+        begun: Done when the thread is held.
+        is_over: Whether it was released.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.begun: asyncio.Future[Engine] = loop.create_future()
+        self.is_over = False
+        self._loop = loop
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    async def run(self, function: Callable[[Engine], T]) -> T:
+        """Call ``function`` with the engine on its thread; return its result or raise its exception here."""
+        engine, result = await self.begun, self._loop.create_future()
+
+        def work() -> None:
+            try:
+                value = function(engine)
+            except BaseException as error:
+                self._loop.call_soon_threadsafe(_settle, result, error, None)
+            else:
+                self._loop.call_soon_threadsafe(_settle, result, None, value)
+
+        self._work.put(work)
+        return cast(T, await result)
+
+    def release(self) -> None:
+        """Let the engine's thread continue. Safe to call twice."""
+        self.is_over = True
+        self._work.put(None)
+
+    def begin(self, engine: Engine) -> None:
+        """Note that the engine's thread is held now; called on the event loop."""
+        if not self.begun.done():
+            self.begun.set_result(engine)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the engine's thread has failed and will never be held; called on the event loop."""
+        _settle(self.begun, RuntimeError(f"the engine failed: {error}"), None)
+
+    def hold(self) -> None:
+        """Run given functions until ``release``; called on the engine's thread."""
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _settle(future: asyncio.Future[Any], error: BaseException | None, value: Any) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
+from floodplain.core.block_state import BlockState
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
+from floodplain.core.tiers import Tier
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
-from floodplain.engine.processor import OutputProcessor
-from floodplain.engine.snapshot import take_snapshot
 from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
-from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.tokenizer import StreamDecoder, Tokenizer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
@@ -281,14 +281,112 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; on another thread, a step may run between its reads."""
-        stats = take_snapshot(
-            self.loop.state,
-            self._swap_stats(),
-            block_bytes=self._block_bytes,
+        state, swap, pipeline, block_bytes = self.loop.state, self._swap_stats(), self._pipeline(), self._block_bytes
+        counters, backups, ledger = state.counters, state.backups, state.ledger
+        leases = LeaseFacts() if self.neighbours is None else self.neighbours.facts()
+        expansion = ExpansionFacts() if self.expansion is None else self.expansion.facts()
+        blocks = {block_state.value: count for block_state, count in ledger.count_states().items()}
+        kept = {tier.value: max(0, one.num_slots - backups.num_available(tier)) for tier, one in backups.slots.items()}
+        return EngineStats(
+            num_running=len(state.running) + len(state.loading),
+            num_waiting=len(state.waiting),
+            num_swapped=len(state.swapped),
+            kv_blocks={name: count for name, count in blocks.items() if name != BlockState.ABSENT.value},
+            kv_bytes={
+                Tier.LOCAL.value: ledger.num_blocks * (expansion.block_bytes or block_bytes),
+                **{name: num_kept * block_bytes for name, num_kept in kept.items()},
+            },
+            cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
+            num_blocks=ledger.num_blocks,
+            num_used_blocks=max(0, ledger.num_blocks - ledger.num_available),
+            num_steps=counters.num_steps,
             scheduler_s=self.scheduler_s,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_generated_tokens=counters.num_generated_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            preemptions=dict(counters.preemptions),
+            num_recomputed_tokens=counters.num_recomputed_tokens,
+            num_wasted_tokens=counters.num_wasted_tokens,
+            num_requests=dict(counters.finished),
+            limited_steps=dict(counters.limited_steps),
+            swap_bytes=swap.traffic_bytes,
+            backup_bytes=swap.backup_bytes,
             swap_stall_s=self.swap_stall_s,
-            leases=LeaseFacts() if self.neighbours is None else self.neighbours.facts(),
-            expansion=ExpansionFacts() if self.expansion is None else self.expansion.facts(),
+            failed_transfers={problem.value: count for problem, count in swap.failed_copies.items()},
+            lease_bytes=dict(leases.num_bytes),
+            num_recalls=leases.num_recalls,
+            recall_times_s=leases.recall_times_s,
+            num_failed_growths=leases.num_failed_growths,
+            borrowed_leases=dict(leases.num_borrowed),
+            failed_exchanges=dict(leases.failed_exchanges),
+            expansion=expansion,
+            stage_busy_s=pipeline.busy_s,
+            pipeline_s=pipeline.active_s,
         )
-        facts = self._pipeline()
-        return replace(stats, stage_busy_s=facts.busy_s, pipeline_s=facts.active_s)
+
+
+@dataclass(slots=True)
+class _Stream:
+    decoder: StreamDecoder
+    wants_logprobs: bool
+    lifecycle: Lifecycle
+
+
+class OutputProcessor:
+    """Owner of the text state of every live request."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._streams: dict[SeqId, _Stream] = {}
+
+    def add(self, seq_id: SeqId, request: Request, lifecycle: Lifecycle) -> None:
+        """Add the text state of a new request; ``lifecycle`` is the loop's, and is only read."""
+        params = request.params
+        decoder = StreamDecoder(
+            self._tokenizer,
+            request.prompt_token_ids + request.known_token_ids,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens - len(request.known_token_ids),
+        )
+        self._streams[seq_id] = _Stream(decoder, params.logprobs is not None, lifecycle)
+
+    def drop(self, seq_id: SeqId) -> None:
+        """Drop the text state of a request; it gets no more deltas."""
+        self._streams.pop(seq_id, None)
+
+    def process(self, outputs: StepOutputs) -> Iterator[tuple[SeqId, OutputDelta]]:
+        """One delta for every sequence that got a token.
+
+        A delta whose ``finish_reason`` is ``stop`` although the step did not finish its sequence means that a stop
+        string was found: the caller must end the sequence in the loop.
+        """
+        for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
+            stream = self._streams.get(seq_id)
+            if stream is not None:
+                logprobs = outputs.logprobs.get(seq_id)
+                yield seq_id, self._delta(seq_id, stream, token, outputs.finished.get(seq_id), logprobs)
+
+    def _delta(
+        self,
+        seq_id: SeqId,
+        stream: _Stream,
+        token: int,
+        reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> OutputDelta:
+        is_stop_token = reason is FinishReason.STOP
+        text = stream.decoder.flush() if is_stop_token else stream.decoder.push(token)
+        if reason is FinishReason.LENGTH and not stream.decoder.is_stopped:
+            text += stream.decoder.flush()
+        if stream.decoder.is_stopped:
+            reason = FinishReason.STOP
+        if reason is not None:
+            del self._streams[seq_id]
+        return OutputDelta(
+            text=text,
+            token_ids=(token,),
+            finish_reason=None if reason is None else reason.value,
+            logprobs=(logprobs,) if stream.wants_logprobs and logprobs is not None else None,
+            num_cached_tokens=stream.lifecycle.num_cached_tokens,
+        )

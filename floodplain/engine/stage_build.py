@@ -23,7 +23,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
-from floodplain.engine.stage_runner import StageRunner
+from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_tensors import PlacedLayers

@@ -21,7 +21,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.idle_steps import IdleSteps
+from floodplain.engine.llm import IdleSteps
 from floodplain.engine.shell import Engine
 from floodplain.memory.host import named_file
 from floodplain.memory.host.device import HostDevice
@@ -176,7 +176,7 @@ import sys
 from pathlib import Path
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.idle_steps import IdleSteps
+from floodplain.engine.llm import IdleSteps
 from floodplain.memory.host import named_file
 named_file._default_directory = lambda: Path(sys.argv[2])
 engine = build_engine(EngineConfig(model="dummy:tiny-llama", coordinator=sys.argv[1], lend="auto", kv_memory=2**20))

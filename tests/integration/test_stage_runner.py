@@ -17,8 +17,8 @@ from floodplain.core.request import Request
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.runner import StageRunner
 from floodplain.engine.stage_build import Stage, build_stage, cut_model
-from floodplain.engine.stage_runner import StageRunner
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule

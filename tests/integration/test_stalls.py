@@ -26,8 +26,8 @@ from floodplain.core.groups import GroupState
 from floodplain.engine import stage_build
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.runner import StageRunner
 from floodplain.engine.shell import Engine
-from floodplain.engine.stage_runner import StageRunner
 from floodplain.memory.group_memory import GroupMemory
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots

@@ -10,7 +10,7 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepOutputs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine.processor import OutputProcessor
+from floodplain.engine.shell import OutputProcessor
 from floodplain.model.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
 
 

@@ -30,7 +30,7 @@ from floodplain.cluster.wire.group_messages import Collect, Drop, Fetch, Fill
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, SeqId
-from floodplain.engine.pause import Pause
+from floodplain.engine.async_engine import Pause
 from floodplain.engine.shell import Engine
 from floodplain.runtime.handover import Record, adopt, take_records
 

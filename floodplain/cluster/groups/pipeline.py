@@ -16,8 +16,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.shrink import ShrinkPlan, commit_shrink, plan_shrink
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
-from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.pause import Pause
+from floodplain.engine.async_engine import AsyncEngine, Pause
 from floodplain.engine.shell import Engine
 from floodplain.engine.step_meter import StepMeter
 from floodplain.policy.microbatch import MicrobatchRule

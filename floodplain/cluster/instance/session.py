@@ -36,8 +36,7 @@ from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.codec import WireError
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.request import FinishReason, Request
-from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.caller import OnAdded
+from floodplain.engine.async_engine import AsyncEngine, OnAdded
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import NO_PROGRESS, StepMeter
 

@@ -17,7 +17,7 @@ from floodplain.core.errors import PeerLost
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.tiers import CopyTime
 from floodplain.engine.outputs import PipelineFacts
-from floodplain.engine.stage_runner import StageRunner
+from floodplain.engine.runner import StageRunner
 from floodplain.engine.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from floodplain.core.errors import PeerLost
 from floodplain.cost.pipeline import ChunkPrice
 from floodplain.cost.step_time import read_cost
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.runner import StageRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
-from floodplain.engine.stage_runner import StageRunner
 from floodplain.engine.step_meter import StepMeter
 from floodplain.files.profile import read_profile
 from floodplain.policy.fcfs import FcfsPolicy
