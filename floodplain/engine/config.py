@@ -8,12 +8,29 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import SettingRefused, UserError
-from floodplain.engine.flags import DTYPES, EXPANSION_TIERS, HARDWARE, SWAPS, EngineFlags
-from floodplain.engine.memory_flags import check_expansion, check_leases, read_expansion, read_lend
+from floodplain.core.sizes import parse_size
+from floodplain.engine.flags import (
+    DEFAULT_LEASE_IDLE_S,
+    DEFAULT_LEND_AFTER_S,
+    DEFAULT_RECALL_DEADLINE_S,
+    DTYPES,
+    EXPANSION_TIERS,
+    HARDWARE,
+    HOST_TIER,
+    PEER_TIER,
+    SWAPS,
+    EngineFlags,
+)
+from floodplain.memory.host.named_file import NAME
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import SharingSettings, settings_for
 
 MAX_BLOCK_TOKENS = 1024
+_MIN_LEND_AFTER_S, _MAX_LEND_AFTER_S = 0.1, 86400.0
+_MIN_LOOK_S, _MAX_LOOK_S = 0.001, 1.0
+_MIN_LEASE_IDLE_S, _MAX_LEASE_IDLE_S = 0.1, 86400.0
+_MIN_RECALL_DEADLINE_S, _MAX_RECALL_DEADLINE_S = 0.5, 86400.0
+"""At least 0.5 s, since consumers take their last resort a quarter of a second before the deadline."""
 _COUNTS = (
     "block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len", "swap_memory",
     "peer_memory", "expansion_memory",
@@ -64,8 +81,8 @@ class EngineConfig(EngineFlags):
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
-        check_leases(self)
-        check_expansion(self)
+        self._check_leases()
+        self._check_expansion()
         try:
             self.sharing_settings()
         except SettingRefused as error:
@@ -101,7 +118,12 @@ class EngineConfig(EngineFlags):
         Raises:
             UserError: ``--lend`` is neither off, auto nor a size.
         """
-        return read_lend(self.lend)
+        if self.lend in ("off", "auto"):
+            return 0 if self.lend == "off" else None
+        try:
+            return parse_size(self.lend)
+        except UserError as error:
+            raise UserError(f"--lend must be off, auto, or a size: {error}") from None
 
     def unused_flags(self) -> list[str]:
         """Flags that were changed from their defaults but that the policy does not use."""
@@ -118,7 +140,15 @@ class EngineConfig(EngineFlags):
         Raises:
             UserError: ``--kv-expansion`` is neither off, auto nor a number above 1.
         """
-        return read_expansion(self.kv_expansion)
+        if self.kv_expansion in ("off", "auto"):
+            return 1.0 if self.kv_expansion == "off" else None
+        try:
+            expansion = float(self.kv_expansion)
+        except ValueError:
+            expansion = 0.0
+        if not 1.0 < expansion < math.inf:
+            raise UserError(f"--kv-expansion must be off, auto, or a number above 1, not {self.kv_expansion!r}")
+        return expansion
 
     def _check_swap(self) -> None:
         if self.swap == "none":
@@ -132,6 +162,77 @@ class EngineConfig(EngineFlags):
         if self.hardware is not None and self.device != "cpu":
             raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")
 
+    def _check_leases(self) -> None:
+        lent_bytes = self.most_lent_bytes
+        if self.coordinator is None:
+            self._check_alone(lent_bytes)
+        if self.lease_look is not None and not _MIN_LOOK_S <= self.lease_look <= _MAX_LOOK_S:
+            raise UserError(
+                f"--lease-look must be between {_MIN_LOOK_S:g} and {_MAX_LOOK_S:g} s, not {self.lease_look}: rarer "
+                "looks would let deadlines pass"
+            )
+        _check_range("--lend-after", self.lend_after, _MIN_LEND_AFTER_S, _MAX_LEND_AFTER_S)
+        _check_range("--recall-deadline", self.recall_deadline, _MIN_RECALL_DEADLINE_S, _MAX_RECALL_DEADLINE_S)
+        self._check_idle()
+        if self.lend == "off":
+            self._check_lends_nothing()
+        if self.profile is not None and self.lend != "auto":
+            raise UserError(
+                f"--profile says what --lend auto starts from, and --lend is {self.lend}: change one of them"
+            )
+        if self.device_name is not None and not NAME.fullmatch(self.device_name):
+            raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+
+    def _check_alone(self, lent_bytes: int | None) -> None:
+        """Refuse flags that need a coordinator."""
+        if self.swap == "peer":
+            raise UserError("--swap peer needs --coordinator: it knows which devices lend memory")
+        if lent_bytes != 0:
+            raise UserError(f"--lend {self.lend} needs --coordinator: it tells borrowers of lent memory")
+        if self.lease_look is not None:
+            raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
+        if self.coordinator_token_file is not None:
+            raise UserError("--coordinator-token-file needs --coordinator: the token is sent to it")
+
+    def _check_idle(self) -> None:
+        if self.lease_idle != 0 and not _MIN_LEASE_IDLE_S <= self.lease_idle <= _MAX_LEASE_IDLE_S:
+            raise UserError(
+                f"--lease-idle must be between {_MIN_LEASE_IDLE_S:g} and {_MAX_LEASE_IDLE_S:g} s, or 0 to return "
+                f"nothing, not {self.lease_idle}"
+            )
+        if self.lease_idle != DEFAULT_LEASE_IDLE_S and self.swap != "peer":
+            raise UserError(
+                f"--lease-idle says when to return what was borrowed, and --swap {self.swap} borrows nothing: leave "
+                "one of them out"
+            )
+
+    def _check_lends_nothing(self) -> None:
+        """Refuse flags that need ``--lend``."""
+        if self.lend_after != DEFAULT_LEND_AFTER_S:
+            raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
+        if self.recall_deadline != DEFAULT_RECALL_DEADLINE_S:
+            raise UserError("--recall-deadline says how to recall, and --lend off lends nothing: leave one of them out")
+
+    def _check_expansion(self) -> None:
+        expansion = self.asked_expansion
+        if expansion == 1.0:
+            for name, is_set in (("--expansion-memory", self.expansion_memory is not None),
+                                 ("--expansion-tier", self.expansion_tier != HOST_TIER),
+                                 ("--long-prompts", self.long_prompts)):  # fmt: skip
+                if is_set:
+                    raise UserError(
+                        f"{name} says how to expand, and --kv-expansion off does not: leave one of them out"
+                    )
+        elif self.lend != "off":
+            raise UserError(
+                f"--kv-expansion {self.kv_expansion} takes the pages of layers, and --lend {self.lend} gives the same "
+                "pages away: leave one of them out"
+            )
+        elif self.expansion_tier == PEER_TIER and self.coordinator is None:
+            raise UserError("--expansion-tier peer needs --coordinator: it alone knows which neighbours lend memory")
+        if self.long_prompts and expansion is None and self.max_model_len is None:
+            raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")
+
 
 def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
     """Check the type of a field: Python callers may pass any, while the command line has parsed its values."""
@@ -139,3 +240,8 @@ def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
         return
     at_least = " of at least 1" if name in _COUNTS else ""
     raise UserError(f"--{name.replace('_', '-')} must be {_NOUNS[kinds[0]]}{at_least}, not {value!r}")
+
+
+def _check_range(flag: str, value_s: float, least_s: float, most_s: float) -> None:
+    if not least_s <= value_s <= most_s:
+        raise UserError(f"{flag} must be between {least_s:g} and {most_s:g} s, not {value_s}")
