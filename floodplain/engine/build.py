@@ -13,10 +13,9 @@ import torch
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
-from floodplain.engine.borrowing import Borrowers, open_borrowers
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.expansion import open_expansion, open_layer_slots
+from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots
 from floodplain.engine.expansion_plan import plan_expansion
 from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.model_load import load_model, reachable, torch_dtype
@@ -26,13 +25,17 @@ from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
 from floodplain.engine.steady_state import SteadyState, read_steady_state
 from floodplain.engine.swap import OpenedSwap, open_swap
-from floodplain.leases.client import LeaseClient
+from floodplain.leases.client import LeaseClient, LeaseShare
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool, open_lent_pool
+from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
+from floodplain.lending.peer_parts import PeerParts
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.pool_limits import PoolLimits
+from floodplain.lending.requests import LOOK_S
 from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.host_memory import available_bytes
@@ -40,11 +43,9 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
-from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
-from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.fingerprint import fingerprint_kv
-from floodplain.model.weights.open_model import ModelSource, open_model
+from floodplain.model.weights.open_model import open_model
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy
@@ -88,23 +89,16 @@ def open_engine(
 ) -> OpenedEngine:
     """Load the model, map the KV pool, open the swap space, build the engine, and join the coordinator if any.
 
-    Args:
-        config: The flags.
-        policy: Replaces the policy that the flags name.
-        lending: Replaces the lending settings of the flags.
-
-    Raises:
-        UserError: The model cannot be read, the device does not exist, memory is too small for one request, or the
-            coordinator refuses.
+    ``policy`` and ``lending`` replace what the flags name. Raises UserError if a part cannot be opened.
     """
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
     name, steady = config.device_name or default_device_name(), read_steady_state(config.profile)
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
-    eos_token_ids = reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
     with ExitStack() as on_failure:
-        memory = DeviceMemory(config, source.config, backend, dtype, name if _is_shared(config) else None)
+        is_shared = config.lends or config.device_name is not None  # has a name under which neighbours find it
+        memory = DeviceMemory(config, source.config, backend, dtype, name if is_shared else None)
         on_failure.callback(memory.close)
         policy = policy or make_policy(config.policy, config.sharing_settings())
         model = load_model(config, source, memory, backend.torch_device, dtype)
@@ -116,18 +110,25 @@ def open_engine(
         on_failure.callback(swap.close)
         slots = open_layer_slots(config, plan, pool, ledger, backend)
         on_failure.callback(lambda: slots.close() if slots is not None else None)
-        runner = _make_runner(config, model, pool, Sampler(eos_token_ids, config.seed), swap, limits, memory, slots)
-        loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
-        loop = _make_loop(config, loop_config, ledger, policy, swap)
-        expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
+        parts = StageParts(
+            config=resolved,
+            shape=source.config.shape,
+            model=model,
+            tokenizer=tokenizer,
+            eos_token_ids=reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size),
+            fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
+            block_bytes=memory.layout.block_bytes,
+        )
+        loop = _make_loop(parts, limits, ledger, policy, swap)
+        expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
-        borrow = partial(open_borrowers, config, backend, loop, swap.peer, expansion)
+        borrow = partial(_open_borrowers, config, backend, loop, swap.peer, expansion)
         neighbours = _make_neighbours(config, client, name, lent_pool, limits, lending, steady, borrow)
         on_failure.callback(lambda: neighbours.close() if neighbours is not None else None)
         engine = Engine(
             loop,
-            runner,
+            _make_runner(parts, pool, swap, limits, memory, slots),
             tokenizer,
             model_name=config.model,
             config=resolved,
@@ -142,55 +143,41 @@ def open_engine(
         if neighbours is not None:
             neighbours.start()
         on_failure.pop_all()
-    return OpenedEngine(engine, _make_parts(resolved, source, model, tokenizer, loop_config), memory, pool, swap.slots)
+    return OpenedEngine(engine, parts, memory, pool, swap.slots)
 
 
-def _is_shared(config: EngineConfig) -> bool:
-    """Whether the device has a name under which neighbours can find it."""
-    return config.lends or config.device_name is not None
-
-
-def _make_parts(
-    config: EngineConfig, source: ModelSource, model: Decoder, tokenizer: Tokenizer, loop_config: LoopConfig
-) -> StageParts:
-    return StageParts(
-        config=config,
-        shape=source.config.shape,
-        model=model,
-        tokenizer=tokenizer,
-        eos_token_ids=loop_config.eos_token_ids,
-        fingerprint=loop_config.fingerprint,
-        block_bytes=loop_config.block_bytes,
+def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, policy: Policy, swap: OpenedSwap) -> Loop:
+    config = LoopConfig(
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=parts.config.max_batched_tokens,
+        max_num_seqs=parts.config.max_num_seqs,
+        max_waiting=parts.config.max_waiting,
+        eos_token_ids=parts.eos_token_ids,
+        fingerprint=parts.fingerprint,
+        block_bytes=parts.block_bytes,
     )
+    backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
+    return Loop(LoopState(config, ledger, policy, backups, swap.links), policy, parts.config.seed)
 
 
 def _make_runner(
-    config: EngineConfig,
-    model: Decoder,
+    parts: StageParts,
     pool: KVPool,
-    sampler: Sampler,
     swap: OpenedSwap,
     limits: PoolLimits,
     memory: DeviceMemory,
     slots: LayerSlots | None,
 ) -> ModelRunner:
     return ModelRunner(
-        model,
+        parts.model,
         pool.layers,
-        sampler,
+        Sampler(parts.eos_token_ids, parts.config.seed),
         swap.space,
-        block_tokens=config.block_tokens,
+        block_tokens=parts.config.block_tokens,
         max_model_len=limits.max_model_len,
         on_close=memory.close,
         layer_slots=slots,
     )
-
-
-def _make_loop(
-    config: EngineConfig, loop_config: LoopConfig, ledger: BlockLedger, policy: Policy, swap: OpenedSwap
-) -> Loop:
-    backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
-    return Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
 
 
 def _make_idle_memory(
@@ -200,20 +187,6 @@ def _make_idle_memory(
     if not backend.shares_host_memory or not config.return_after:
         return None
     return IdleMemory(pool, state.ledger, slots, state.backups, config.return_after)
-
-
-def _loop_config(
-    config: EngineConfig, source: ModelSource, eos_token_ids: frozenset[int], limits: PoolLimits, block_bytes: int
-) -> LoopConfig:
-    return LoopConfig(
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
-        eos_token_ids=eos_token_ids,
-        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
-        block_bytes=block_bytes,
-    )
 
 
 def _resolve(
@@ -249,7 +222,7 @@ def _make_neighbours(
     limits: PoolLimits,
     lending: LendingSettings | None,
     steady: SteadyState | None,
-    borrow: Callable[[LeaseClient], Borrowers],
+    borrow: Callable[[LeaseClient], tuple[PeerTier | None, NearLayers | None]],
 ) -> Neighbours | None:
     """Make the neighbours, not yet started; None without a coordinator."""
     if client is None:
@@ -264,5 +237,38 @@ def _make_neighbours(
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
         times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
         lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)
-    borrowers = borrow(agent.membership)
-    return Neighbours(agent, lent_pool, lender, borrowers.peer_tier, borrowers.near_layers)
+    return Neighbours(agent, lent_pool, lender, *borrow(agent.membership))
+
+
+def _open_borrowers(
+    config: EngineConfig,
+    backend: Backend,
+    loop: Loop,
+    peer: PeerParts | None,
+    expansion: Expansion | None,
+    client: LeaseClient,
+) -> tuple[PeerTier | None, NearLayers | None]:
+    """Open the borrowed tier of swap space (``--swap peer``) and near copies of layers (``--expansion-tier peer``).
+
+    Each sees only the grants of its own requests.
+
+    Raises:
+        UserError: No device that this process sees can be borrowed from.
+    """
+    shares: list[LeaseShare] = []
+    look_s = config.lease_look or LOOK_S
+    peer_tier = near_layers = None
+    if peer is not None:
+        share = LeaseShare(client, shares)
+        peer_tier = PeerTier(share, peer.memory, peer.slots, peer.mover, loop.relocations, look_s, config.lease_idle)
+    if expansion is not None and config.expansion_tier == "peer":
+        memory = backend.open_peer_memory() if peer is None else peer.memory
+        near_layers = NearLayers(
+            LeaseShare(client, shares),
+            memory,
+            expansion.slots,
+            lambda: expansion.num_wanted_copies,
+            expansion.expect_copies,
+            look_s,
+        )
+    return peer_tier, near_layers
