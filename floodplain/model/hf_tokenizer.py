@@ -71,7 +71,7 @@ class HfTokenizer:
         Raises:
             UserError: There is none, it cannot be read, or llama.cpp's rules for it are not implemented here.
         """
-        from floodplain.model.weights.gguf_parts import read_fields
+        from floodplain.model.weights.gguf_header import read_fields
         from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 
         with parsing(path, _FAULT), quiet_panics():

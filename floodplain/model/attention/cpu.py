@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from floodplain.model.attention.backend import AttentionShape
-from floodplain.model.attention.rows import context_rows, head_rows, write_rows
+from floodplain.model.attention.backend import AttentionShape, context_rows, head_rows, write_rows
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 from floodplain.model.native.ops import NativeOps
 

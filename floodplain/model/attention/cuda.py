@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.backend import AttentionShape, context_rows, write_rows
 from floodplain.model.attention.paged_prefill import FlashInferPrefill, open_flashinfer
-from floodplain.model.attention.rows import context_rows, write_rows
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 

@@ -17,7 +17,7 @@ from floodplain.model.network.fields import Fields
 from floodplain.model.weights.checkpoint import Format, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import parse_gguf_config
-from floodplain.model.weights.gguf_parts import GgufParts
+from floodplain.model.weights.gguf_header import GgufParts
 
 _STEM_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",

