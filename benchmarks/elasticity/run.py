@@ -21,8 +21,8 @@ from benchmarks.elasticity.boundary import measure_boundary
 from benchmarks.elasticity.pairs import compare, find_goals, format_table, measure_pair
 from benchmarks.elasticity.recalls import measure_recalls
 from floodplain.bench.offline import hardware_report
+from floodplain.demo.burst import FULL, engine_config, sample_spec
 from floodplain.demo.leases import short_texts, texts
-from floodplain.demo.load import FULL, engine_config, sample_spec
 from floodplain.engine.config import EngineConfig
 from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model

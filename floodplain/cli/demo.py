@@ -22,8 +22,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.results import check_writable
 
 if TYPE_CHECKING:
-    from floodplain.demo.load import Scale
-    from floodplain.demo.run import Run
+    from floodplain.demo.burst import Run, Scale
 
 STABLE_SHARE = 0.5
 """The stable rate as a share of the measured capacity."""
@@ -62,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if demo.cluster:
         return _run_cluster(demo, args)
 
+    from floodplain.demo.burst import engine_config, sample_spec
     from floodplain.demo.leases import FULL_SCENE, QUICK_SCENE, serve_scene
-    from floodplain.demo.load import engine_config, sample_spec
     from floodplain.demo.page import print_summary, write_files
 
     scale, runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
@@ -92,8 +91,7 @@ def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
 
 
 async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[Run]]:
-    from floodplain.demo.load import burst, engine_config, fit_pool, sample_spec
-    from floodplain.demo.run import measure_machine, serve_way
+    from floodplain.demo.burst import burst, engine_config, fit_pool, measure_machine, sample_spec, serve_way
     from floodplain.demo.ways import WAYS, expansion_ways
     from floodplain.workload.goals import describe_goals
 
@@ -112,6 +110,6 @@ async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[
 
 
 def _scale(demo: DemoConfig) -> Scale:
-    from floodplain.demo.load import FULL, QUICK
+    from floodplain.demo.burst import FULL, QUICK
 
     return QUICK if demo.quick else FULL

@@ -16,8 +16,7 @@ from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import check_writable
 from floodplain.observe.profile import describe_profile, save_and_show
 from floodplain.observe.terminal import say
-from floodplain.profiler.llm_flags import LlmProfileConfig, check_load
-from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.profiler.flags import LlmProfileConfig, SwapProfileConfig, check_load
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
 

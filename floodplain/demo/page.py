@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from floodplain.bench.offline import hardware_report
+from floodplain.demo.burst import Run, Scale
 from floodplain.demo.leases import describe
-from floodplain.demo.load import Scale
 from floodplain.demo.relief import describe_drop
-from floodplain.demo.run import Run
 from floodplain.demo.ways import (
     EXPANSION_TITLE,
     TITLE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -114,17 +114,12 @@ def classify(cluster: Cluster) -> Problem:
     for place, server in enumerate(cluster.servers):
         allowed = tuple(each.may_be_on(server) for each in of_kind.values())
         alike[server.num_gpus, server.memory_bytes, allowed].append(place)
-    groups = (
-        ServerGroup(tuple(some), num_gpus, memory_bytes, _of_each(classes, dict(zip(of_kind, allowed, strict=True))))
-        for (num_gpus, memory_bytes, allowed), some in alike.items()
-    )
+    groups = []
+    for (num_gpus, memory_bytes, of_kinds), some in alike.items():
+        allowed_of = dict(zip(of_kind, of_kinds, strict=True))
+        of_classes = tuple(allowed_of[each.num_gpus, each.servers] for each in classes)
+        groups.append(ServerGroup(tuple(some), num_gpus, memory_bytes, of_classes))
     return Problem(cluster, classes, tuple(groups))
-
-
-def _of_each(
-    classes: Sequence[UnitClass], allowed: Mapping[tuple[int, frozenset[str] | None], bool]
-) -> tuple[bool, ...]:
-    return tuple(allowed[each.num_gpus, each.servers] for each in classes)
 
 
 def _classes_of(cluster: Cluster) -> tuple[UnitClass, ...]:

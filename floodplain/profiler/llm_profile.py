@@ -21,11 +21,10 @@ from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.terminal import complain
+from floodplain.profiler.flags import LlmProfileConfig
 from floodplain.profiler.goals import Score
 from floodplain.profiler.kv_use import VllmBlocks
-from floodplain.profiler.llm_flags import LlmProfileConfig
-from floodplain.profiler.measured import MeasuredTarget
-from floodplain.profiler.openings import open_engine, open_server
+from floodplain.profiler.measured import measured_target, open_engine, open_server
 from floodplain.profiler.search import Ended, Found, find_rate
 from floodplain.profiler.targets import Load, Seen, Target
 from floodplain.profiler.virtual import VirtualTarget
@@ -156,10 +155,12 @@ def _open_target(config: LlmProfileConfig, engine: EngineConfig, load: Load) -> 
         return _server_target(config, config.base_url, engine, load)
     if config.steps is not None:
         return nullcontext(_virtual_target(config.steps, engine, load))
-    return MeasuredTarget(open_engine(engine), load, config.goals)
+    return measured_target(open_engine(engine), load, config.goals)
 
 
-def _server_target(config: LlmProfileConfig, base_url: str, engine: EngineConfig, load: Load) -> MeasuredTarget:
+def _server_target(
+    config: LlmProfileConfig, base_url: str, engine: EngineConfig, load: Load
+) -> AbstractContextManager[Target]:
     try:
         source = open_model(config.tokenizer or engine.model)
         tokenizer = source.load_tokenizer()
@@ -170,7 +171,7 @@ def _server_target(config: LlmProfileConfig, base_url: str, engine: EngineConfig
     target = HttpTarget(base_url, engine.model, api_key=api_key, prompts=prompts)
     client = HttpClient(base_url.rstrip("/").removesuffix("/v1"), api_key)
     vllm = VllmBlocks(config.kv_block_bytes, kv_bytes_per_token(source.config, engine.dtype))
-    return MeasuredTarget(open_server(target, client, tokenizer, vllm), load, config.goals)
+    return measured_target(open_server(target, client, tokenizer, vllm), load, config.goals)
 
 
 def _virtual_target(steps: Path, engine: EngineConfig, load: Load) -> VirtualTarget:

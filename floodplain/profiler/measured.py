@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
+from floodplain.bench.engine_target import EngineTarget, started
+from floodplain.bench.offline import hardware_report
 from floodplain.core.errors import UserError
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.observe.scraped import Scraped
 from floodplain.profiler.goals import Answer, TryGoals
-from floodplain.profiler.kv_use import ReadUse, wait_until_idle, watching
+from floodplain.profiler.kv_use import KvUse, ReadUse, VllmBlocks, kv_use_of, wait_until_idle, watching
 from floodplain.profiler.targets import Load, Seen
+from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import NUM_SAMPLES, sample_requests
+from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestFailed, RequestRecord, TokenChunk
 
@@ -32,77 +39,54 @@ class Opened:
     look_s: float
 
 
-class MeasuredTarget:
-    """A ``Target`` in real time: a context manager, which opens and closes the engine or server.
+@contextmanager
+def measured_target(
+    opening: AbstractAsyncContextManager[Opened], load: Load, goals: TryGoals
+) -> Iterator[MeasuredTarget]:
+    """Open an engine or server, warm it up, and close it when the context ends.
 
-    Its event loop is its own, and runs only during tries. A try ends when its goals are out of reach.
+    Its event loop is its own, and runs only during tries. Raises UserError if it cannot be opened, or answers no
+    request.
     """
+    with asyncio.Runner() as runner:
+        opened = runner.run(opening.__aenter__())
+        try:
+            runner.run(_warm_up(opened, load))
+            yield MeasuredTarget(runner, opened, load, goals)
+        finally:
+            runner.run(opening.__aexit__(None, None, None))
+
+
+async def _warm_up(opened: Opened, load: Load) -> None:
+    samples = sample_requests(load.make(opened.tokenizer, 1.0, load.spec.seed, NUM_SAMPLES + 1.0))
+    records = await run_load(opened.target, samples, progress=False)
+    errors = [record.error for record in records if record.error is not None]
+    if len(errors) == len(records):
+        raise UserError(f"{opened.name} answers no request: {errors[0]}")
+
+
+class MeasuredTarget:
+    """A ``Target`` in real time. A try ends when its goals are out of reach."""
 
     is_virtual = False
 
-    def __init__(self, opening: AbstractAsyncContextManager[Opened], load: Load, goals: TryGoals) -> None:
-        self._opening = opening
+    def __init__(self, runner: asyncio.Runner, opened: Opened, load: Load, goals: TryGoals) -> None:
+        self._runner = runner
+        self._opened = opened
         self._load = load
         self._goals = goals
-        self._runner = asyncio.Runner()
-        self._opened: Opened | None = None
-
-    def __enter__(self) -> Self:
-        """Open it, and warm it up. Raises UserError if it cannot be opened, or answers no request."""
-        self._runner.__enter__()
-        try:
-            self._opened = self._runner.run(self._opening.__aenter__())
-        except BaseException:
-            self._runner.close()
-            raise
-        try:
-            self._runner.run(self._warm_up())
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the engine or server, and the event loop."""
-        try:
-            self._runner.run(self._opening.__aexit__(None, None, None))
-        finally:
-            self._runner.close()
-
-    @property
-    def machine(self) -> str:
-        """Return the machine that the target runs on."""
-        return self._ready.machine
+        self.machine = opened.machine
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
         """Send the requests of one try to the idle target; return what was seen."""
         return self._runner.run(self._run(rate, seed, duration_s))
 
-    @property
-    def _ready(self) -> Opened:
-        if self._opened is None:
-            raise RuntimeError("enter MeasuredTarget (with) before use")
-        return self._opened
-
-    async def _warm_up(self) -> None:
-        ready = self._ready
-        samples = sample_requests(self._load.make(ready.tokenizer, 1.0, self._load.spec.seed, NUM_SAMPLES + 1.0))
-        records = await run_load(ready.target, samples, progress=False)
-        errors = [record.error for record in records if record.error is not None]
-        if len(errors) == len(records):
-            raise UserError(f"{ready.name} answers no request: {errors[0]}")
-
     async def _run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        ready = self._ready
-        requests = self._load.make(ready.tokenizer, rate, seed, duration_s)
-        await wait_until_idle(ready.read, ready.name)
-        async with watching(ready.read, ready.look_s) as peak:
-            answers, is_cut, error = await run_try(ready.target, requests, self._goals)
+        opened = self._opened
+        requests = self._load.make(opened.tokenizer, rate, seed, duration_s)
+        await wait_until_idle(opened.read, opened.name)
+        async with watching(opened.read, opened.look_s) as peak:
+            answers, is_cut, error = await run_try(opened.target, requests, self._goals)
         return Seen(
             answers=answers,
             is_cut=is_cut,
@@ -234,3 +218,69 @@ async def run_try(
 
 def _answer(record: RequestRecord) -> Answer:
     return Answer(sent_s=record.sent_s, token_times_s=record.token_times_s, is_whole=record.error is None)
+
+
+ENGINE_LOOK_S, SERVER_LOOK_S = 0.1, 0.25
+"""Seconds from one poll of the KV in use to the next."""
+LIMITS = AnswerLimits(max_bytes=2**21)
+"""Limits of one read of the metrics. Those of a large vLLM have 300 kB."""
+
+
+@asynccontextmanager
+async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
+    """Start an engine, and close it when the context ends. Raises UserError if a flag or a file is bad."""
+    # All requests are queued: none is refused because of the queue's length.
+    engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
+
+    async def read() -> KvUse:
+        return _use_of(engine.stats())
+
+    async with started(engine):
+        yield Opened(
+            name=engine.model_name,
+            machine=hardware_report(config.device, engine.engine.links).name,
+            tokenizer=engine.tokenizer,
+            target=EngineTarget(engine),
+            read=read,
+            look_s=ENGINE_LOOK_S,
+        )
+
+
+def _use_of(stats: EngineStats) -> KvUse:
+    pool_bytes = stats.kv_bytes["local"]
+    return KvUse(
+        used_bytes=pool_bytes * stats.num_used_blocks // max(1, stats.num_blocks),
+        pool_bytes=pool_bytes,
+        num_live=stats.num_running + stats.num_waiting + stats.num_swapped,
+    )
+
+
+@asynccontextmanager
+async def open_server(
+    target: HttpTarget, client: HttpClient, tokenizer: PromptTokenizer, vllm: VllmBlocks
+) -> AsyncIterator[Opened]:
+    """Open a server that answers, and whose metrics state how much KV is in use; else raises UserError.
+
+    ``client`` has the address without a path of the API, for the metrics; ``vllm`` is what those of vLLM do not state.
+    """
+
+    async def read() -> KvUse:
+        try:
+            return kv_use_of(await _scrape(client), vllm)
+        except UserError as error:
+            raise UserError(f"{client.url}: {error}") from None
+
+    await read()
+    yield Opened(
+        name=client.url, machine=client.url, tokenizer=tokenizer, target=target, read=read, look_s=SERVER_LOOK_S
+    )
+
+
+async def _scrape(client: HttpClient) -> Scraped:
+    try:
+        answer = await client.ask("/metrics", limits=LIMITS)
+    except NoAnswer as error:
+        raise UserError(f"its /metrics do not answer: {error}") from None
+    if answer.status != 200:
+        raise UserError(f"its /metrics answer with HTTP {answer.status}")
+    return Scraped(answer.text)

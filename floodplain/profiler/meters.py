@@ -9,7 +9,7 @@ import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,28 +24,6 @@ _SAMPLE_S = 0.002
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class MemoryMeter(Protocol):
-    """Measures the memory of one device.
-
-    Where it is fatal, running out of memory may end the process: a batch that will hardly fit is not tried.
-    ``usual_dtype`` is the default dtype of pipelines there.
-    """
-
-    machine: str
-    total_bytes: int
-    usual_dtype: torch.dtype
-    is_fatal: bool
-
-    def begin(self) -> None:
-        """Free memory that is only kept for reuse, and reset the peak."""
-
-    def settle(self) -> None:
-        """Wait until the device has finished its work."""
-
-    def peak_bytes(self) -> int:
-        """The most bytes in use since ``begin``."""
-
-
 class HostMeter:
     """Measures the resident set of this process, with everything that it has loaded.
 
@@ -53,7 +31,9 @@ class HostMeter:
     """
 
     usual_dtype = torch.float32
+    """The default dtype of pipelines on the device."""
     is_fatal = True
+    """Whether running out of memory may end the process; if so, a batch that will hardly fit is not tried."""
 
     def __init__(self, total_bytes: int | None = None) -> None:
         self.machine = HostBackend().describe()
@@ -76,7 +56,7 @@ class HostMeter:
         """Nothing is outstanding."""
 
     def peak_bytes(self) -> int:
-        """The peak as the kernel counts it, or else from samples."""
+        """The most bytes in use since ``begin``, as the kernel counts them, or else from samples."""
         return _kernel_peak_bytes() if self._sampler is None else self._stop_sampling()
 
     def _stop_sampling(self) -> int:
@@ -123,6 +103,9 @@ class CudaMeter:
             return int(memory.used), int(memory.total)
         free, total = self._cuda.mem_get_info(self._index)
         return int(total - free), int(total)
+
+
+MemoryMeter = HostMeter | CudaMeter
 
 
 def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMeter:

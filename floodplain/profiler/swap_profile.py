@@ -22,7 +22,7 @@ from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
 from floodplain.policy.registry import make_policy
-from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.profiler.flags import SwapProfileConfig
 from floodplain.profiler.targets import Load
 from floodplain.profiler.virtual import make_device, servable, to_request
 from floodplain.runtime.state import LoopState

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from floodplain.demo.burst import FULL, QUICK, Scale, engine_config, fit_pool, measure_machine, sample_spec, serve_way
 from floodplain.demo.leases import QUICK_SCENE
-from floodplain.demo.load import FULL, QUICK, Scale, engine_config, fit_pool, sample_spec
 from floodplain.demo.page import print_summary, write_files
-from floodplain.demo.run import measure_machine, serve_way
 from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, expansion_ways
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
@@ -102,7 +101,7 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
         assert not engine.engine.config.enable_prefix_caching
         return 2.0 + 0.1 * (num_tokens - 1)
 
-    monkeypatch.setattr("floodplain.demo.run._time_batch", time_batch)
+    monkeypatch.setattr("floodplain.demo.burst._time_batch", time_batch)
     requests = build(SPEC, ByteTokenizer(256))
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
     capacity, goals = asyncio.run(measure_machine(BASE, SPEC))

@@ -13,7 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
-from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.profiler.flags import SwapProfileConfig
 from floodplain.profiler.swap_profile import NUM_BEFORE, Bursts, BurstServer, burst_requests, profile_swap
 from floodplain.profiler.targets import Load
 from floodplain.workload.spec import WorkloadSpec

@@ -1,10 +1,10 @@
-"""Serves the load of ``floodplain demo`` with one engine per way; measures this machine's capacity."""
+"""The first part of ``floodplain demo``: one burst, too large for the memory of an engine, served once in each way."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from floodplain.bench.engine_target import EngineTarget, started
@@ -12,14 +12,103 @@ from floodplain.bench.offline import hardware_report, run_offline
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.demo.ways import Way
 from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.build import build_engine
+from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
+from floodplain.model.weights.open_model import open_model
 from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.observe.strip import residence_columns
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import measure_goals
 from floodplain.workload.spec import WorkloadSpec, build
+
+PROMPTS_PER_PLACE = 3
+"""Requests of a load for each one that the pool holds, at least."""
+LEAST_RESIDENT = 6
+"""Requests of mean length in the smallest pool; the longest one takes less than four of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The size of the demo: seconds of the load before, in and after the burst, and its arrival rate as a factor.
+
+    ``num_resident`` is the most requests that the pool holds when half of their output is generated. Lengths are
+    chat-like, times a factor, and cut at tokens of prompt and of answer. With ``--expansion`` the full pool is
+    ``pool_part`` times the small one.
+    """
+
+    quiet_s: float
+    burst_s: float
+    tail_s: float
+    burst_factor: float
+    num_resident: int
+    length_scale: float
+    max_input: int
+    max_output: int
+    pool_part: int
+
+
+FULL = Scale(
+    quiet_s=8.0, burst_s=14.0, tail_s=5.0, burst_factor=3.0,
+    num_resident=24, length_scale=0.6, max_input=320, max_output=256, pool_part=4,
+)  # fmt: skip
+QUICK = Scale(
+    quiet_s=0.8, burst_s=2.0, tail_s=0.4, burst_factor=4.0,
+    num_resident=12, length_scale=0.3, max_input=160, max_output=96, pool_part=2,
+)  # fmt: skip
+
+
+def sample_spec(seed: int, scale: Scale) -> WorkloadSpec:
+    """Chat-like requests, short enough that a laptop's processor serves many."""
+    return WorkloadSpec(
+        request_rate=1.0,
+        num_prompts=200,
+        seed=seed,
+        length_scale=scale.length_scale,
+        max_input=scale.max_input,
+        max_output=scale.max_output,
+        ignore_eos=True,
+    )
+
+
+def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpec:
+    """The load of the demo: the stable rate, a burst, the stable rate again."""
+    num_prompts = round(stable_rate * (scale.quiet_s + scale.burst_factor * scale.burst_s + scale.tail_s))
+    return replace(
+        sample,
+        request_rate=stable_rate,
+        num_prompts=max(1, num_prompts),
+        burst_factor=scale.burst_factor,
+        burst_start=scale.quiet_s,
+        burst_duration=scale.burst_s,
+    )
+
+
+def fit_pool(scale: Scale, num_prompts: int) -> Scale:
+    """The scale with a pool that is too small for ``num_prompts`` requests; the smallest holds the longest one.
+
+    A slow machine gets few requests in the same time, so its pool holds fewer.
+    """
+    return replace(scale, num_resident=max(LEAST_RESIDENT, min(scale.num_resident, num_prompts // PROMPTS_PER_PLACE)))
+
+
+def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:
+    """An engine whose pool holds ``num_resident`` requests when half of their output is generated."""
+    source = open_model(model)
+    requests = build(sample, source.load_tokenizer())
+    mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)
+    dtype = "bfloat16"
+    kv_memory = round(scale.num_resident * mean_tokens * kv_bytes_per_token(source.config, dtype))
+    return EngineConfig(
+        model=model,
+        policy="fcfs",
+        swap="none",
+        dtype=dtype,
+        kv_memory=kv_memory,
+        max_model_len=scale.max_input + scale.max_output,
+        seed=sample.seed,
+    )
+
 
 CALIBRATION_TOKENS = 32
 NUM_WARM_UP, WARM_UP_TOKENS = 8, 16
