@@ -96,41 +96,6 @@ class ServedStore:
                 self._changed.notify_all()
 
 
-class StoreTable:
-    """Stores by name. Every method may be called on any thread."""
-
-    def __init__(self) -> None:
-        self._stores: dict[str, ServedStore] = {}
-        self._lock = threading.Lock()
-
-    def serve(self, name: str, store: Store, index_bytes: int) -> None:
-        """Let peers read a store.
-
-        Raises ``InvariantError`` if the name is taken or an index has too many bytes for a chunk.
-        """
-        if not 0 < index_bytes <= MAX_CHUNK_BYTES:
-            raise InvariantError(f"an index has 1 to {MAX_CHUNK_BYTES} bytes, not {index_bytes}")
-        with self._lock:
-            if name in self._stores:
-                raise InvariantError(f"store {name!r} is served already")
-            self._stores[name] = ServedStore(name, store, index_bytes)
-
-    def withdraw(self, name: str) -> None:
-        """End a store; return when no read of it is under way. Does nothing if there is none of this name."""
-        with self._lock:
-            served = self._stores.pop(name, None)
-        if served is not None:
-            served.end()
-
-    def find(self, name: str) -> ServedStore:
-        """The store of a name. Raises ``NotServed`` if there is none."""
-        with self._lock:
-            served = self._stores.get(name)
-        if served is None:
-            raise NotServed(f"no store {name!r} is served")
-        return served
-
-
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 2**10
@@ -165,7 +130,7 @@ class BulkServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._listener, self._gate = listener, gate
         self._chunk_bytes, self._stall_s = chunk_bytes, stall_s
-        self._stores = StoreTable()
+        self._stores: dict[str, ServedStore] = {}
         self._hellos: set[bytes] = set()
         self._hello_of: dict[socket.socket, bytes | None] = {}  # connections; None until the hello is read
         self._threads: set[threading.Thread] = set()
@@ -207,14 +172,22 @@ class BulkServer:
 
         Raises ``InvariantError`` if the name is taken or an index has more than ``MAX_CHUNK_BYTES``.
         """
-        self._stores.serve(name, store, index_bytes)
+        if not 0 < index_bytes <= MAX_CHUNK_BYTES:
+            raise InvariantError(f"an index has 1 to {MAX_CHUNK_BYTES} bytes, not {index_bytes}")
+        with self._lock:
+            if name in self._stores:
+                raise InvariantError(f"store {name!r} is served already")
+            self._stores[name] = ServedStore(name, store, index_bytes)
 
     def withdraw(self, name: str) -> None:
         """End a store; its memory may be unmapped when this returns. Does nothing if it is not served.
 
         Waits for reads of the store that are under way, never for a client. Later reads are refused.
         """
-        self._stores.withdraw(name)
+        with self._lock:
+            served = self._stores.pop(name, None)
+        if served is not None:
+            served.end()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -285,7 +258,10 @@ class BulkServer:
                 frames.send(pack_answer(BulkRefusal(request.number, str(error))))
 
     def _read(self, request: BulkRequest) -> Iterator[BulkChunk]:
-        served, indices = self._stores.find(request.store), request.indices
+        with self._lock:
+            served, indices = self._stores.get(request.store), request.indices
+        if served is None:
+            raise NotServed(f"no store {request.store!r} is served")
         step = max(1, self._chunk_bytes // served.index_bytes)
         for start in range(0, len(indices), step):
             self._gate()
