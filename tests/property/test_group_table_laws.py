@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from floodplain.cluster.groups.table import Change, Fetches, Group, GroupTable, Outcome
-from floodplain.cluster.wire.group_steps import STEPS, Answer, OrderKind
+from floodplain.cluster.wire import group_messages as wire
+from floodplain.cluster.wire.group_messages import STEPS, Answer
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupState
 from tests.support.examples import examples
@@ -94,7 +95,7 @@ class DropsAtOnce(GroupTable):
 
     def prepare(self, epochs: Any) -> Change:
         change = super().prepare(epochs)
-        return replace(change, orders=change.orders + tuple(replace(one, kind=OrderKind.DROP) for one in change.orders))
+        return replace(change, orders=change.orders + tuple(replace(one, kind=wire.Drop) for one in change.orders))
 
 
 class DropsWhenOneConfirms(GroupTable):
@@ -262,4 +263,4 @@ def test_router_cannot_drop_before_all_have_confirmed() -> None:
         table.drop(1, {5: {3}})
     with pytest.raises(InvariantError, match="by no member"):
         table.drop(1, {5: set()})
-    assert [order.kind for order in table.drop(1, {}).orders] == [OrderKind.DROP, OrderKind.DROP]
+    assert [order.kind for order in table.drop(1, {}).orders] == [wire.Drop, wire.Drop]

@@ -18,8 +18,7 @@ from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.routes import list_instances
 from floodplain.cluster.wire import messages
-from floodplain.cluster.wire.group_messages import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire.group_messages import Answer, Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.core import codec

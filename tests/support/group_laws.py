@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from floodplain.cluster.groups.table import Change, Group, GroupTable
-from floodplain.cluster.wire.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
+from floodplain.cluster.wire import group_messages as wire
+from floodplain.cluster.wire.group_messages import REQUEST_ANSWERS, Answer, Order
 from floodplain.core.groups import GroupState
 from tests.support.group_process import LAYERS, Process, Said
 
@@ -53,20 +54,20 @@ class GroupLaws:
     def check_order(self, process: Process, order: Order, others: list[Process]) -> None:
         """Check the state of the other members when one obeys an order."""
         size = len(self.groups[order.number].epochs)
-        if order.kind is OrderKind.DROP:
+        if order.kind is wire.Drop:
             assert process.is_paused and len(others) == size - 1, "a member drops before all have confirmed"
             assert self.kept_of(order.number, process.epoch) <= process.layers, "a member keeps layers that it lacks"
-        if order.kind in (OrderKind.SETTLE, OrderKind.CLOSE):
+        if order.kind in (wire.Settle, wire.Close):
             assert not any(one.copying for one in [process, *others]), "KV is unmapped while a copy reads it"
-        if order.kind is OrderKind.FETCH:
+        if order.kind is wire.Fetch:
             own = [one for one in order.requests if process.epoch in self.sources[order.number, one]]
             assert all((order.number, request) in self.swapped for request in own), "KV is copied onto itself"
-        first = {OrderKind.GROW: OrderKind.SETTLE, OrderKind.COMMIT: OrderKind.MOVE}.get(order.kind)
+        first = {wire.Grow: wire.Settle, wire.Commit: wire.Move}.get(order.kind)
         assert first is None or all(first in one.done for one in [process, *others]), f"{order.kind} before {first}"
         is_leader = process.epoch == self.groups[order.number].leader
-        if order.kind is OrderKind.RETURN and not is_leader:
+        if order.kind is wire.Return and not is_leader:
             leader = self.members[self.groups[order.number].leader]
-            assert OrderKind.RETURN in leader.done, "a stage leaves a pipeline under its leader"
+            assert wire.Return in leader.done, "a stage leaves a pipeline under its leader"
 
     def check_end(self, change: Change) -> None:
         group = change.group
@@ -75,19 +76,19 @@ class GroupLaws:
         if group.state is GroupState.SOLO:
             for one in self.members_of(group):
                 is_left = group.number in (one.number, one.next_number)
-                assert not is_left or one.has_order(OrderKind.CANCEL), "a member is left in a group"
+                assert not is_left or one.has_order(wire.Cancel), "a member is left in a group"
 
     def check(self) -> None:
         self.table.check_integrity()
         for group in self.table:
             secure = [
-                self.kept_of(group.number, one.epoch) if one.has_order(OrderKind.DROP) else one.layers
+                self.kept_of(group.number, one.epoch) if one.has_order(wire.Drop) else one.layers
                 for one in self.members_of(group)
             ]
             assert len(secure) == len(group.epochs) and frozenset[int]().union(*secure) == LAYERS, "a layer is lost"
         for one in self.members.values():
             assert self.table.find(one.epoch) or one.layers == LAYERS, "a member outside of groups lacks layers"
-            assert self.table.find(one.epoch) or not one.has_order(OrderKind.DROP), "a solo member is to drop layers"
+            assert self.table.find(one.epoch) or not one.has_order(wire.Drop), "a solo member is to drop layers"
         for request, (kind, where) in self.places.items():
             running = {one.epoch for one in self.members.values() if request in one.serving and not one.is_paused}
             assert len(running) <= 1 and (not running or (kind, where) == ("at", *running)), (
@@ -95,8 +96,8 @@ class GroupLaws:
             )
             if kind == "at":
                 one = self.members[where]
-                is_there = request in one.serving | one.will(OrderKind.ADOPT) or ("submit", request) in one.inbox
-                assert is_there or OrderKind.RETURN in one.done, "a request is lost"
+                is_there = request in one.serving | one.will(wire.Adopt) or ("submit", request) in one.inbox
+                assert is_there or wire.Return in one.done, "a request is lost"
             assert kind != "held" or request in self.groups[where].fetches.requests, "a held request is forgotten"
         for group in self.table:
             assert group.awaited or len(group.fetches) or group.state is GroupState.PIPELINED, "a group waits for none"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.wire import group_messages as wire
+from floodplain.cluster.wire.group_messages import Answer, Order
 
 LAYERS = frozenset(range(4))
 
@@ -34,17 +35,17 @@ class Process:
     inbox: list[Order | tuple[str, int]] = field(default_factory=list)
     copying: list[tuple[int, Answer]] = field(default_factory=list)
     outbox: list[Said] = field(default_factory=list)
-    done: set[OrderKind] = field(default_factory=set)
+    done: set[type[wire.GroupOrder]] = field(default_factory=set)
 
-    def will(self, *kinds: OrderKind) -> set[int]:
+    def will(self, *kinds: type[wire.GroupOrder]) -> set[int]:
         """Return requests of pending orders of these kinds."""
         orders = [one for one in self.inbox if isinstance(one, Order) and one.kind in kinds]
         return {request for order in orders for request in order.requests}
 
-    def has_order(self, kind: OrderKind) -> bool:
+    def has_order(self, kind: type[wire.GroupOrder]) -> bool:
         return any(isinstance(one, Order) and one.kind is kind for one in self.inbox)
 
     def copies(self, request: int) -> bool:
         """Return whether it copies this request's KV, or has an order to."""
-        under_way = {one for one, _ in self.copying} | self.will(OrderKind.FETCH, OrderKind.COLLECT)
+        under_way = {one for one, _ in self.copying} | self.will(wire.Fetch, wire.Collect)
         return request in under_way

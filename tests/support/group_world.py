@@ -9,7 +9,8 @@ from random import Random
 
 from floodplain.cluster.groups.plan import plan_merge
 from floodplain.cluster.groups.table import Change, Group
-from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.wire import group_messages as wire
+from floodplain.cluster.wire.group_messages import Answer, Order
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from tests.support.group_laws import GroupLaws
@@ -18,8 +19,8 @@ from tests.support.group_process import LAYERS, Process, Said
 ENDED = (GroupState.SOLO, GroupState.OVER)
 TAKES_REQUESTS = (GroupState.EXCHANGING, GroupState.SETTLING, GroupState.PIPELINED, GroupState.FILLING)
 REPLIES = {
-    OrderKind.SETTLE: Answer.SETTLED, OrderKind.PLAN: Answer.PLANNED, OrderKind.MOVE: Answer.MOVED,
-    OrderKind.FILL: Answer.FILLED, OrderKind.RETURN: Answer.RETURNED, OrderKind.CLOSE: Answer.CLOSED,
+    wire.Settle: Answer.SETTLED, wire.Plan: Answer.PLANNED, wire.Move: Answer.MOVED,
+    wire.Fill: Answer.FILLED, wire.Return: Answer.RETURNED, wire.Close: Answer.CLOSED,
 }  # fmt: skip
 
 
@@ -66,7 +67,7 @@ class World(GroupLaws):
         is_living = process.epoch in self.members
         if is_living:
             self.check_order(process, order, others)
-        if order.kind is OrderKind.PREPARE:
+        if order.kind is wire.Prepare:
             is_willing = not is_faulty or dice.random() < 0.9
             if is_willing:
                 process.next_number, process.is_paused = number, True
@@ -76,33 +77,33 @@ class World(GroupLaws):
             return  # it refused, and was ordered to go on
         self.change_memory(process, order)
         process.done.add(order.kind)
-        if order.kind in (OrderKind.FETCH, OrderKind.COLLECT):
-            answer = Answer.FETCHED if order.kind is OrderKind.FETCH else Answer.COLLECTED
+        if order.kind in (wire.Fetch, wire.Collect):
+            answer = Answer.FETCHED if order.kind is wire.Fetch else Answer.COLLECTED
             process.copying += [(request, answer) for request in order.requests]
         if order.kind in REPLIES:
             process.outbox.append(Said(process.epoch, order.number, REPLIES[order.kind]))
 
     def change_memory(self, process: Process, order: Order) -> None:
         match order.kind:
-            case OrderKind.CANCEL:
+            case wire.Cancel:
                 process.is_paused, process.next_number = False, None
-            case OrderKind.DROP:
+            case wire.Drop:
                 process.layers, process.is_paused = self.kept_of(order.number, process.epoch), False
                 process.number, process.next_number = order.number, None
                 process.serving.clear()
                 process.done.clear()
                 process.outbox.append(Said(process.epoch, order.number, Answer.DROPPED))
-            case OrderKind.ADOPT:
+            case wire.Adopt:
                 process.serving |= set(order.requests)
-            case OrderKind.PLAN:
+            case wire.Plan:
                 process.is_paused = True
-            case OrderKind.COMMIT:
+            case wire.Commit:
                 process.is_paused = False
-            case OrderKind.FILL:
+            case wire.Fill:
                 process.layers = LAYERS
-            case OrderKind.RETURN:
+            case wire.Return:
                 process.serving.clear()
-            case OrderKind.CLOSE:
+            case wire.Close:
                 process.number = None
                 process.done.clear()
 
@@ -209,12 +210,12 @@ class World(GroupLaws):
 
     def send(self, order: Order, group: Group, *, has_ended: bool) -> None:
         assert order.number == group.number and order.epoch in group.epochs and order.epoch in self.members
-        assert not has_ended or order.kind is OrderKind.CANCEL, "an ended group is given orders"
-        if order.kind in (OrderKind.ADOPT, OrderKind.RELEASE):
+        assert not has_ended or order.kind is wire.Cancel, "an ended group is given orders"
+        if order.kind in (wire.Adopt, wire.Release):
             for request in order.requests:
                 assert not any(one.copies(request) for one in self.members_of(group)), "a copy is under way"
-                assert order.kind is OrderKind.RELEASE or self.places[request] == ("held", group.number)
-                if order.kind is OrderKind.ADOPT:
+                assert order.kind is wire.Release or self.places[request] == ("held", group.number)
+                if order.kind is wire.Adopt:
                     assert self.is_copied(request, order, group), "a request goes on without its KV"
                     self.places[request] = ("at", order.epoch)
         self.members[order.epoch].inbox.append(order)

@@ -15,6 +15,7 @@ from floodplain.cluster.router.router import Router
 from floodplain.cluster.wire.frames import FrameLink, pack_frame
 from floodplain.cluster.wire.group_messages import (
     Adopt,
+    Answer,
     Close,
     Collect,
     Copied,
@@ -32,7 +33,6 @@ from floodplain.cluster.wire.group_messages import (
     Return,
     Settle,
 )
-from floodplain.cluster.wire.group_steps import Answer
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cluster.wire.group_steps import STEPS
+from floodplain.cluster.wire.group_messages import STEPS
 from floodplain.core.errors import InvariantError
 from floodplain.core.groups import STALE, TABLE, GroupEvent, GroupState, advance, diagram
 

@@ -12,6 +12,7 @@ from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.group_messages import (
     Adopt,
+    Answer,
     Collect,
     GroupDone,
     GroupOrder,
@@ -20,7 +21,6 @@ from floodplain.cluster.wire.group_messages import (
     Planned,
     Prepared,
 )
-from floodplain.cluster.wire.group_steps import Answer
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request

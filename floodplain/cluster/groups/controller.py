@@ -16,18 +16,7 @@ from floodplain.cluster.groups.plan import GroupPlan, Traveller, plan_merge, row
 from floodplain.cluster.groups.table import Change, Group, GroupTable, find_max_model_len
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
-from floodplain.cluster.wire.group_messages import (
-    Adopt,
-    Copied,
-    GroupAnswer,
-    GroupDone,
-    GroupOrder,
-    HandedOver,
-    Planned,
-    Prepared,
-    answer_of,
-)
-from floodplain.cluster.wire.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError
 from floodplain.core.groups import GroupState
@@ -101,7 +90,7 @@ class GroupController:
         self,
         table: RequestTable,
         shape: ModelShape,
-        send: Callable[[int, GroupOrder, Sequence[int]], None],
+        send: Callable[[int, wire.GroupOrder, Sequence[int]], None],
         end: Callable[[int, str], None],
         place: Callable[[], None],
     ) -> None:
@@ -139,7 +128,7 @@ class GroupController:
         """The plan of a group that is being formed or exists; None if there is none."""
         return self._plans.get(number)
 
-    def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
+    def take(self, message: wire.GroupAnswer, integers: Sequence[int]) -> None:
         """Apply a member's answer; answers of a group that has ended are ignored.
 
         Raises ``WireError`` if the sender is no member, or the answer is invalid.
@@ -150,20 +139,20 @@ class GroupController:
         if message.epoch not in plan.epochs:
             raise WireError(f"it is no member of group {message.number}")
         leads = message.epoch == group.leader
-        if not (isinstance(message, Copied) or group.awaits(message.epoch, answer_of(message, leads=leads))):
+        if not (isinstance(message, wire.Copied) or group.awaits(message.epoch, wire.answer_of(message, leads=leads))):
             return  # late, or sent twice
         match message:
-            case Prepared():
+            case wire.Prepared():
                 self._take_prepared(plan, message, integers)
-            case Planned():
+            case wire.Planned():
                 self._take_planned(plan, message, integers)
-            case HandedOver():
+            case wire.HandedOver():
                 self._lift_rows(plan, message, integers)
                 self._table.roster.expect(message.epoch).part = "leading"
-                self._note(plan, self.groups.note(message.epoch, message.number, Answer.RETURNED))
-            case GroupDone():
+                self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.RETURNED))
+            case wire.GroupDone():
                 self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
-            case Copied():
+            case wire.Copied():
                 copied = message.epoch, message.number, message.answer, message.request
                 self._note(plan, self.groups.note_request(*copied, is_ok=message.is_whole))
         if group.is_confirmed and self.groups.get(group.number) is group:
@@ -200,7 +189,7 @@ class GroupController:
             plan.since_s = time.monotonic()
             self._apply(change)
 
-    def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
+    def _take_prepared(self, plan: GroupPlan, message: wire.Prepared, integers: Sequence[int]) -> None:
         problem = message.problem or check_report(message, integers, self._shape.num_layers, plan.reports.values())
         if problem is not None:
             self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {problem}"
@@ -209,14 +198,14 @@ class GroupController:
         plan.reports[message.epoch] = message, tuple(integers)
         self._note(plan, self.groups.confirm(message.epoch, message.number))
 
-    def _take_planned(self, plan: GroupPlan, message: Planned, integers: Sequence[int]) -> None:
+    def _take_planned(self, plan: GroupPlan, message: wire.Planned, integers: Sequence[int]) -> None:
         check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
         plan.moves = message.num_moves, tuple(integers)
         for ticket in message.given_back:
             self._table.check_ticket(message.epoch, ticket)
             if (entry := self._table.find(message.epoch, ticket)) is not None:
                 self._let_wait(entry)
-        self._note(plan, self.groups.note(message.epoch, message.number, Answer.PLANNED))
+        self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.PLANNED))
         self._place()
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
@@ -231,7 +220,7 @@ class GroupController:
             del self._plans[old.number]
         self._apply(self.groups.drop(group.number, plan.find_copiers()))
 
-    def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
+    def _lift_rows(self, plan: GroupPlan, message: wire.HandedOver, integers: Sequence[int]) -> None:
         check_rows(message.rows, integers, 0, plan.count_blocks(plan.most_quanta))
         entries = self._table.entries_of(message.epoch)
         found = {}
@@ -267,8 +256,8 @@ class GroupController:
         if change.ended or change.lost or change.entered is not None:
             self._place()
 
-    def _order(self, plan: GroupPlan, order: Order) -> None:
-        if order.kind is not OrderKind.ADOPT:
+    def _order(self, plan: GroupPlan, order: wire.Order) -> None:
+        if order.kind is not wire.Adopt:
             self._send(order.epoch, *plan.message(order))
             return
         one = plan.travellers[order.requests[0]]
@@ -276,7 +265,7 @@ class GroupController:
         self._table.put(entry, order.epoch)
         self.counts.num_carried += 1
         submit = submit_of(request, order.epoch, entry.ticket or 0, time.monotonic())
-        adopt = Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
+        adopt = wire.Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
         self._send(order.epoch, adopt, request.prompt_token_ids + request.known_token_ids)
 
     def _enter(self, plan: GroupPlan, state: GroupState) -> None:

@@ -17,31 +17,7 @@ from floodplain.cluster.groups.pipeline import GroupPipeline
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.sums import StatsTable, since
-from floodplain.cluster.wire.group_messages import (
-    Adopt,
-    Cancel,
-    Close,
-    Collect,
-    Commit,
-    Copied,
-    Drop,
-    Fetch,
-    Fill,
-    GroupDone,
-    GroupOrder,
-    Grow,
-    HandedOver,
-    KvRow,
-    Move,
-    Plan,
-    Planned,
-    Prepare,
-    Prepared,
-    Release,
-    Return,
-    Settle,
-)
-from floodplain.cluster.wire.group_steps import Answer
+from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.order_checks import check_group_order
 from floodplain.core.errors import InvariantError, UserError
@@ -143,69 +119,69 @@ class GroupRole(Role):
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Start to execute a group order."""
-        if not isinstance(message, GroupOrder):
+        if not isinstance(message, wire.GroupOrder):
             return False
-        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, Adopt) else None
+        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, wire.Adopt) else None
         check_group_order(message, integers, taken, len(self._member.param_pages))
         self._obey(message, integers)
         return True
 
-    def _obey(self, order: GroupOrder, integers: tuple[int, ...]) -> None:
-        if isinstance(order, Prepare) and (self._membership is None or self._membership.pipeline is not None):
+    def _obey(self, order: wire.GroupOrder, integers: tuple[int, ...]) -> None:
+        if isinstance(order, wire.Prepare) and (self._membership is None or self._membership.pipeline is not None):
             self._membership = Membership(self._member, order.number, self._membership)
         membership = self._membership
         if membership is None or membership.number != order.number:
             return
         match order:
-            case Cancel():
+            case wire.Cancel():
                 membership.cancel()
                 self._membership = membership.old
-            case Adopt():
+            case wire.Adopt():
                 stream = self._session.begin(
                     order.submit, integers, membership.adopter(order.request, order.num_computed)
                 )
                 stream.add_done_callback(lambda _: membership.release(order.request))  # in case it ended before it ran
-            case Release():
+            case wire.Release():
                 membership.release(order.request)
-            case Grow() if membership.pipeline is not None:
+            case wire.Grow() if membership.pipeline is not None:
                 membership.pipeline.grow(order.num_quanta)
             case _:
                 self._session.start(self._carry_out(membership, order, integers))
 
-    async def _carry_out(self, membership: Membership, order: GroupOrder, integers: tuple[int, ...]) -> None:
+    async def _carry_out(self, membership: Membership, order: wire.GroupOrder, integers: tuple[int, ...]) -> None:
         """Execute one order that takes time. The router sends the next one when all members have answered."""
         match order:
-            case Prepare():
+            case wire.Prepare():
                 await self._prepare(membership)
-            case Drop():
+            case wire.Drop():
                 await self._drop(membership, order, integers)
-            case Fetch():
-                await membership.fetch(order, integers, self._note_copied(order, Answer.FETCHED))
-            case Settle():
+            case wire.Fetch():
+                await membership.fetch(order, integers, self._note_copied(order, wire.Answer.FETCHED))
+            case wire.Settle():
                 await membership.settle(order.num_quanta)
-                self._say(order, Answer.SETTLED)
-            case Plan():
+                self._say(order, wire.Answer.SETTLED)
+            case wire.Plan():
                 await self._plan(membership, order)
-            case Move():
+            case wire.Move():
                 flat, quanta = integers[: 2 * order.num_moves], integers[2 * order.num_moves :]
                 await membership.move(list(zip(flat[::2], flat[1::2], strict=True)), quanta)
-                self._say(order, Answer.MOVED)
-            case Commit() if membership.pipeline is not None:
+                self._say(order, wire.Answer.MOVED)
+            case wire.Commit() if membership.pipeline is not None:
                 await membership.pipeline.commit()
-            case Fill():
+            case wire.Fill():
                 from_others, from_backstop = await membership.fill(order)
                 logger.info("parameters of %d layers came from other instances, of %d from the backstop",
                             from_others, from_backstop)  # fmt: skip
-                self._say(order, Answer.FILLED)
-            case Return():
+                self._say(order, wire.Answer.FILLED)
+            case wire.Return():
                 await self._return(membership, order, integers)
-            case Collect():
-                await membership.collect(order, integers, self._note_copied(order, Answer.COLLECTED))
-            case Close():
+            case wire.Collect():
+                await membership.collect(order, integers, self._note_copied(order, wire.Answer.COLLECTED))
+            case wire.Close():
                 await membership.close()
                 self._retire_group()  # after the last beat that counts the group's engine
                 self._membership = None
-                self._say(order, Answer.CLOSED)
+                self._say(order, wire.Answer.CLOSED)
             case _:
                 raise InvariantError(f"{type(order).__name__} has no group to be carried out in")
 
@@ -217,7 +193,7 @@ class GroupRole(Role):
             return
         rows, blocks = await self._rows_of(records)
         memory, (host, port) = member.memory, member.listener.getsockname()[:2]
-        prepared = Prepared(
+        prepared = wire.Prepared(
             epoch=self._session.epoch,
             number=membership.number,
             problem=problem,
@@ -234,13 +210,13 @@ class GroupRole(Role):
             self._membership = membership.old
         self._session.send(prepared, blocks)
 
-    async def _drop(self, membership: Membership, order: Drop, integers: Sequence[int]) -> None:
+    async def _drop(self, membership: Membership, order: wire.Drop, integers: Sequence[int]) -> None:
         self._forget_streams()
         await membership.drop(order, integers, self._retire_group)
         self._session.engine = None if membership.pipeline is None else membership.pipeline.engine
-        self._say(order, Answer.DROPPED)
+        self._say(order, wire.Answer.DROPPED)
 
-    async def _plan(self, membership: Membership, order: Plan) -> None:
+    async def _plan(self, membership: Membership, order: wire.Plan) -> None:
         if membership.pipeline is None:
             raise InvariantError("a group without a pipeline cannot shrink")
         plan, given_back = await membership.pipeline.plan(order.num_quanta)
@@ -250,30 +226,30 @@ class GroupRole(Role):
         self._session.flush()
         flat = [block for move in plan.moves for block in move]
         self._session.send(
-            Planned(self._session.epoch, order.number, len(plan.moves), tuple(tickets)), [*flat, *plan.quanta]
+            wire.Planned(self._session.epoch, order.number, len(plan.moves), tuple(tickets)), [*flat, *plan.quanta]
         )
 
-    async def _return(self, membership: Membership, order: Return, used: Sequence[int]) -> None:
+    async def _return(self, membership: Membership, order: wire.Return, used: Sequence[int]) -> None:
         records = await membership.leave_pipeline(used)
         rows, blocks = await self._rows_of(records)
         is_leader = membership.pipeline is not None and membership.pipeline.engine is not None
         self._forget_streams()
         self._session.engine = self._member.engine
         if is_leader:
-            self._session.send(HandedOver(self._session.epoch, order.number, tuple(rows)), blocks)
+            self._session.send(wire.HandedOver(self._session.epoch, order.number, tuple(rows)), blocks)
         else:
-            self._say(order, Answer.RETURNED)
+            self._say(order, wire.Answer.RETURNED)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    async def _rows_of(self, records: Sequence[Record]) -> tuple[list[KvRow], list[int]]:
+    async def _rows_of(self, records: Sequence[Record]) -> tuple[list[wire.KvRow], list[int]]:
         """The rows of these records and the sources of their blocks. The router then has all their tokens."""
         tickets = {id(request): ticket for ticket, request in self._session.requests.items()}
         rows, sources = [], list[int]()
         for record in records:
             ticket = tickets.get(id(record.request))
             if ticket is not None and await self._session.wait_tokens(ticket, record.num_tokens):
-                rows.append(KvRow(ticket, record.num_tokens, record.num_computed, len(record.sources)))
+                rows.append(wire.KvRow(ticket, record.num_tokens, record.num_computed, len(record.sources)))
                 sources += record.sources
         self._session.flush()
         return rows, sources
@@ -291,11 +267,11 @@ class GroupRole(Role):
         self.stats()
         self._counted.retire(_GROUP)
 
-    def _note_copied(self, order: Fetch | Collect, answer: Answer) -> Callable[[int, bool], None]:
+    def _note_copied(self, order: wire.Fetch | wire.Collect, answer: wire.Answer) -> Callable[[int, bool], None]:
         def note(request: int, is_whole: bool) -> None:
-            self._session.send(Copied(self._session.epoch, order.number, answer, request, is_whole))
+            self._session.send(wire.Copied(self._session.epoch, order.number, answer, request, is_whole))
 
         return note
 
-    def _say(self, order: GroupOrder, answer: Answer) -> None:
-        self._session.send(GroupDone(self._session.epoch, order.number, answer))
+    def _say(self, order: wire.GroupOrder, answer: wire.Answer) -> None:
+        self._session.send(wire.GroupDone(self._session.epoch, order.number, answer))

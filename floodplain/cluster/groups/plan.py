@@ -7,28 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from floodplain.cluster.state.request_table import Entry
-from floodplain.cluster.wire.group_messages import (
-    Cancel,
-    Close,
-    Collect,
-    Commit,
-    Drop,
-    Fetch,
-    Fill,
-    GroupOrder,
-    Grow,
-    HandedOver,
-    HeldRequest,
-    KvRow,
-    Move,
-    Plan,
-    Prepare,
-    Prepared,
-    Release,
-    Return,
-    Settle,
-)
-from floodplain.cluster.wire.group_steps import Order, OrderKind
+from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError, UserError
@@ -90,12 +69,7 @@ def plan_merge(
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_PLAIN: Mapping[OrderKind, Callable[[int, int], GroupOrder]] = {
-    OrderKind.PREPARE: Prepare,
-    OrderKind.CANCEL: Cancel,
-    OrderKind.COMMIT: Commit,
-    OrderKind.CLOSE: Close,
-}
+_PLAIN: tuple[Callable[[int, int], wire.GroupOrder], ...] = (wire.Prepare, wire.Cancel, wire.Commit, wire.Close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +111,7 @@ class GroupPlan:
     since_s: float
     begun_s: float
     merge: Merge | None = None
-    reports: dict[int, tuple[Prepared, tuple[int, ...]]] = field(default_factory=dict)
+    reports: dict[int, tuple[wire.Prepared, tuple[int, ...]]] = field(default_factory=dict)
     kept: tuple[range, ...] = ()
     sizes: GroupSizes | None = None
     travellers: dict[int, Traveller] = field(default_factory=dict)
@@ -156,7 +130,7 @@ class GroupPlan:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def report_of(self, place: int) -> Prepared:
+    def report_of(self, place: int) -> wire.Prepared:
         """The report of the paused member of a place."""
         return self.reports[self.epochs[place]][0]
 
@@ -228,49 +202,50 @@ class GroupPlan:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def message(self, order: Order) -> tuple[GroupOrder, tuple[int, ...]]:
+    def message(self, order: wire.Order) -> tuple[wire.GroupOrder, tuple[int, ...]]:
         """The message of an order, and the integers beside it. ``ADOPT`` orders are built by the caller."""
         epoch, number = order.epoch, order.number
-        plain = _PLAIN.get(order.kind)
-        if plain is not None:
-            return plain(epoch, number), ()
+        kind: object = order.kind
+        for plain in _PLAIN:
+            if kind is plain:
+                return plain(epoch, number), ()
         match order.kind:
-            case OrderKind.DROP:
+            case wire.Drop:
                 return self._drop(epoch)
-            case OrderKind.FETCH:
+            case wire.Fetch:
                 held, blocks = self._held(order.requests)
                 addresses = tuple(self.report_of(place).bulk_address for place in range(len(self.epochs)))
                 sources = [source for request in order.requests for source in self.travellers[request].sources]
-                return Fetch(epoch, number, addresses, self._expect_merge().sources, held), (*blocks, *sources)
-            case OrderKind.RELEASE:
-                return Release(epoch, number, order.requests[0]), ()
-            case OrderKind.MOVE:
-                return Move(epoch, number, self.moves[0]), self.moves[1]
-            case OrderKind.RETURN:
-                return Return(epoch, number), self._used_quanta()
-            case OrderKind.FILL:
-                return Fill(epoch, number, self._addresses_of_layers()), ()
-            case OrderKind.COLLECT:
+                return wire.Fetch(epoch, number, addresses, self._expect_merge().sources, held), (*blocks, *sources)
+            case wire.Release:
+                return wire.Release(epoch, number, order.requests[0]), ()
+            case wire.Move:
+                return wire.Move(epoch, number, self.moves[0]), self.moves[1]
+            case wire.Return:
+                return wire.Return(epoch, number), self._used_quanta()
+            case wire.Fill:
+                return wire.Fill(epoch, number, self._addresses_of_layers()), ()
+            case wire.Collect:
                 held, blocks = self._held(order.requests)
-                return Collect(epoch, number, self._addresses_of_layers(), held), blocks
+                return wire.Collect(epoch, number, self._addresses_of_layers(), held), blocks
         return self._resize(order), ()
 
-    def _resize(self, order: Order) -> GroupOrder:
+    def _resize(self, order: wire.Order) -> wire.GroupOrder:
         sizes = self._expect_sizes()
         match order.kind:
-            case OrderKind.SETTLE:
-                return Settle(order.epoch, order.number, sizes.num_settled_quanta)
-            case OrderKind.GROW:
-                return Grow(order.epoch, order.number, sizes.num_settled_quanta)
-            case OrderKind.PLAN:
-                return Plan(order.epoch, order.number, sizes.num_restore_quanta)
-        raise InvariantError(f"the order {order.kind} is no message of a plan")
+            case wire.Settle:
+                return wire.Settle(order.epoch, order.number, sizes.num_settled_quanta)
+            case wire.Grow:
+                return wire.Grow(order.epoch, order.number, sizes.num_settled_quanta)
+            case wire.Plan:
+                return wire.Plan(order.epoch, order.number, sizes.num_restore_quanta)
+        raise InvariantError(f"the order {order.kind.__name__} is no message of a plan")
 
-    def _drop(self, epoch: int) -> tuple[Drop, tuple[int, ...]]:
+    def _drop(self, epoch: int) -> tuple[wire.Drop, tuple[int, ...]]:
         place, sizes = self.epochs.index(epoch), self._expect_sizes()
         following = self.report_of((place + 1) % len(self.epochs))
         held, blocks = self._held(tuple(self.travellers)) if place == 0 else ((), ())
-        order = Drop(
+        order = wire.Drop(
             epoch=epoch,
             number=self.number,
             place=place,
@@ -288,9 +263,9 @@ class GroupPlan:
         )
         return order, (*sizes.used[place], *blocks)
 
-    def _held(self, requests: Sequence[int]) -> tuple[tuple[HeldRequest, ...], tuple[int, ...]]:
+    def _held(self, requests: Sequence[int]) -> tuple[tuple[wire.HeldRequest, ...], tuple[int, ...]]:
         found = [(request, self.travellers[request]) for request in requests]
-        held = tuple(HeldRequest(request, one.place, len(one.blocks)) for request, one in found)
+        held = tuple(wire.HeldRequest(request, one.place, len(one.blocks)) for request, one in found)
         return held, tuple(block for _, one in found for block in one.blocks)
 
     def _addresses_of_layers(self) -> tuple[str, ...]:
@@ -312,7 +287,9 @@ class GroupPlan:
         return self.sizes
 
 
-def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> list[tuple[KvRow, tuple[int, ...]]]:
+def rows_with_blocks(
+    message: wire.Prepared | wire.HandedOver, blocks: Sequence[int]
+) -> list[tuple[wire.KvRow, tuple[int, ...]]]:
     """The rows that have KV, each with its blocks or their sources."""
     rows, start = [], 0
     for row in message.rows:
@@ -329,12 +306,12 @@ def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:
     return Merge(tuple(kept), held, places, tuple((place,) * num_layers for place in places))
 
 
-def _memory_of(report: Prepared, layer_block_bytes: int) -> StageMemory:
+def _memory_of(report: wire.Prepared, layer_block_bytes: int) -> StageMemory:
     page_bytes = report.quantum_blocks * layer_block_bytes // report.quantum_pages
     num_pages, layer_pages = report.num_kv_pages + sum(report.param_pages), max(report.param_pages)
     return StageMemory(num_pages * page_bytes, layer_pages * page_bytes, layer_block_bytes)
 
 
-def _most_quanta(report: Prepared) -> int:
+def _most_quanta(report: wire.Prepared) -> int:
     """Most quanta that a member can have addresses for: all its pages behind a single kept layer."""
     return (report.num_kv_pages + sum(report.param_pages)) // report.quantum_pages

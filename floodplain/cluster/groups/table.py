@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from floodplain.cluster.state.roster import Roster
-from floodplain.cluster.wire.group_steps import REQUEST_ANSWERS, STEPS, Answer, Order, OrderKind, Step, Who
+from floodplain.cluster.wire import group_messages as wire
+from floodplain.cluster.wire.group_messages import REQUEST_ANSWERS, STEPS, Answer, Order, Step, Who
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupEvent, GroupState, advance
 
@@ -138,7 +139,7 @@ class Group:
         step = self._step
         orders = [self.order(epoch, kind) for kind, who in step.orders for epoch in who.choose(self.epochs)]
         if after in REQUEST_ANSWERS:
-            orders += self._begin_fetches(OrderKind.FETCH if after is GroupState.EXCHANGING else OrderKind.COLLECT)
+            orders += self._begin_fetches(wire.Fetch if after is GroupState.EXCHANGING else wire.Collect)
             orders += self._end_fetches()
         return orders
 
@@ -162,7 +163,7 @@ class Group:
         outcome, owner = answered
         if outcome is None:
             return None, []
-        kind = OrderKind.ADOPT if outcome is Outcome.ADOPT else OrderKind.RELEASE
+        kind = wire.Adopt if outcome is Outcome.ADOPT else wire.Release
         return outcome, [self.order(owner, kind, (request,)), *self._end_fetches()]
 
     def expect(self, state: GroupState) -> None:
@@ -170,11 +171,11 @@ class Group:
         if self.state is not state or self.awaited:
             raise InvariantError(f"group {self.number} is {self.state}, awaiting {list(self.awaited)}, not {state}")
 
-    def order(self, epoch: int, kind: OrderKind, requests: tuple[int, ...] = ()) -> Order:
+    def order(self, epoch: int, kind: type[wire.GroupOrder], requests: tuple[int, ...] = ()) -> Order:
         """An order to one member."""
         return Order(epoch, self.number, kind, requests)
 
-    def _begin_fetches(self, kind: OrderKind) -> list[Order]:
+    def _begin_fetches(self, kind: type[wire.GroupOrder]) -> list[Order]:
         pending = {epoch: self.fetches.pending_of(epoch) for epoch in self.epochs}
         return [self.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
 
@@ -215,7 +216,7 @@ def collection_of(homes: Mapping[int, int]) -> Fetches:
 def cancel_orders(group: Group, without: int | None = None) -> tuple[Order, ...]:
     """Orders to resume, for members of a group under preparation; ``without``: one that ended or never paused."""
     epochs = Who.ALL.choose(group.epochs)
-    return tuple(group.order(epoch, OrderKind.CANCEL) for epoch in epochs if epoch != without)
+    return tuple(group.order(epoch, wire.Cancel) for epoch in epochs if epoch != without)
 
 
 MIN_MEMBERS, MAX_MEMBERS = 2, 4

@@ -24,18 +24,8 @@ from floodplain.cluster.migration.table import (
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Instance
 from floodplain.cluster.state.row_checks import check_blocks
+from floodplain.cluster.wire import migration_messages as wire
 from floodplain.cluster.wire.messages import Abort, RouterMessage
-from floodplain.cluster.wire.migration_messages import (
-    GoOn,
-    HoldKv,
-    KvHeld,
-    KvPulled,
-    MigrationAnswer,
-    PullKv,
-    ReleaseKv,
-    RequestStopped,
-    StopRequest,
-)
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
@@ -160,7 +150,7 @@ class MigrationController:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def take(self, message: MigrationAnswer, integers: Sequence[int]) -> None:
+    def take(self, message: wire.MigrationAnswer, integers: Sequence[int]) -> None:
         """Apply an instance's answer; answers of a migration that is over are ignored.
 
         Raises ``WireError`` if the sender has no part in the migration, or the answer is invalid.
@@ -179,20 +169,20 @@ class MigrationController:
             return
         trip.since_s = time.monotonic()
         match message:
-            case KvHeld():
+            case wire.KvHeld():
                 trip.address, trip.blocks = message.address, integers
                 num_blocks = len(integers) if message.is_running else None
                 self._apply(self.migrations.hold(one.number, message.epoch, num_blocks))
-            case KvPulled():
+            case wire.KvPulled():
                 num_full = self._table.count_blocks(trip.entry) - 1
                 is_whole = message.is_whole
                 self._apply(
                     self.migrations.pull(one.number, message.epoch, is_whole=is_whole, num_full_blocks=num_full)
                 )
-            case RequestStopped():
+            case wire.RequestStopped():
                 self._take_stopped(one, trip, message, integers)
 
-    def _take_stopped(self, one: Migration, trip: _Trip, message: RequestStopped, integers: Sequence[int]) -> None:
+    def _take_stopped(self, one: Migration, trip: _Trip, message: wire.RequestStopped, integers: Sequence[int]) -> None:
         if message.is_stopped and message.num_tokens != trip.entry.num_tokens:
             raise WireError(f"a request stopped after {message.num_tokens} tokens, not {trip.entry.num_tokens}")
         block_tokens = self._table.roster.expect(message.epoch).facts.block_tokens
@@ -232,12 +222,12 @@ class MigrationController:
     def _do(self, one: Migration, trip: _Trip, act: Act, epoch: int) -> None:
         match act:
             case Act.HOLD:
-                self._send(epoch, HoldKv(epoch, one.number, trip.ticket, one.num_copied, trip.secret), ())
+                self._send(epoch, wire.HoldKv(epoch, one.number, trip.ticket, one.num_copied, trip.secret), ())
             case Act.PULL:
-                self._send(epoch, PullKv(epoch, one.number, trip.address, trip.secret), trip.blocks)
+                self._send(epoch, wire.PullKv(epoch, one.number, trip.address, trip.secret), trip.blocks)
             case Act.STOP:
                 trip.stopped_s = time.monotonic()
-                self._send(epoch, StopRequest(epoch, one.number, one.num_copied), ())
+                self._send(epoch, wire.StopRequest(epoch, one.number, one.num_copied), ())
             case Act.LIFT:
                 self._table.lift(trip.entry)
                 self._send(epoch, Abort(epoch, trip.ticket), ())  # in case the source has not stopped it
@@ -248,14 +238,14 @@ class MigrationController:
                 self._table.wait(trip.entry)
                 self._place()
             case Act.RELEASE:
-                self._send(epoch, ReleaseKv(epoch, one.number), ())
+                self._send(epoch, wire.ReleaseKv(epoch, one.number), ())
 
     def _go_on(self, one: Migration, trip: _Trip, epoch: int) -> None:
         entry = trip.entry
         self._table.put(entry, epoch)
         request = replace(entry.as_request(), is_accepted=True)
         submit = submit_of(request, epoch, entry.ticket or 0, time.monotonic())
-        message = GoOn(epoch, one.number, trip.num_computed, submit)
+        message = wire.GoOn(epoch, one.number, trip.num_computed, submit)
         self._send(epoch, message, request.prompt_token_ids + request.known_token_ids)
         self._note_downtime(trip)
         if epoch == one.target:
@@ -266,11 +256,11 @@ class MigrationController:
             self.counts.downtime_s += time.monotonic() - trip.stopped_s
 
 
-def _is_awaited(one: Migration, message: MigrationAnswer) -> bool:
+def _is_awaited(one: Migration, message: wire.MigrationAnswer) -> bool:
     match message:
-        case KvHeld():
+        case wire.KvHeld():
             return one.state is MigrationState.HOLDING and message.epoch == one.source
-        case RequestStopped():
+        case wire.RequestStopped():
             return one.state is MigrationState.STOPPING and message.epoch == one.source
     return one.state in (MigrationState.COPYING, MigrationState.FINISHING) and message.epoch == one.target
 

@@ -20,18 +20,8 @@ from floodplain.cluster.bulk.kv_copies import KV, Puller, RequestCopy, write_poo
 from floodplain.cluster.bulk.server import BulkServer, NotServed
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
+from floodplain.cluster.wire import migration_messages as wire
 from floodplain.cluster.wire.messages import RouterMessage
-from floodplain.cluster.wire.migration_messages import (
-    GoOn,
-    HoldKv,
-    KvHeld,
-    KvPulled,
-    MigrationOrder,
-    PullKv,
-    ReleaseKv,
-    RequestStopped,
-    StopRequest,
-)
 from floodplain.cluster.wire.order_checks import check_migration_order
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, Request, SeqId
@@ -234,39 +224,39 @@ class MigrationRole(Role):
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Execute a migration order."""
-        if not isinstance(message, MigrationOrder):
+        if not isinstance(message, wire.MigrationOrder):
             return False
-        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, GoOn) else None
+        taken = self._session.streams.get(message.submit.ticket) if isinstance(message, wire.GoOn) else None
         check_migration_order(message, integers, taken)
         self._obey(message, integers)
         return True
 
-    def _obey(self, order: MigrationOrder, integers: tuple[int, ...]) -> None:
+    def _obey(self, order: wire.MigrationOrder, integers: tuple[int, ...]) -> None:
         """Execute an order. The engine gets it at once, so that orders take effect in sequence."""
         match order:
-            case HoldKv():
+            case wire.HoldKv():
                 self._hold(order)
-            case PullKv():
+            case wire.PullKv():
                 target = self._targets.get(order.number)
                 if target is None:
                     target = TargetEnd(self._engine, self._movable.pool, bytes.fromhex(order.secret))
                     self._targets[order.number] = target
                 self._session.start(self._pull(order, target.pull(order.address, integers)))
-            case StopRequest() if order.number in self._sources:
+            case wire.StopRequest() if order.number in self._sources:
                 source, ticket, _ = self._sources[order.number]
                 self._session.start(self._stop(order, ticket, source.stop(order.num_copied)))
-            case GoOn():
+            case wire.GoOn():
                 self._go_on(order, integers)
-            case ReleaseKv():
+            case wire.ReleaseKv():
                 self._release_source(order.number)
                 self._close_target(order.number)
 
     # -- as source -----------------------------------------------------------------------------------------------------
 
-    def _hold(self, order: HoldKv) -> None:
+    def _hold(self, order: wire.HoldKv) -> None:
         request = self._session.requests.get(order.ticket)
         if request is None:
-            self._session.send(KvHeld(self._session.epoch, order.number, False, self._movable.bulk.address))
+            self._session.send(wire.KvHeld(self._session.epoch, order.number, False, self._movable.bulk.address))
             return
         if order.number not in self._sources:
             secret = bytes.fromhex(order.secret)
@@ -274,24 +264,24 @@ class MigrationRole(Role):
             self._movable.bulk.admit(secret)
         self._session.start(self._say_held(order, self._sources[order.number][0].hold(order.num_copied)))
 
-    async def _say_held(self, order: HoldKv, holding: asyncio.Future[Sequence[BlockId] | None]) -> None:
+    async def _say_held(self, order: wire.HoldKv, holding: asyncio.Future[Sequence[BlockId] | None]) -> None:
         blocks = await holding
         self._session.send(
-            KvHeld(self._session.epoch, order.number, blocks is not None, self._movable.bulk.address), blocks or ()
+            wire.KvHeld(self._session.epoch, order.number, blocks is not None, self._movable.bulk.address), blocks or ()
         )
 
     async def _stop(
-        self, order: StopRequest, ticket: int, stopping: asyncio.Future[tuple[Stopped, Sequence[BlockId]] | None]
+        self, order: wire.StopRequest, ticket: int, stopping: asyncio.Future[tuple[Stopped, Sequence[BlockId]] | None]
     ) -> None:
         found = await stopping
         if found is None:
-            self._session.send(RequestStopped(self._session.epoch, order.number, False, 0, 0))
+            self._session.send(wire.RequestStopped(self._session.epoch, order.number, False, 0, 0))
             return
         stopped, blocks = found
         await self._session.wait_tokens(ticket, stopped.num_tokens)
         self._session.flush()
         self._session.send(
-            RequestStopped(self._session.epoch, order.number, True, stopped.num_tokens, stopped.num_computed),
+            wire.RequestStopped(self._session.epoch, order.number, True, stopped.num_tokens, stopped.num_computed),
             list(blocks),
         )
         if ticket in self._session.streams:
@@ -305,8 +295,8 @@ class MigrationRole(Role):
 
     # -- as target -----------------------------------------------------------------------------------------------------
 
-    async def _pull(self, order: PullKv, pulling: Coroutine[Any, Any, bool]) -> None:
-        self._session.send(KvPulled(self._session.epoch, order.number, await pulling))
+    async def _pull(self, order: wire.PullKv, pulling: Coroutine[Any, Any, bool]) -> None:
+        self._session.send(wire.KvPulled(self._session.epoch, order.number, await pulling))
 
     def _close_target(self, number: int) -> None:
         if number in self._targets:
@@ -316,7 +306,7 @@ class MigrationRole(Role):
 
     # -- as either -----------------------------------------------------------------------------------------------------
 
-    def _go_on(self, order: GoOn, token_ids: tuple[int, ...]) -> None:
+    def _go_on(self, order: wire.GoOn, token_ids: tuple[int, ...]) -> None:
         """Resume the request. When its stream ends, blocks that were not adopted are freed."""
         number, begin = order.number, partial(self._session.begin, order.submit, token_ids)
         if number in self._targets:

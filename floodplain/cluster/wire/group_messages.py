@@ -1,18 +1,35 @@
-"""Orders of the router to the members of a group, from first pause to last page returned, and their answers.
+"""Orders of the router to the members of a group, their answers, and which are due in each state. No I/O, no clock.
 
 A group's number is used once: a message of an ended group changes nothing. Integers beside a message (blocks, quanta)
-are the frame's 32-bit ids, in the order given here. ``cluster.wire.group_steps`` has the order of these messages.
+are the frame's 32-bit ids, in the order given here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
-from floodplain.cluster.wire.group_steps import Answer
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
+from floodplain.core.groups import GroupEvent, GroupState
 from floodplain.core.ranges import HostPort, Line, Port, Positive, Range, Secret
+
+
+class Answer(StrEnum):
+    """A member's answer when it has executed an order."""
+
+    CONFIRMED = "confirmed"
+    DROPPED = "dropped"
+    FETCHED = "fetched"
+    SETTLED = "settled"
+    PLANNED = "planned"
+    MOVED = "moved"
+    FILLED = "filled"
+    RETURNED = "returned"
+    COLLECTED = "collected"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +282,62 @@ def answer_of(message: Prepared | Planned | HandedOver | GroupDone, *, leads: bo
     if message.answer in (Answer.CONFIRMED, Answer.PLANNED) or (message.answer is Answer.RETURNED and leads):
         raise WireError("it does not say what it has")
     return message.answer
+
+
+class Who(StrEnum):
+    """Which members."""
+
+    ALL = "all"
+    LEADER = "leader"
+    OTHERS = "others"
+
+    def choose(self, epochs: tuple[int, ...]) -> tuple[int, ...]:
+        """The epochs of these members; the first of ``epochs`` is the leader's."""
+        return {Who.ALL: epochs, Who.LEADER: epochs[:1], Who.OTHERS: epochs[1:]}[self]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The orders and answers of one state.
+
+    Attributes:
+        orders: Sent when the state is entered, in this sequence.
+        answer: The awaited answer; None if there is none, or if answers are for single requests.
+        by: The members that must answer.
+        event: Follows when all have answered; None if the caller decides.
+    """
+
+    orders: tuple[tuple[type[GroupOrder], Who], ...] = ()
+    answer: Answer | None = None
+    by: Who = Who.ALL
+    event: GroupEvent | None = None
+
+
+STEPS: Mapping[GroupState, Step] = {
+    GroupState.PREPARING: Step(((Prepare, Who.ALL),), Answer.CONFIRMED),
+    GroupState.DROPPING: Step(((Drop, Who.ALL),), Answer.DROPPED, event=GroupEvent.DROPPED),
+    GroupState.EXCHANGING: Step(event=GroupEvent.EXCHANGED),
+    GroupState.SETTLING: Step(((Settle, Who.ALL),), Answer.SETTLED, event=GroupEvent.SETTLED),
+    GroupState.PIPELINED: Step(((Grow, Who.LEADER),)),
+    GroupState.PLANNING: Step(((Plan, Who.LEADER),), Answer.PLANNED, Who.LEADER, GroupEvent.PLANNED),
+    GroupState.SHRINKING: Step(((Move, Who.ALL),), Answer.MOVED, event=GroupEvent.MOVED),
+    GroupState.FILLING: Step(((Commit, Who.LEADER), (Fill, Who.ALL)), Answer.FILLED, event=GroupEvent.FILLED),
+    GroupState.HANDOVER: Step(((Return, Who.LEADER),), Answer.RETURNED, Who.LEADER, GroupEvent.HANDED_OVER),
+    GroupState.RETURNING: Step(((Return, Who.OTHERS),), Answer.RETURNED, Who.OTHERS),
+    GroupState.ADOPTING: Step(event=GroupEvent.ADOPTED),
+    GroupState.CLOSING: Step(((Close, Who.ALL),), Answer.CLOSED, event=GroupEvent.CLOSED),
+}
+"""The steps of all states except ``SOLO`` and ``OVER``."""
+
+REQUEST_ANSWERS = {GroupState.EXCHANGING: Answer.FETCHED, GroupState.ADOPTING: Answer.COLLECTED}
+"""Answers for single requests. They differ, so a late answer of one state is never taken for one of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order to one member of a group, about ``requests``, oldest first, by the caller's numbers."""
+
+    epoch: int
+    number: int
+    kind: type[GroupOrder]
+    requests: tuple[int, ...] = ()
