@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire import group_messages as wire
-from floodplain.cluster.wire.group_messages import REQUEST_ANSWERS, STEPS, Answer, Order, Step, Who
+from floodplain.cluster.wire.group_messages import REQUEST_ANSWERS, STEPS, Answer, Order, Step
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupEvent, GroupState, advance
 
@@ -203,22 +203,6 @@ class Change:
     lost: tuple[int, ...] = ()
 
 
-def exchange_of(epochs: tuple[int, ...], copiers: Mapping[int, Collection[int]]) -> Fetches:
-    """The copies of an exchange: these members copy each request's KV, and the leader resumes it."""
-    return Fetches({request: (set(members), epochs[0]) for request, members in copiers.items()})
-
-
-def collection_of(homes: Mapping[int, int]) -> Fetches:
-    """The copies of a collection: each request's KV is copied by the member that resumes it."""
-    return Fetches({request: ({home}, home) for request, home in homes.items()})
-
-
-def cancel_orders(group: Group, without: int | None = None) -> tuple[Order, ...]:
-    """Orders to resume, for members of a group under preparation; ``without``: one that ended or never paused."""
-    epochs = Who.ALL.choose(group.epochs)
-    return tuple(group.order(epoch, wire.Cancel) for epoch in epochs if epoch != without)
-
-
 MIN_MEMBERS, MAX_MEMBERS = 2, 4
 
 
@@ -306,7 +290,8 @@ class GroupTable:
             InvariantError: A member has not confirmed, or a request is copied by no member, or by others.
         """
         group = self._expect(number, GroupState.PREPARING, copiers)
-        group.fetches = exchange_of(group.epochs, copiers)
+        leader = group.leader  # resumes all of them
+        group.fetches = Fetches({request: (set(members), leader) for request, members in copiers.items()})
         for old in group.old:
             del self._groups[old.number]
         return self._take(group, GroupEvent.DROP)
@@ -337,7 +322,7 @@ class GroupTable:
         ``InvariantError`` if a member has not returned, or a home is no member.
         """
         group = self._expect(number, GroupState.RETURNING, {request: (home,) for request, home in homes.items()})
-        group.fetches = collection_of(homes)
+        group.fetches = Fetches({request: ({home}, home) for request, home in homes.items()})
         return self._take(group, GroupEvent.RETURNED)
 
     def expire(self, number: int, state: GroupState) -> Change | None:
@@ -417,7 +402,10 @@ class GroupTable:
             return None
         lost = group.fetches.requests
         if before is GroupState.PREPARING:
-            return self._change(group, before, cancel_orders(group, epoch))
+            orders = [
+                group.order(other, wire.Cancel) for other in group.epochs if other != epoch
+            ]  # it ended, or never paused
+            return self._change(group, before, orders)
         ended = tuple(other for other in reversed(group.epochs) if other != epoch)
         return self._change(group, before, (), ended, lost)
 
