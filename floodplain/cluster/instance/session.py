@@ -14,23 +14,8 @@ from functools import partial
 from typing import Any
 
 from floodplain.cluster.sums import since
+from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import (
-    Abort,
-    Accepted,
-    Beat,
-    Denied,
-    FrontBeat,
-    InstanceMessage,
-    Leaving,
-    RouterMessage,
-    TokenRow,
-    Tokens,
-    Welcome,
-    pack,
-    read_router_message,
-    refusal_of,
-)
 from floodplain.cluster.wire.order_checks import check_submit
 from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.codec import WireError
@@ -59,7 +44,7 @@ class Role:
         self._session = session
         self._before = EngineStats() if session.engine is None else session.engine.stats()  # of earlier sessions
 
-    def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
+    def take(self, message: wire.RouterMessage, integers: tuple[int, ...]) -> bool:
         """Take a message of the session's epoch. False: it is none of this role's orders.
 
         Raises ``WireError`` if the order is malformed.
@@ -92,7 +77,7 @@ class Session:
     def __init__(
         self,
         link: FrameLink,
-        welcome: Welcome,
+        welcome: wire.Welcome,
         engine: AsyncEngine | None,
         open_role: Callable[[Session], Role] = Role,
     ) -> None:
@@ -103,7 +88,7 @@ class Session:
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
         self._num_known: dict[int, int] = {}  # by ticket: number of tokens that the router knows, or is about to
-        self._rows: list[TokenRow] = []
+        self._rows: list[wire.TokenRow] = []
         self._heard_s = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: BaseException | None = None
@@ -134,7 +119,7 @@ class Session:
         try:
             await asyncio.wait((listening, beating, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not listening.done() and not beating.done():
-                self.send(Leaving(self.epoch))
+                self.send(wire.Leaving(self.epoch))
                 await asyncio.wait((listening, asyncio.create_task(self._ended())), timeout=drain_timeout_s,
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
         finally:
@@ -149,21 +134,21 @@ class Session:
     async def _listen(self) -> None:
         while (frame := await self._link.read()) is not None:
             self._heard_s = time.monotonic()
-            self._take(read_router_message(frame[0]), frame[1])
+            self._take(wire.read_router_message(frame[0]), frame[1])
 
-    def _take(self, message: RouterMessage, token_ids: tuple[int, ...]) -> None:
+    def _take(self, message: wire.RouterMessage, token_ids: tuple[int, ...]) -> None:
         match message:
-            case Welcome() | Denied():
+            case wire.Welcome() | wire.Denied():
                 raise WireError("it answers a hello that it was not told")
             case _ if message.epoch != self.epoch or self._role.take(message, token_ids):
                 return
             case Submit():
                 check_submit(message, token_ids, self._streams.get(message.ticket))
                 self.begin(message, token_ids)
-            case Abort():
+            case wire.Abort():
                 if message.ticket in self._streams:
                     self._streams[message.ticket].cancel()
-            case FrontBeat():
+            case wire.FrontBeat():
                 return
             case _:
                 raise WireError(f"{type(message).__name__} is nothing for this instance")
@@ -175,7 +160,7 @@ class Session:
                 raise failure
             meter = self._role.meter()
             progress = NO_PROGRESS if meter is None else meter.progress()
-            self.send(Beat(self.epoch, self._role.stats(), progress))
+            self.send(wire.Beat(self.epoch, self._role.stats(), progress))
             await asyncio.sleep(self._beat_s)
         logger.warning("the router has been silent for %g s", ROUTER_SILENCE_S)
 
@@ -224,11 +209,11 @@ class Session:
         """Send the rows of tokens that are not sent yet."""
         rows, self._rows = self._rows, []
         if rows:
-            self.send(Tokens(self.epoch, tuple(rows)))
+            self.send(wire.Tokens(self.epoch, tuple(rows)))
 
-    def send(self, message: InstanceMessage, integers: Sequence[int] = ()) -> None:
+    def send(self, message: wire.InstanceMessage, integers: Sequence[int] = ()) -> None:
         """Send a message to the router."""
-        self._link.send(pack(message, tuple(integers)))
+        self._link.send(wire.pack(message, tuple(integers)))
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -251,13 +236,13 @@ class Session:
                 async for delta in deltas:
                     self._add(ticket, delta)
         except UserError as error:
-            self.send(refusal_of(error, self.epoch, ticket))
+            self.send(wire.refusal_of(error, self.epoch, ticket))
         except RuntimeError:
             if not isinstance(self.find_failure(), PeerLost):
                 raise
 
     def _say_accepted(self, ticket: int) -> None:
-        self.send(Accepted(self.epoch, ticket))
+        self.send(wire.Accepted(self.epoch, ticket))
 
     def _add(self, ticket: int, delta: OutputDelta) -> None:
         """Add a row. All rows of a step are sent together: its streams run before the scheduled ``flush``."""
@@ -268,4 +253,6 @@ class Session:
         logprobs = delta.logprobs[0] if delta.logprobs else None
         reason = None if is_aborted else delta.finish_reason
         self._num_known[ticket] += token is not None and not is_aborted
-        self._rows.append(TokenRow(ticket, None if is_aborted else token, reason, delta.num_cached_tokens, logprobs))
+        self._rows.append(
+            wire.TokenRow(ticket, None if is_aborted else token, reason, delta.num_cached_tokens, logprobs)
+        )

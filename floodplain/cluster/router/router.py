@@ -22,24 +22,8 @@ from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.sums import StatsTable
+from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import (
-    Accepted,
-    Beat,
-    Denied,
-    EpochMessage,
-    Formed,
-    FrontBeat,
-    Hello,
-    InstanceFacts,
-    Leaving,
-    Refused,
-    RouterMessage,
-    Tokens,
-    Welcome,
-    pack,
-    read_instance_message,
-)
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.core.codec import WireError
 from floodplain.core.lifecycle import Lifecycle
@@ -52,19 +36,15 @@ class Slots(Protocol):
 
     def admits(self, slot: int, /) -> bool:
         """Whether the instance of a slot may join now; if not, it must try again later."""
-        ...
 
     def note_joined(self, slot: int, /) -> None:
         """An instance of a slot joined."""
-        ...
 
     def note_serving(self, slot: int, /) -> None:
         """A slot's instance serves; in a pipeline: all stages are linked."""
-        ...
 
     def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
         """The session of a slot's instance ended, ``silent_s`` seconds after its last message."""
-        ...
 
 
 logger = logging.getLogger(__name__)
@@ -104,7 +84,7 @@ class Router:
     ) -> None:
         self.table = RequestTable(Roster(silence_s))
         self.sums = StatsTable()
-        self.first_facts: InstanceFacts | None = None
+        self.first_facts: wire.InstanceFacts | None = None
         self.num_ends: Counter[str] = Counter()
         self.requests = Requests(self.table, self.send, on_finished, vocab_size)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
@@ -159,7 +139,7 @@ class Router:
     async def _watch(self) -> None:
         while True:
             for epoch, link in list(self._links.items()):
-                link.send(pack(FrontBeat(epoch)))
+                link.send(wire.pack(wire.FrontBeat(epoch)))
             for epoch in self.table.roster.find_silent(time.monotonic()):
                 self._end(epoch, "silent")
             for stuck in self._stalls.find_stuck():
@@ -173,11 +153,11 @@ class Router:
                 self.migration_controller.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
-    def send(self, epoch: int, message: RouterMessage, token_ids: Sequence[int] = ()) -> None:
+    def send(self, epoch: int, message: wire.RouterMessage, token_ids: Sequence[int] = ()) -> None:
         """Send a message and integers to the instance of an epoch; does nothing if its session has ended."""
         link = self._links.get(epoch)
         if link is not None:
-            link.send(pack(message, tuple(token_ids)))
+            link.send(wire.pack(message, tuple(token_ids)))
 
     # -- connections -----------------------------------------------------------------------------------------------
 
@@ -201,22 +181,23 @@ class Router:
                 self._end(epoch, "hung_up")
             await link.close()
 
-    def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
+    def _admit(self, hello: wire.Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
         """The epoch of the new session; None if the instance is refused. ``slots``: the slot of its token, if known."""
         if not slots:
-            link.send(pack(Denied("the router does not know this token: give the --instance-token-file that it has")))
+            why = "the router does not know this token: give the --instance-token-file that it has"
+            link.send(wire.pack(wire.Denied(why)))
             return None
         if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
             return None  # it connects again: the router's own instances decide the model
         problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
-            link.send(pack(Denied(f"the router does not take this instance: {problem}")))
+            link.send(wire.pack(wire.Denied(f"the router does not take this instance: {problem}")))
             return None
         self.first_facts = self.first_facts or hello.facts
         instance = self.table.join(hello.facts, slots[0], time.monotonic(), hello.stage)
         instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
-        link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
+        link.send(wire.pack(wire.Welcome(instance.epoch, self._beat_s, self._silence_s)))
         logger.info("%s joins: process %d on %s", instance, hello.facts.pid, hello.facts.host)
         if self._forming is not None and instance.stage is not None:
             older = self._forming.join(instance)
@@ -230,8 +211,8 @@ class Router:
 
     async def _listen(self, epoch: int, link: FrameLink) -> None:
         while (frame := await link.read()) is not None:
-            message = read_instance_message(frame[0])
-            if isinstance(message, Hello):
+            message = wire.read_instance_message(frame[0])
+            if isinstance(message, wire.Hello):
                 raise WireError("it says hello twice")
             if message.epoch == epoch:
                 if not self.table.roster.hear(epoch, time.monotonic()):
@@ -263,22 +244,22 @@ class Router:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, epoch: int, message: EpochMessage, integers: tuple[int, ...]) -> None:
+    def _take(self, epoch: int, message: wire.EpochMessage, integers: tuple[int, ...]) -> None:
         match message:
-            case Tokens():
+            case wire.Tokens():
                 self.requests.take_tokens(message)
-            case Beat():
+            case wire.Beat():
                 self.sums.note(epoch, message.stats)
                 instance = self.table.roster.expect(epoch)
                 instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
                 self._stalls.hear(instance, message.progress, time.monotonic())
-            case Accepted():
+            case wire.Accepted():
                 self.requests.take_acceptance(message)
-            case Refused():
+            case wire.Refused():
                 self.requests.take_refusal(message)
-            case Leaving():
+            case wire.Leaving():
                 self.table.roster.expect(epoch).is_leaving = True
-            case Formed():
+            case wire.Formed():
                 self._take_formed(message)
             case KvHeld() | KvPulled() | RequestStopped():
                 if self.migration_controller is not None:
@@ -286,7 +267,7 @@ class Router:
             case _ if self.group_controller is not None:
                 self.group_controller.take(message, integers)
 
-    def _take_formed(self, message: Formed) -> None:
+    def _take_formed(self, message: wire.Formed) -> None:
         if self._forming is None or self.first_facts is None or not self._forming.link(message):
             return
         self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
