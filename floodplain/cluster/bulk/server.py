@@ -49,7 +49,6 @@ class Store(Protocol):
         Part and indices, int64 [num_indices], are 0 or more; they come from a peer, and are not checked further. Raises
         ``NotServed``, or another ``LookupError``, if the store does not have all of them.
         """
-        ...
 
 
 class ServedStore:

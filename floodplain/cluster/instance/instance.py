@@ -33,19 +33,15 @@ class Member(Protocol):
 
     async def start(self) -> None:
         """Start, before the first session."""
-        ...
 
     async def close(self) -> None:
         """Close, after the last session."""
-        ...
 
     async def rest(self) -> None:
         """Return when no work of an earlier session is running."""
-        ...
 
     def hello(self, token: str) -> Hello:
         """The ``Hello`` of this instance."""
-        ...
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
         """Serve one session; nothing of it is left on return.
@@ -54,7 +50,6 @@ class Member(Protocol):
             WireError: The router breaks the protocol.
             BaseException: The process must end.
         """
-        ...
 
 
 class Dialer:
@@ -155,11 +150,9 @@ class Shared(Protocol):
 
     def start(self) -> None:
         """Start to serve; the engine has started."""
-        ...
 
     def close(self) -> None:
         """End, and block until no other instance reads anything; the engine still runs."""
-        ...
 
 
 class Replica:

@@ -61,22 +61,18 @@ class Processes(Protocol):
     @property
     def num_slots(self) -> int:
         """The number of slots; they are numbered from 0."""
-        ...
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
         """Start a slot's process, and return when it has ended; its log goes to our standard error.
 
         The slot has no process. Raises ``OSError`` if the process cannot be started.
         """
-        ...
 
     def kill(self, slot: int) -> None:
         """Kill a slot's process, if there is one: its ``run`` returns."""
-        ...
 
     async def close(self) -> None:
         """End all processes: ask, wait, kill. Tasks that await ``run`` were cancelled before."""
-        ...
 
 
 class Lost(NamedTuple):
