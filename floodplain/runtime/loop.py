@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from random import Random
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
@@ -52,6 +53,7 @@ class Loop:
         self._views = ViewBuilder(state)
         self._plans = PlanBuilder(state, self._departures, self._arrivals)
         self._steps: deque[_Outstanding] = deque()
+        self._last_end_s = -inf
         self._ended: list[Sequence] = []  # finished, but outstanding steps still touch their blocks
         self.num_submitted = 0
 
@@ -197,8 +199,10 @@ class Loop:
             elif len(tokens) >= seq.max_total:
                 finished[seq.seq_id] = FinishReason.LENGTH
         self.state.counters.num_generated_tokens += len(token_ids)
-        self.state.prices.learn(*step.plan.count_work(), now - step.issued_s)
-        self.state.note_supply(now - step.issued_s, len(token_ids), finished)
+        duration_s = now - max(step.issued_s, self._last_end_s)  # it was queued while the step before it computed
+        self._last_end_s = now
+        self.state.prices.learn(*step.plan.count_work(), duration_s)
+        self.state.note_supply(duration_s, len(token_ids), finished)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:

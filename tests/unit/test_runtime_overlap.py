@@ -26,6 +26,21 @@ def prompt_that_stops_after(num_tokens: int) -> tuple[int, ...]:
     return next(p for p in prompts if len(reference_output(make_request("r", p, max_tokens=30), 64)) == num_tokens)
 
 
+def test_time_in_which_a_step_is_queued_behind_another_is_no_part_of_its_price() -> None:
+    driver = make_driver()
+    driver.submit([1, 2, 3], max_tokens=20, ignore_eos=True)
+    loop, now = driver.loop, 0.0
+    pending = [driver.executor.execute(plan) for _ in range(2) if isinstance(plan := loop.next_plan(now), StepPlan)]
+    for _ in range(10):
+        now += 0.1
+        loop.complete(pending.pop(0), now)
+        plan = loop.next_plan(now)
+        assert isinstance(plan, StepPlan)
+        pending.append(driver.executor.execute(plan))
+    assert loop.state.prices.now.step_s == pytest.approx(0.1, rel=0.01)
+    assert loop.state.demand.now.step_s == pytest.approx(0.1, rel=0.01)
+
+
 def test_a_decode_is_planned_before_its_input_is_known() -> None:
     driver = make_driver()
     seq_id = driver.submit([1, 2, 3], max_tokens=3, ignore_eos=True)
