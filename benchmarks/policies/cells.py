@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from fluid import Fluid, count_on_time
-from loads import BLOCK_TOKENS, NUM_RESIDENT, Load, goals_s, make_requests, pool_blocks
+from loads import BLOCK_TOKENS, NUM_RESIDENT, TRACES, Load, goals_s, make_requests, pool_blocks
 from run import BLOCK_BYTES, COLUMNS, simulate
 from ways import LINE, PCIE, Way
 
@@ -57,6 +57,7 @@ class Cell:
     mix: str
     num_resident: int = NUM_RESIDENT
     device: str = "cpu"
+    trace: str = "sharegpt"
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Cell:
     def load(self) -> Load:
         """Its requests."""
         burst_s, tail_s = SHAPES[self.shape]
-        return Load(self.name, self.factor, burst_s, tail_s, mix=MIXES[self.mix])
+        return Load(self.name, self.factor, burst_s, tail_s, mix=MIXES[self.mix], trace=self.trace)
 
     @property
     def line(self) -> StepLine:
@@ -79,9 +80,14 @@ class Cell:
         """What decides how many requests a second the device can serve."""
         return self.mix, self.num_resident, self.device
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its pool."""
+        return pool_blocks(self.num_resident, self.trace)
+
     def way(self, policy: str, line_patience: float = LINE_PATIENCE) -> Way:
         """Its device under a policy; on a GPU copies take nothing from steps."""
-        num_slots = 0 if policy == "fcfs" else SWAP_POOLS * pool_blocks(self.num_resident)
+        num_slots = 0 if policy == "fcfs" else SWAP_POOLS * self.num_blocks
         is_cpu = self.device == "cpu"
         bandwidth = PCIE if is_cpu else BLOCK_BYTES / H100_BLOCK_S
         settings = replace(settings_for(policy), line_patience=line_patience)
@@ -99,14 +105,14 @@ CELLS = (
 
 
 @cache
-def find_capacity(mix: str, num_resident: int, device: str) -> float:
+def find_capacity(mix: str, num_resident: int, device: str, trace: str) -> float:
     """The highest steady rate at which FCFS keeps TTFT p99 under a second (ten bisections of the logarithm)."""
-    cell = Cell(1.0, "lasting", mix, num_resident, device)
+    cell = Cell(1.0, "lasting", mix, num_resident, device, trace)
     low, high = math.log(0.25), math.log(128.0)
     for _ in range(10):
         rate = math.exp((low + high) / 2)
-        steady = Load("steady", 1.0, NUM_STEADY / rate, mix=MIXES[mix])
-        run = simulate(cell.way("fcfs"), make_requests(steady, rate, 11), pool_blocks(num_resident))
+        steady = Load("steady", 1.0, NUM_STEADY / rate, mix=MIXES[mix], trace=trace)
+        run = simulate(cell.way("fcfs"), make_requests(steady, rate, 11), cell.num_blocks)
         is_kept = float(np.quantile(run["ttft_s"], 0.99)) < 1.0
         low, high = (math.log(rate), high) if is_kept else (low, math.log(rate))
     return math.exp(low)
@@ -114,16 +120,12 @@ def find_capacity(mix: str, num_resident: int, device: str) -> float:
 
 def serve(cell: Cell, seeds: list[int], policies: list[str], line_patience: float) -> dict[str, Any]:
     """Some policies in one cell: columns of the table, by policy."""
-    capacity = find_capacity(cell.mix, cell.num_resident, cell.device)
-    goals = goals_s(MIXES[cell.mix], cell.line)
+    capacity = find_capacity(cell.mix, cell.num_resident, cell.device, cell.trace)
+    goals = goals_s(MIXES[cell.mix], cell.line, cell.trace)
     rows: dict[str, Any] = {}
     for policy in policies:
         runs = [
-            simulate(
-                cell.way(policy, line_patience),
-                make_requests(cell.load, capacity, seed),
-                pool_blocks(cell.num_resident),
-            )
+            simulate(cell.way(policy, line_patience), make_requests(cell.load, capacity, seed), cell.num_blocks)
             for seed in seeds
         ]
         found = {name: column([run | {"goals_s": goals} for run in runs]) for name, column in COLUMNS.items()}
@@ -226,10 +228,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="fcfs first")
     parser.add_argument("--line-patience", type=float, default=LINE_PATIENCE)
+    parser.add_argument("--lengths", choices=list(TRACES), default="sharegpt", help="of prompts and outputs")
     parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th of them")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    cells = [cell for cell in CELLS if args.only in cell.name]
+    cells = [replace(cell, trace=args.lengths) for cell in CELLS if args.only in cell.name][:: args.every]
     with ProcessPoolExecutor() as workers:
         one = partial(serve, seeds=args.seeds, policies=args.policies, line_patience=args.line_patience)
         results = list(workers.map(one, cells))
@@ -238,7 +242,7 @@ def main() -> None:
     print_table(results)
     print(summarise(results))
     if args.out:
-        kept = {"seeds": args.seeds, "line_patience": args.line_patience, "cells": results}
+        kept = {"seeds": args.seeds, "lengths": args.lengths, "line_patience": args.line_patience, "cells": results}
         write_result(args.out, json.dumps(kept, indent=1) + "\n")
 
 
