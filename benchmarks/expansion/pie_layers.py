@@ -137,7 +137,7 @@ class PieLayers(LayerSlots):
     _fifo: PieFifo
     _ledger: BlockLedger
 
-    def tensor_of(self, layer: int) -> torch.Tensor:
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         """See ``LayerTensors``."""
         place = self._fifo.table[layer].gpu_place
         if place is None:

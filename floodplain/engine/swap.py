@@ -14,9 +14,9 @@ from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.flags import HARDWARE_PREFIX
-from floodplain.lending.peer_parts import EmulatedLinks, PeerParts, open_peer_parts
+from floodplain.lending.peer_parts import PeerParts, open_peer_parts
 from floodplain.memory.backend import LINK_STAGING_BYTES, Backend
-from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.host.transfer import measure_copy_bandwidth
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
@@ -109,7 +109,7 @@ def _add_peer_tier(
 ) -> OpenedSwap:
     """Add a tier of slots on neighbours as the nearest one; it has no slots until leases are granted."""
     link, facts = _price_peer_link(opened, backend, emulated)
-    links = None if emulated is None else EmulatedLinks(near=_emulate_peer_link(emulated), far=emulated)
+    links = None if emulated is None else LinkPair(host=emulated, peer=_emulate_peer_link(emulated))
     tier, parts = open_peer_parts(backend, pool, host_slots, peer_bytes, links)
     return OpenedSwap(
         SwapSpace({Tier.PEER: tier, Tier.HOST: host}),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from floodplain.lending.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.backend import Backend
-from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
+from floodplain.memory.host.emulated_link import LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import PeerMemory
 from floodplain.memory.peer.slot_mover import SlotMover
@@ -34,21 +34,8 @@ class PeerParts:
     mover: SlotMover
 
 
-@dataclass(frozen=True, slots=True)
-class EmulatedLinks:
-    """The links that pace the copies of an engine on a CPU.
-
-    Attributes:
-        near: To lent memory.
-        far: To host memory.
-    """
-
-    near: EmulatedLink
-    far: EmulatedLink
-
-
 def open_peer_parts(
-    backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: EmulatedLinks | None = None
+    backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: LinkPair | None = None
 ) -> tuple[SwapTier, PeerParts]:
     """Open the PEER tier of an engine, without memory.
 
@@ -57,15 +44,14 @@ def open_peer_parts(
         pool: Of the engine.
         host: Its slots in host memory.
         num_bytes: The most lent memory.
-        links: None lets copies run as fast as this machine does.
+        links: To host memory and to lent memory; None lets copies run as fast as this machine does.
 
     Raises:
         UserError: This process can borrow from none of the devices that it sees.
     """
     memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
-    tier = backend.open_peer_tier(pool, slots, None if links is None else links.near)
-    pair = None if links is None else LinkPair(links.far, links.near)
-    return tier, PeerParts(memory, slots, backend.open_slot_mover(host, slots, BLOCKS_PER_RELOCATION, pair))
+    tier = backend.open_peer_tier(pool, slots, None if links is None else links.peer)
+    return tier, PeerParts(memory, slots, backend.open_slot_mover(host, slots, BLOCKS_PER_RELOCATION, links))
 
 
 def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:

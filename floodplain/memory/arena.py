@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import NewType, Protocol, Self
+from typing import NewType, Protocol
 
 import torch
 
@@ -91,11 +90,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Close all arenas and give every page back."""
-
-    def __enter__(self) -> Self:
-        """Return the device."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""

@@ -239,8 +239,7 @@ class GroupLayers(LayerTensors):
     def __len__(self) -> int:
         return self._num_layers
 
-    def tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor of a kept layer; any other layer raises ``InvariantError``."""
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         arena = self._arenas.get(layer)
         if arena is None:
             raise InvariantError(f"the KV of layer {layer} is with another member of the group")

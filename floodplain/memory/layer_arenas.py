@@ -174,8 +174,7 @@ class _Tensors(LayerTensors):
         """Drop all tensors."""
         self._tensors = []
 
-    def tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor of a mapped layer; an unmapped one raises ``InvariantError``."""
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         if layer not in self._readable:
             raise InvariantError(f"the KV of layer {layer} is not mapped")
         return self._tensors[layer]

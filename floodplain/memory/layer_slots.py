@@ -64,8 +64,7 @@ class LayerSlots(LayerTensors):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def tensor_of(self, layer: int) -> torch.Tensor:
-        """A layer's tensor: its own arena, or that of its slot."""
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         return self._pool.layers[self.places.arena_of(layer)]
 
     def __len__(self) -> int:
@@ -120,11 +119,6 @@ class LayerSlots(LayerTensors):
     def stall_s(self) -> float:
         """Seconds for which compute waited for loads; those of a step are known when the next one begins."""
         return self._clock.stall_s
-
-    @property
-    def num_spare_pages(self) -> int:
-        """Pages of the pool that no arena maps, such as the rest of a quantum over all arenas."""
-        return len(self._spare)
 
     @property
     def block_bytes(self) -> int:

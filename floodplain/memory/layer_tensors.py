@@ -15,7 +15,7 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
     """One tensor for each layer, [max_blocks, 2, block_tokens, kv_heads, head_dim]."""
 
     @abstractmethod
-    def tensor_of(self, layer: int) -> torch.Tensor:
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         """The tensor of a layer's KV now; raises ``InvariantError`` if the layer has no memory here."""
 
     @overload
@@ -26,7 +26,7 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
 
     def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         layers = range(len(self))[index]
-        return self.tensor_of(layers) if isinstance(layers, int) else [self.tensor_of(layer) for layer in layers]
+        return self._tensor_of(layers) if isinstance(layers, int) else [self._tensor_of(layer) for layer in layers]
 
 
 class PlacedLayers(LayerTensors):
@@ -36,11 +36,9 @@ class PlacedLayers(LayerTensors):
         self._tensors, self._first = tensors, first
 
     def __len__(self) -> int:
-        """Layers up to the last one here."""
         return self._first + len(self._tensors)
 
-    def tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor of a layer, by its index in the whole model."""
+    def _tensor_of(self, layer: int) -> torch.Tensor:
         if layer < self._first:
             raise InvariantError(f"layer {layer} is another stage's")
         return self._tensors[layer - self._first]

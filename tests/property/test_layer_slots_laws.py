@@ -150,7 +150,7 @@ class World:
     def check(self) -> None:
         """Pages and blocks are conserved; every token is in its layer's copy at the place in its table."""
         self.ledger.check_integrity(self.tables)  # type: ignore[arg-type]
-        assert self.pool.num_mapped_pages + self.slots.num_spare_pages == self.num_pages == self.device.num_owned_pages
+        assert self.pool.num_mapped_pages + len(self.slots._spare) == self.num_pages == self.device.num_owned_pages
         assert self.pool.num_blocks == self.ledger.num_blocks >= len({b for table in self.tables for b in table})
         self.slots.settle()
         for layer, words in enumerate(self.pool.words):

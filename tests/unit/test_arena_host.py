@@ -107,7 +107,7 @@ def test_mappings_are_counted_as_the_kernel_merges_them(device: HostDevice) -> N
 
 def test_the_limit_on_mappings_is_an_error_that_changes_nothing(device: HostDevice) -> None:
     budget = MappingBudget(max_mappings=4)
-    arena = HostArena(device._fd, PAGE_BYTES, PAGE_BYTES, 8, budget, device.release)
+    arena = HostArena(device._fd, 8, budget, device.release)
     pages = device.allocate(6)
     assert pages is not None
     with pytest.raises(UserError, match=r"vm\.max_map_count"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.memory.host import file_locks, named_file
+from floodplain.memory.host import libc, named_file
 from floodplain.memory.host.device import attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support import forks
@@ -68,7 +68,7 @@ def test_one_is_at_home_and_seen_by_the_others(tmp_path: Path) -> None:
 def test_entering_while_the_file_is_being_removed_makes_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "floodplain-a"
     old = enter(path)
-    assert file_locks.try_lock(old, 0, file_locks.TO_THE_END), "as the process that removes it has it locked"
+    assert libc.try_lock(old, 0, libc.TO_THE_END), "as the process that removes it has it locked"
     with pytest.raises(UserError, match="there is no device"):
         named_file.open_existing(path)
     came: list[int] = []

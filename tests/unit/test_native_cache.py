@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from floodplain.files.home import user_folder
-from floodplain.memory.native import build, cache
-from floodplain.memory.native.build import CompilerFailed
-from floodplain.memory.native.cache import LibraryCache
+from floodplain.memory.native import build
+from floodplain.memory.native.build import CompilerFailed, LibraryCache
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() { return VALUE; }\n'
 CHEAP = ("-O0", "-fvisibility=hidden", "-shared", "-fPIC")
@@ -117,7 +116,7 @@ def test_a_library_is_compiled_once_and_again_if_it_is_cut(folder: Path, monkeyp
 def test_without_a_usable_folder_a_library_is_compiled_and_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_candidates", lambda: [Path("/proc/nothing"), Path("/dev/null")])
+    monkeypatch.setattr(build, "_candidates", lambda: [Path("/proc/nothing"), Path("/dev/null")])
     assert answer(folder) == 7
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "compiled kernels are not kept (set XDG_CACHE_HOME" in caplog.text

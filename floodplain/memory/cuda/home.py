@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import struct
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from floodplain.core.errors import UserError
 from floodplain.memory.host import named_file
@@ -21,32 +20,11 @@ _HEADER = struct.Struct("<8s16s")  # magic, UUID
 _MAGIC = b"floodcu1"
 
 
-class CudaHome:
-    """The claim of an engine on a device name, until ``close``. Made by ``claim_cuda_home``. Owns ``fd``."""
+def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> ExitStack:
+    """Claim ``name`` for the engine on the GPU with that UUID, 16 bytes, until the result is closed.
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd: int | None = fd
-        self._path = path
-
-    def close(self) -> None:
-        """Give the name up; the file is removed if no other process has it open. A second call does nothing."""
-        if self._fd is not None:
-            named_file.leave(self._fd, self._path)
-            self._fd = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> CudaHome:
-    """Claim ``name`` for the engine on the GPU with that UUID, 16 bytes; the file of a killed engine is replaced.
-
-    Raises ``UserError`` if another engine has that name, or the file is another user's, or no GPU's.
+    The file of a killed engine is replaced. Raises ``UserError`` if another engine has that name, or the file is
+    another user's, or no GPU's.
     """
     path = find_path(name, directory)
     while True:
@@ -54,7 +32,9 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
         try:
             if _read(fd, path) == device_uuid:
                 named_file.claim(fd, path)
-                return CudaHome(fd, path)
+                claim = ExitStack()
+                claim.callback(named_file.leave, fd, path)
+                return claim
             named_file.expect_no_home(fd, path)
         except BaseException:
             os.close(fd)

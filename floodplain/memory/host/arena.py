@@ -14,6 +14,7 @@ import torch
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.arena import Page
 from floodplain.memory.host import libc
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.runs import find_runs
 
 _HOLE = -1
@@ -47,39 +48,33 @@ class MappingBudget:
             )
         self.num_mappings += num_mappings
 
-    def add_hole(self, num_mappings: int) -> None:
-        """Count what an unmap changes. A hole may split a mapping; giving memory back is never refused for that."""
-        self.num_mappings += num_mappings
-
 
 class HostArena:
-    """An ``Arena`` over a host device's file, whose page 0 begins at ``data_offset``. Made by ``HostDevice.reserve``.
+    """An ``Arena`` over a host device's file. Made by ``HostDevice.reserve``.
 
     The arenas of a device share ``budget``; ``release`` takes the pages that are still mapped at ``close``; with
     ``is_reserved`` pages have memory before they are mapped.
     """
 
+    page_bytes = PAGE_BYTES
+
     def __init__(
         self,
         fd: int,
-        data_offset: int,
-        page_bytes: int,
         num_pages: int,
         budget: MappingBudget,
         release: Callable[[Sequence[Page]], None],
         *,
         is_reserved: bool = True,
     ) -> None:
-        self.page_bytes = page_bytes
         self.num_pages = num_pages
         self._fd = fd
-        self._data_offset = data_offset
         self._budget = budget
         self._is_reserved = is_reserved
         self._release = release
         self._table = np.full(num_pages, _HOLE, dtype=np.int64)  # place -> page
         budget.add(1)
-        num_bytes = num_pages * page_bytes
+        num_bytes = num_pages * PAGE_BYTES
         self._address: int | None = libc.reserve_range(num_bytes)
         # Views keep this alive, and it keeps the addresses reserved: a stale view faults, and never shows other bytes.
         self._memory: ctypes.Array[ctypes.c_uint8] | None = (ctypes.c_uint8 * num_bytes).from_address(self._address)
@@ -100,8 +95,8 @@ class HostArena:
         self._table[places] = new
         place = offset_page
         for page, count in find_runs(pages):
-            offset = self._data_offset + page * self.page_bytes
-            num_bytes = count * self.page_bytes
+            offset = (1 + page) * PAGE_BYTES
+            num_bytes = count * PAGE_BYTES
             libc.map_file(self._address_of(place), num_bytes, self._fd, offset, is_populated=self._is_reserved)
             place += count
 
@@ -113,9 +108,10 @@ class HostArena:
             raise InvariantError(f"pages {offset_page}+{num_pages} of the arena are not all mapped")
         if pages:
             holes = np.full(num_pages, _HOLE, dtype=np.int64)
-            self._budget.add_hole(self._count_new_mappings(places, holes))
+            # A hole may split a mapping; giving memory back is never refused for that.
+            self._budget.num_mappings += self._count_new_mappings(places, holes)
             self._table[places] = holes
-            libc.unmap_to_reserved(self._address_of(offset_page), num_pages * self.page_bytes)
+            libc.unmap_to_reserved(self._address_of(offset_page), num_pages * PAGE_BYTES)
         return pages
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
@@ -124,13 +120,13 @@ class HostArena:
             return False
         if (self._table[self._places(offset_page, num_pages)] == _HOLE).any():
             raise InvariantError(f"pages {offset_page}+{num_pages} of the arena are not all mapped")
-        libc.discard_file(self._address_of(offset_page), num_pages * self.page_bytes)
+        libc.discard_file(self._address_of(offset_page), num_pages * PAGE_BYTES)
         return True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """View the range from its start; a view keeps the range reserved."""
         num_elements = math.prod(shape)
-        if num_elements * dtype.itemsize > self.num_pages * self.page_bytes:
+        if num_elements * dtype.itemsize > self.num_pages * PAGE_BYTES:
             raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
         if self._memory is None:
             raise InvariantError("the arena is closed")
@@ -140,7 +136,7 @@ class HostArena:
         """Unmap and release all pages. A second call does nothing. The range stays reserved while views of it exist."""
         if self._address is None:
             return
-        libc.unmap_to_reserved(self._address, self.num_pages * self.page_bytes)
+        libc.unmap_to_reserved(self._address, self.num_pages * PAGE_BYTES)
         self._address = self._memory = None
         self._budget.add(-1 - self._count_borders(self._table))
         self._release([Page(page) for page in self._table[self._table != _HOLE].tolist()])
@@ -148,7 +144,7 @@ class HostArena:
     def _address_of(self, place: int) -> int:
         if self._address is None:
             raise InvariantError("the arena is closed")
-        return self._address + place * self.page_bytes
+        return self._address + place * PAGE_BYTES
 
     def _places(self, offset_page: int, num_pages: int) -> slice:
         if offset_page < 0 or offset_page + num_pages > self.num_pages:

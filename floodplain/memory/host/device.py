@@ -22,7 +22,7 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Page
-from floodplain.memory.host import device_file, file_locks, libc, named_file
+from floodplain.memory.host import device_file, libc, named_file
 from floodplain.memory.host.arena import HostArena, MappingBudget
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.runs import find_runs
@@ -116,9 +116,7 @@ class HostDevice:
     def reserve(self, num_pages: int) -> HostArena:
         """Reserve an arena; closed with the device if not before."""
         is_reserved = self._path is not None
-        arena = HostArena(
-            self._fd, PAGE_BYTES, PAGE_BYTES, num_pages, self._budget, self.release, is_reserved=is_reserved
-        )
+        arena = HostArena(self._fd, num_pages, self._budget, self.release, is_reserved=is_reserved)
         self._arenas = [*(a for a in self._arenas if a.is_open), arena]
         return arena
 
@@ -159,7 +157,7 @@ class HostDevice:
         unknown = [(0, self.capacity_pages)]
         while unknown:
             first, end = unknown.pop()
-            found = file_locks.find_lock(self._fd, *self._extent(first, end - first))
+            found = libc.find_lock(self._fd, *self._extent(first, end - first))
             if found is None:
                 continue
             start, length = found
@@ -193,14 +191,14 @@ class HostDevice:
         return True
 
     def _try_lock(self, first: int, count: int) -> bool:
-        if not file_locks.try_lock(self._fd, *self._extent(first, count)):
+        if not libc.try_lock(self._fd, *self._extent(first, count)):
             return False
         self._is_owned[first : first + count] = True
         return True
 
     def _unlock(self, first: int, count: int) -> None:
         self._is_owned[first : first + count] = False
-        file_locks.unlock(self._fd, *self._extent(first, count))
+        libc.unlock(self._fd, *self._extent(first, count))
 
 
 def open_private_device(capacity_bytes: int) -> HostDevice:

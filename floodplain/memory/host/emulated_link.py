@@ -41,12 +41,12 @@ class EmulatedLink:
 
 
 class LinkPair:
-    """The path from the tier of link ``near`` to that of ``far`` (OUTBOUND): over both links, one after the other."""
+    """The path from swap space in host memory to that on neighbours: over both links, one after the other."""
 
-    def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
-        self._near, self._far = near, far
+    def __init__(self, host: EmulatedLink, peer: EmulatedLink) -> None:
+        self.host, self.peer = host, peer
 
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
         """Book copies on both links, as ``EmulatedLink.book``; pieces are pipelined, so the slower link counts."""
-        legs = [self._near.book(direction.opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
+        legs = [self.host.book(direction.opposite, sizes_bytes), self.peer.book(direction, sizes_bytes)]
         return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)

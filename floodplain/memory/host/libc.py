@@ -1,12 +1,17 @@
-"""Calls of the C library that Python lacks: mmap with MAP_FIXED, holes in files, and what its heap keeps."""
+"""System calls that Python lacks: mmap with MAP_FIXED, holes in files, locks on bytes of a file, and the heap's limits.
+
+The locks belong to an open description, fcntl(2): they are dropped when its last holder exits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
+import struct
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -17,6 +22,10 @@ _FALLOC_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 _MADV_REMOVE = 9
 _KEPT_HEAP_BYTES = 2**28
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+TO_THE_END = 0
+"""As a length: to the end of the file, wherever that may be."""
 
 
 @functools.cache
@@ -85,6 +94,43 @@ def trim_heap() -> None:
     """Give the pages of freed heap memory back to the system, those of activations too; they are faulted in anew."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def try_lock(fd: int, start: int, length: int) -> bool:
+    """Lock bytes for this description alone; False if another one has a lock on any of them, and nothing changed."""
+    return _try_lock(fd, fcntl.F_WRLCK, start, length)
+
+
+def try_share(fd: int, start: int, length: int) -> bool:
+    """Lock bytes, shared; False, with nothing changed, if another description has any of them exclusively."""
+    return _try_lock(fd, fcntl.F_RDLCK, start, length)
+
+
+def unlock(fd: int, start: int, length: int) -> None:
+    """Give up this description's locks on bytes."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack_lock(fcntl.F_UNLCK, start, length))
+
+
+def find_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
+    """(first byte, length) of any one lock of another description on these bytes, shared or not; None without one.
+
+    A length of ``TO_THE_END`` may come back.
+    """
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack_lock(fcntl.F_WRLCK, start, length))
+    kind, _, first, num_bytes, _ = _FLOCK.unpack(answer)
+    return None if kind == fcntl.F_UNLCK else (first, num_bytes)
+
+
+def _try_lock(fd: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack_lock(kind, start, length))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _pack_lock(kind: int, start: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
 
 
 def _mmap(address: int, num_bytes: int, protection: int, flags: int, fd: int, offset: int) -> int:

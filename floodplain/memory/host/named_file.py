@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.memory.host import file_locks
-from floodplain.memory.host.file_locks import TO_THE_END
+from floodplain.memory.host import libc
+from floodplain.memory.host.libc import TO_THE_END
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of a device, and of the member of a coordinator that computes on it."""
@@ -74,7 +74,7 @@ def open_existing(path: Path) -> int:
 
 def claim(fd: int, path: Path) -> None:
     """Become the device's home, until ``leave`` or the end of this process; ``UserError`` if another engine is."""
-    if not file_locks.try_lock(fd, _HOME, 1):
+    if not libc.try_lock(fd, _HOME, 1):
         raise _taken(path)
 
 
@@ -86,19 +86,19 @@ def expect_no_home(fd: int, path: Path) -> None:
 
 def has_home(fd: int) -> bool:
     """Whether another engine is the device's home."""
-    return file_locks.find_lock(fd, _HOME, 1) is not None
+    return libc.find_lock(fd, _HOME, 1) is not None
 
 
 def leave(fd: int, path: Path) -> None:
     """Close the file with all its locks; the last process to close it removes it."""
-    file_locks.unlock(fd, 0, TO_THE_END)  # before the check, so that one of two that leave at once is the last
+    libc.unlock(fd, 0, TO_THE_END)  # before the check, so that one of two that leave at once is the last
     remove_if_alone(fd, path)
     os.close(fd)
 
 
 def remove_if_alone(fd: int, path: Path) -> bool:
     """Remove the file, and lock others out until ``fd`` is closed; False if another process has it open."""
-    if not file_locks.try_lock(fd, 0, TO_THE_END):
+    if not libc.try_lock(fd, 0, TO_THE_END):
         return False
     if is_named(fd, path):
         path.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def _open_own(path: Path) -> int:
 def _try_enter(path: Path) -> int | None:
     """Open the file, and share the lock of the processes that have it open; None if it is just being removed."""
     fd = _open_own(path)
-    if file_locks.try_share(fd, _PRESENT, 1) and is_named(fd, path):
+    if libc.try_share(fd, _PRESENT, 1) and is_named(fd, path):
         return fd
     os.close(fd)
     return None
@@ -163,7 +163,7 @@ def _try_create(path: Path, header: bytes, num_bytes: int) -> int | None:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
         os.pwrite(fd, header, 0)
-        file_locks.try_share(fd, _PRESENT, 1)
+        libc.try_share(fd, _PRESENT, 1)
         # open(2) names this way to give an O_TMPFILE a name. Only with a src_dir_fd, unused for an absolute path, does
         # Python call linkat, which follows the link.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
