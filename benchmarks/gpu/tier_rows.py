@@ -19,8 +19,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.tiers import Direction
 from floodplain.memory.arena import Device
-from floodplain.memory.cuda.context import measure_context_bytes
-from floodplain.memory.cuda.device import CudaDevice
+from floodplain.memory.cuda.device import CudaDevice, measure_context_bytes
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.peer import CudaPeerMemory

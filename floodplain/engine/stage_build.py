@@ -25,8 +25,8 @@ from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
+from floodplain.memory.kv_layout import PlacedLayers
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.layer_tensors import PlacedLayers
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.tokenizer import Tokenizer

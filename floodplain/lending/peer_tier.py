@@ -16,8 +16,7 @@ from floodplain.leases.states import LeaseId
 from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
 from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slot_mover import SlotMover
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover
 from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)

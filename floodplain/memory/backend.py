@@ -12,8 +12,7 @@ from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import PeerMemory
-from floodplain.memory.peer.slot_mover import SlotMover
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore

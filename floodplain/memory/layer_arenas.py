@@ -14,8 +14,7 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Arena, Device, Page
-from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.layer_tensors import LayerTensors
+from floodplain.memory.kv_layout import KVLayout, LayerTensors
 
 _BLOCKS_PER_MOVE = 256
 """Blocks that one copy inside the pool moves; bounds the copy's temporary."""

@@ -17,9 +17,9 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.memory.arena import Page
+from floodplain.memory.kv_layout import LayerTensors
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine, StepClock, Ticket
-from floodplain.memory.layer_tensors import LayerTensors
 from floodplain.memory.near_copies import NearCopies
 
 OpenHome = Callable[[tuple[int, ...]], torch.Tensor]

@@ -17,8 +17,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Location, Tier
-from floodplain.memory.cuda.context import measure_context_bytes
-from floodplain.memory.cuda.device import open_cuda_device
+from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
 from floodplain.memory.cuda.peer import CudaPeerMemory

@@ -17,8 +17,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Page
 from floodplain.memory.cuda.device import CudaDevice
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.group_kv import GroupArena
-from floodplain.memory.group_memory import GroupMemory
+from floodplain.memory.group_memory import GroupArena, GroupMemory
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.paged_buffer import PagedBuffer

@@ -26,8 +26,7 @@ from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.memory import HostPeerMemory
-from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, CopyResult
 from tests.fakes.cuda_driver import FakeDriver, Gpu

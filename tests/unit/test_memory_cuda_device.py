@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.memory.cuda.context import measure_context_bytes
-from floodplain.memory.cuda.device import CudaDevice
+from floodplain.memory.cuda.device import CudaDevice, measure_context_bytes
 from floodplain.memory.cuda.driver import CudaDriver
 from tests.fakes.cuda_driver import PAGE_BYTES, FakeDriver, Gpu
 

@@ -10,8 +10,7 @@ import torch
 from floodplain.core.errors import UserError
 from floodplain.memory.arena import Device
 from floodplain.memory.backend import LINK_STAGING_BYTES
-from floodplain.memory.cuda.context import measure_context_bytes
-from floodplain.memory.cuda.device import open_cuda_device
+from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.layer_line import CudaLayerLine, PieceCopier, compile_kernel

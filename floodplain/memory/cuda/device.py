@@ -1,12 +1,16 @@
 """A CUDA device's memory through the driver's virtual memory management (cuda-bindings, loaded when it is opened).
 
 cuMemCreate makes pages, cuMemMap puts them behind a reserved range: the same contract as the host device's.
+Here also what a borrower's context takes of the device before it allocates anything.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +22,27 @@ from floodplain.memory.arena import Page
 from floodplain.memory.cuda.driver import CudaDriver
 
 _NO_PAGE = Page(-1)
+
+CONTEXT_PROGRAM = """
+import ctypes, sys
+
+cuda = ctypes.CDLL("libcuda.so.1")
+device, context = ctypes.c_int(), ctypes.c_void_p()
+
+def expect_done(name, *args):
+    status = getattr(cuda, name)(*args)
+    if status:
+        sys.exit(f"{name} failed: CUresult {status}")
+
+expect_done("cuInit", 0)
+expect_done("cuDeviceGet", ctypes.byref(device), int(sys.argv[1]))
+expect_done("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+print("there", flush=True)
+sys.stdin.read()
+"""
+"""Makes a context on the device of that index, prints a line, and exits when its stdin is closed."""
+
+_CONTEXT_PATIENCE_S = 60.0
 
 
 class CudaDevice:
@@ -273,3 +298,29 @@ def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice
         raise UserError(f"CUDA device {index} has no virtual memory management: use another device")
     device = CudaDevice(driver, None)
     return device if max_bytes is None else CudaDevice(driver, max_bytes // device.page_bytes)
+
+
+def measure_context_bytes(index: int, program: str = CONTEXT_PROGRAM) -> int:
+    """Bytes that a bare context of another process takes of CUDA device ``index``; runs for a second or two.
+
+    Memory that other processes allocate or free there meanwhile changes the result, too. Raises ``UserError`` if no
+    second process can make a context there.
+    """
+    before, _ = torch.cuda.mem_get_info(index)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(index)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        patience = threading.Timer(_CONTEXT_PATIENCE_S, child.kill)
+        patience.start()
+        try:
+            assert child.stdout is not None, "it was asked for"
+            is_there = child.stdout.readline() == "there\n"
+            after, _ = torch.cuda.mem_get_info(index)
+            _, problem = child.communicate()
+        finally:
+            patience.cancel()
+    if not is_there:
+        reason = (problem.strip().splitlines() or ["it says nothing"])[-1]
+        raise UserError(f"CUDA device {index} has no room for a borrower's process: {reason}")
+    return max(0, int(before) - int(after))

@@ -21,8 +21,7 @@ from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.wires import End, PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
 from floodplain.memory.digest import SEED
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, Pass, judge_copy

@@ -21,8 +21,7 @@ from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import HostPeerMemory
-from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
-from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
