@@ -3,6 +3,9 @@
 A *page* is a value that stands for physical memory: allocated once, mapped in one arena after another with its bytes,
 and released to its device. An *arena* is a reserved range of addresses; tensors over it stay valid while pages behind
 them are mapped and unmapped, and touching a part without a page is a fault.
+
+Every method of this package that maps pages raises ``UserError`` at the system's limit on mappings; nothing changed
+then, unless the method says so.
 """
 
 from __future__ import annotations
@@ -24,16 +27,10 @@ class Arena(Protocol):
     num_pages: int
 
     def map(self, offset_page: int, pages: Sequence[Page]) -> None:
-        """Put pages, in order, behind the range from its ``offset_page``-th page on; nothing changes on an error.
-
-        Raises ``UserError`` at the system's limit on mappings, ``InvariantError`` if a place is mapped or outside.
-        """
+        """Put pages, in order, behind ``offset_page`` and following places; ``InvariantError`` if mapped or outside."""
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
-        """Take pages from behind the range; they keep their bytes and belong to the caller.
-
-        No kernel may still read them. Raises ``InvariantError`` if a page is missing there.
-        """
+        """Take pages, with their bytes, from behind places that no kernel reads; ``InvariantError`` if one has none."""
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
         """Return the memory of mapped pages to the system until they are written again; their content is lost.
@@ -77,10 +74,7 @@ class Device(Protocol):
         """On a device that cannot tell owners, stop counting memory in use now as foreign. Any thread may call it."""
 
     def cap_torch(self, kept_bytes: int) -> None:
-        """Keep torch's own pool, if it allocates on the device, out of ``kept_bytes`` of it until ``close``.
-
-        Raises ``UserError`` if torch has taken some of them already.
-        """
+        """Keep torch's pool out of ``kept_bytes`` of the device until ``close``; ``UserError`` if it has taken some."""
 
     def backing(self) -> tuple[Path, int] | None:
         """The folder that the pages' memory is taken from, and its free bytes; None if it is taken from no folder."""

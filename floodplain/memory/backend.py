@@ -52,10 +52,7 @@ class Backend(Protocol):
         """Bytes of the KV pool if no flag gives them; ask when the parameters are loaded."""
 
     def measure_guest_bytes(self) -> int:
-        """Bytes of the device that borrowers take beside what they borrow; offers exclude them.
-
-        Raises ``UserError`` if no other process can use the device.
-        """
+        """Bytes that borrowers take beside what they borrow; offers exclude them. ``UserError`` if none can borrow."""
 
     def open_host_tier(
         self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None

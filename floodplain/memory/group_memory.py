@@ -2,7 +2,6 @@
 
 A member of a group computes its *kept* layers only. Pages of the other layers' parameters and KV are mapped behind more
 blocks of the kept ones. Pages of used blocks are mapped at another address under group block ids: no byte is copied.
-Where a method raises ``UserError``, the system's limit on mappings is reached, and nothing changed unless it says so.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class GroupArena:
         return self._arena.tensor(torch.int32, (self._num_blocks, self._layout.layer_block_words))
 
     def map(self, pages: Mapping[int, Sequence[Page]]) -> None:
-        """Put pages behind group quanta that have none; at the limit on mappings ``UserError``, and nothing changed."""
+        """Put pages behind group quanta that have none."""
         mapped: list[tuple[int, int]] = []
         try:
             for first, count in find_runs(sorted(pages)):
@@ -165,8 +164,7 @@ class GroupKV:
         """Map pages in new arenas, then close the old ones. Until then other arenas may map the same pages, too.
 
         The kept layers get room for ``max_quanta``; leaving layers begin with group quantum ``first_leaving``.
-        Everything is mapped before anything is unmapped, so at the system's limit on mappings (``UserError``) the old
-        arenas stay.
+        Everything is mapped before anything is unmapped, so the old arenas stay if that fails.
         """
         num_leaving = max((len(quanta) for quanta in places.leaving.values()), default=0)
         with ExitStack() as on_failure:
@@ -178,10 +176,7 @@ class GroupKV:
         self.leaving, self.max_quanta = leaving, max_quanta
 
     def grow(self, quanta: Sequence[int], pages: Sequence[Page]) -> None:
-        """Put pages behind empty quanta of all kept layers, layer by layer.
-
-        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
-        """
+        """Put pages behind empty quanta of all kept layers, layer by layer."""
         rest, each = iter(pages), len(pages) // max(1, len(self.arenas) * len(quanta))
         with ExitStack() as on_failure:
             for arena in self.arenas.values():
@@ -320,8 +315,8 @@ class GroupMemory:
             used: The ones of ``quanta`` whose bytes are kept, in the order of their group quanta.
             kept: Adjacent layers, one at least.
 
-        Raises ``UserError``; ``InvariantError`` if there is a group, a quantum is not whole, or pages are too few.
-        After any error nothing changed: the caller owns ``pages``, and the parameters are mapped.
+        Raises ``InvariantError`` if there is a group, a quantum is not whole, or pages are too few. After any error
+        nothing changed: the caller owns ``pages``, and the parameters are mapped.
         """
         with self._lock:
             if self.kept:
@@ -343,11 +338,7 @@ class GroupMemory:
             self._regroup(self._kv.find_held(), used, kept, first_quantum, num_quanta)
 
     def settle(self, num_quanta: int) -> list[int] | None:
-        """Unmap leaving KV, and ``grow`` to ``num_quanta``: returns the new group quanta.
-
-        None, with nothing changed, if pages or addresses are too few. If it raises ``UserError``, leaving KV is gone,
-        and nothing has grown.
-        """
+        """Unmap leaving KV, which is gone even if the rest raises ``UserError``, and ``grow`` to ``num_quanta``."""
         with self._lock:
             num_leaving = self._kv.num_leaving_quanta * self.quantum_pages
             if not self._can_grow(num_quanta, len(self._free) + num_leaving):
@@ -358,8 +349,7 @@ class GroupMemory:
     def grow(self, num_quanta: int) -> list[int] | None:
         """Map free pages behind the lowest empty group quanta, until there are ``num_quanta``.
 
-        Returns the new ones, ascending; None, with nothing changed, if pages or addresses are too few. Raises
-        ``UserError``.
+        Returns the new ones, ascending; None, with nothing changed, if pages or addresses are too few.
         """
         with self._lock:
             if not self._can_grow(num_quanta, len(self._free)):
@@ -384,7 +374,7 @@ class GroupMemory:
             self._free += self._kv.shrink(moves, quanta)
 
     def map_parameters(self) -> bool:
-        """Put free pages behind the parameters of dropped layers, unfilled; False if too few. Raises ``UserError``."""
+        """Put free pages behind the parameters of dropped layers, for the caller to fill; False if they are too few."""
         with self._lock:
             num_pages = self._parameters.num_pages
             if num_pages > len(self._free):
@@ -407,19 +397,13 @@ class GroupMemory:
             return taken
 
     def read(self, layer: int, blocks: Sequence[int]) -> np.ndarray | None:
-        """A copy of one layer's part of group blocks, kept or leaving: uint8 [n, layer_block_bytes].
-
-        None if the layer has no KV here, or a block has no memory.
-        """
+        """A copy of a layer's part of group blocks: uint8 [n, layer_block_bytes]; None if any has no memory here."""
         with self._lock:
             arena = self._kv.find(layer, blocks)
             return None if arena is None else arena.read(blocks)
 
     def write(self, layer: int, blocks: Sequence[int], data: np.ndarray) -> bool:
-        """Write one kept layer's part of group blocks that no step uses from ``data``, uint8 [n, layer_block_bytes].
-
-        False, with nothing written, if the layer is not kept or a block has no memory.
-        """
+        """Write a kept layer's part of blocks that no step uses, uint8 [n, layer_block_bytes]; False if not here."""
         with self._lock:
             arena = self._kv.find(layer, blocks)
             if arena is None or layer not in self.kept:
@@ -431,7 +415,7 @@ class GroupMemory:
         """End the group from any state: unmap all KV, and map all parameters, unfilled.
 
         Returns all other pages: those of the pool before ``drop``, less what ``take_spare`` gave; empty without a
-        group. If it raises ``UserError``, the KV is gone, and it can be called again.
+        group. After a ``UserError`` the KV is gone, and it can be called again.
         """
         with self._lock:
             self._free += self._kv.empty()

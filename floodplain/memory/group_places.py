@@ -14,10 +14,7 @@ LayerPages = Mapping[int, Mapping[int, Sequence[Page]]]
 
 @dataclass(frozen=True, slots=True)
 class GroupPlaces:
-    """Pages by layer and group quantum: of kept layers, of the used quanta of other layers, and the rest, ascending.
-
-    ``num_pages`` counts all of them.
-    """
+    """Pages by layer and group quantum: of kept layers, of used quanta of others; the rest; the number of all."""
 
     kept: LayerPages
     leaving: LayerPages

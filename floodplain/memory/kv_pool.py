@@ -124,8 +124,7 @@ class KVPool:
         """Give the ledger ``num_blocks`` more blocks: a partial quantum is completed first, then the lowest are filled.
 
         ``pages`` are ``count_growth_pages`` of this device; None takes them from it. Returns the new blocks; None, with
-        nothing changed, if range or device have no room. Raises ``UserError``, with nothing changed, at the limit on
-        mappings.
+        nothing changed, if range or device have no room.
         """
         self._expect_own(ledger)
         growth = self._plan_growth(num_blocks)
@@ -153,8 +152,7 @@ class KVPool:
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
         """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
 
-        The caller fills all blocks in use, and cached blocks unless it drops them. Raises ``UserError``, with nothing
-        changed, at the system's limit on mappings.
+        The caller fills all blocks in use, and cached blocks unless it drops them.
         """
         self._arenas.map_layers(layers, self._backed_places(), pages)
 

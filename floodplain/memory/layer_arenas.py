@@ -80,10 +80,7 @@ class LayerArenas:
         return pages
 
     def map(self, places: Places, pages: Sequence[Page]) -> None:
-        """Put pages behind these places of every mapped layer, layer by layer.
-
-        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
-        """
+        """Put pages behind these places of every mapped layer, layer by layer."""
         self._map(self._mapped_arenas(), places, pages)
 
     def unmap(self, places: Places) -> list[Page]:
@@ -91,10 +88,7 @@ class LayerArenas:
         return _unmap(self._mapped_arenas(), places)
 
     def discard(self, places: Places) -> bool:
-        """Return the memory behind these places to the system until they are written; True if any was returned.
-
-        Placed layers are skipped: their arenas may serve others.
-        """
+        """Return the memory behind these places, but of placed layers, until written; True if any was returned."""
         arenas = [self._arenas[layer] for layer in self.mapped if layer not in self._placed]
         return sum(arena.discard(first, count) for arena in arenas for first, count in _join(places)) > 0
 

@@ -100,10 +100,7 @@ class LayerLine(Protocol):
 
 
 class StepClock:
-    """Times steps by the marks of a line. Where compute runs behind its caller, times are known only later.
-
-    ``stall_s`` are the seconds for which compute waited for copies, as far as they are known.
-    """
+    """Times steps by the marks of a line; ``stall_s`` are seconds that compute waited for copies, as far as known."""
 
     def __init__(self, line: LayerLine) -> None:
         self.stall_s = 0.0

@@ -159,9 +159,8 @@ class LayerSlots(LayerTensors):
 
         No step is outstanding, and no copy to or from swap space under way. If used blocks need the pages, a change to
         fewer stays incomplete: the pool is as small as it can be, and a later call continues when blocks are free.
-        ``remap`` is called as soon as blocks have moved, so that an error after that leaves right tables.
-
-        Raises ``UserError`` without memory for a copy (no layer changed), or at the system's limit on mappings.
+        ``remap`` is called as soon as blocks have moved, so that an error after that leaves right tables. Raises
+        ``UserError``, with no layer changed, if there is no memory for a copy.
         """
         if self.places == places:
             return

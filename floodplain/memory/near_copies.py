@@ -25,8 +25,7 @@ _MEASURED_BYTES, _MEASURED_TIMES = 2**23, 3
 class NearCopies:
     """Adds, fills and drops near copies. Any thread may call ``drop``; the thread that submits to the line, the rest.
 
-    ``homes`` are the home copies by streamed layer, which the owner of the layers changes; ``block_bytes`` are one
-    layer's.
+    The owner of the layers changes ``homes``, the home copies; ``block_bytes`` are one layer's.
     """
 
     def __init__(self, line: LayerLine, homes: Mapping[int, torch.Tensor], max_blocks: int, block_bytes: int) -> None:
@@ -49,10 +48,7 @@ class NearCopies:
         return self.max_blocks * self.block_bytes
 
     def add(self, layer: int, words: torch.Tensor) -> None:
-        """Give a layer that streams a near copy, at a boundary.
-
-        ``words`` are int32 [max_blocks, layer_block_words] of any content; the caller keeps them until ``drop``.
-        """
+        """Give a streamed layer a near copy, int32 [max_blocks, layer_block_words] of any content, until ``drop``."""
         home = self._homes.get(layer)
         if home is None or words.shape != home.shape or words.dtype != home.dtype or not words.is_contiguous():
             raise InvariantError(f"layer {layer} cannot have a near copy of shape {tuple(words.shape)}")

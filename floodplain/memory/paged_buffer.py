@@ -32,11 +32,7 @@ class PagedBuffer:
         return self._is_mapped
 
     def map(self, pages: Sequence[Page]) -> None:
-        """Put ``num_pages`` pages, in order, behind the whole buffer. Its content does not count as filled.
-
-        Raises ``InvariantError`` on another number or if it is mapped; ``UserError``, with nothing changed, at the
-        limit on mappings.
-        """
+        """Put ``num_pages`` pages, in order, behind the empty buffer. Its content does not count as filled."""
         if self._is_mapped or len(pages) != self.num_pages:
             raise InvariantError(
                 f"{len(pages)} pages for a buffer that wants {0 if self._is_mapped else self.num_pages}"
@@ -80,10 +76,7 @@ class DroppedParameters:
                 buffer.unmap()
 
     def map(self, pages: Sequence[Page]) -> None:
-        """Put ``num_pages`` pages behind all layers that have none, unfilled.
-
-        Raises ``UserError``, with nothing changed, at the system's limit on mappings.
-        """
+        """Put ``num_pages`` pages behind all layers that have none, unfilled."""
         position = 0
         with ExitStack() as on_failure:
             for layer in self.layers:

@@ -25,10 +25,9 @@ EMPTY_DIGEST = 0
 
 
 class Slots(ABC):
-    """Slots of one tier, numbered from 0, each with room for one block of all layers, and the digest of each slot.
+    """Slots of one tier, numbered from 0, each with room for one block of all layers.
 
-    ``num_slots`` is the most that can ever exist. ``digests`` were taken where the block was gathered: int64
-    [num_slots].
+    ``num_slots`` can exist at most. ``digests`` were taken where each block was gathered: int64 [num_slots].
     """
 
     tier: Tier

@@ -42,10 +42,7 @@ class SwapTier:
 
 @dataclass(frozen=True, slots=True)
 class SwapStats:
-    """Totals since the start: bytes by kind of transfer and tier, and by problem the copies that were not whole.
-
-    ``moved_bytes`` counts copies that were not whole, too.
-    """
+    """Totals since the start: bytes by kind of transfer and tier, and by problem the copies that were not whole."""
 
     moved_bytes: Mapping[tuple[TransferKind, Tier], int] = field(default_factory=dict)
     failed_copies: Mapping[Problem, int] = field(default_factory=lambda: dict.fromkeys(Problem, 0))
@@ -67,10 +64,7 @@ class SwapStats:
 
 @dataclass(slots=True)
 class _Open:
-    """A transfer under way. ``parts`` are the places in ``transfer.blocks`` that move in each tier that has not ended.
-
-    ``lost`` are the places of the blocks that did not arrive whole in the tiers that have ended.
-    """
+    """A transfer under way: places in ``transfer.blocks`` that move in each unfinished tier, and those lost so far."""
 
     transfer: Transfer
     parts: dict[Tier, list[int]]

@@ -109,10 +109,7 @@ def judge_copy(
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Copies that a lane did together, and for how long the link was busy; None if nothing went over it.
-
-    Each result may be reported from its time on, by the monotonic clock.
-    """
+    """Copies that a lane did together: (when it may be reported, result) of each, and the link's busy time."""
 
     results: list[tuple[float, CopyResult]]
     time: CopyTime | None

@@ -46,10 +46,7 @@ _CONTEXT_PATIENCE_S = 60.0
 
 
 class CudaDevice:
-    """A ``Device`` of CUDA memory. Made by ``open_cuda_device``. One thread at a time.
-
-    ``max_pages`` bounds the pages that this object owns at a time; None leaves it to the device.
-    """
+    """A ``Device`` of CUDA memory, of at most ``max_pages``. Made by ``open_cuda_device``. One thread at a time."""
 
     def __init__(self, driver: CudaDriver, max_pages: int | None) -> None:
         self._driver = driver

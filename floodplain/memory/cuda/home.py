@@ -43,10 +43,7 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
 
 
 def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
-    """The UUID, 16 bytes, of the GPU on which the engine of that name computes.
-
-    Raises ``UserError`` if no such engine runs on this machine, or the file is another user's, or no GPU's.
-    """
+    """The UUID, 16 bytes, of the GPU on which the engine of that name computes; ``UserError`` if none runs here."""
     path = find_path(name, directory)
     fd = named_file.open_existing(path)
     try:

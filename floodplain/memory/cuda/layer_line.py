@@ -70,10 +70,7 @@ class PieceCopier:
         self._last: _Pieces | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
-        """Enqueue copies on the current stream. Only the first layer of a step sorts the pieces that all share.
-
-        Raises ``InvariantError`` if pieces are not whole 32-bit words.
-        """
+        """Enqueue copies on the current stream. Only a step's first layer sorts the pieces that all layers share."""
         if not len(offsets):
             return
         if piece_bytes % 4:

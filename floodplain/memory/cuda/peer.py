@@ -126,10 +126,7 @@ def find_obstacle(home: CudaDriver, neighbour: CudaDriver) -> str | None:
 
 
 def _create_extent(home: CudaDriver, neighbour: CudaDriver, num_bytes: int) -> CudaExtent | None:
-    """One piece of physical memory, mapped; None if the neighbour has no room.
-
-    Raises ``UserError`` with the driver's error: the lease is of no use, the engine continues.
-    """
+    """One piece of physical memory, mapped; None without room. Raises ``UserError`` with the driver's error."""
     api = home.api
     with ExitStack() as undo:
         status, handle = home.try_call(api.cuMemCreate, num_bytes, neighbour.properties, 0)

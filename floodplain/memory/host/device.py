@@ -222,7 +222,7 @@ def open_home_device(name: str, capacity_bytes: int, directory: Path | None = No
 
 
 def attach_device(name: str, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name``, which another process has made, whatever its size.
+    """Attach to the machine's device ``name`` of another process, of any size.
 
     Raises ``UserError`` if there is none, the name is bad, or the file is another user's or no device.
     """

@@ -31,10 +31,7 @@ def create_anonymous(num_pages: int) -> int:
 
 
 def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
-    """Open the device file at ``path``, creating it of that size if there is none; returns what ``attach`` does.
-
-    Raises ``UserError`` if the file is another user's or no device, or the folder is missing.
-    """
+    """Open the device file at ``path``, or create it of that size; returns and raises as ``attach``."""
     header = _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES)
     fd = named_file.open_or_create(path, header, (1 + num_pages) * PAGE_BYTES)
     return fd, _checked_pages(fd, path)

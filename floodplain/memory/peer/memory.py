@@ -19,10 +19,7 @@ from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 class Extent(Protocol):
-    """A piece of a device's memory, zeroed or of unspecified bytes. One thread at a time.
-
-    ``address`` is where it begins in this process, until ``close``.
-    """
+    """A piece of a device's memory from ``address`` on, zeroed or of unspecified bytes. One thread at a time."""
 
     address: int
     num_bytes: int
