@@ -151,15 +151,6 @@ class GroupKV:
         """Quanta that have memory in the kept layers, ascending."""
         return tuple(sorted(min(self.arenas.items())[1].pages)) if self.arenas else ()
 
-    @property
-    def num_leaving_quanta(self) -> int:
-        """Quanta of leaving layers, counted for each layer."""
-        return sum(len(arena.pages) for arena in self.leaving.values())
-
-    def find_held(self) -> LayerPages:
-        """Pages of the kept layers, by layer and quantum."""
-        return {layer: dict(arena.pages) for layer, arena in self.arenas.items()}
-
     def place(self, places: GroupPlaces, max_quanta: int, first_leaving: int) -> None:
         """Map pages in new arenas, then close the old ones. Until then other arenas may map the same pages, too.
 
@@ -335,13 +326,14 @@ class GroupMemory:
         with self._lock:
             if not self.kept or self._kv.leaving or not set(kept) <= set(self.kept):
                 raise InvariantError(f"layers {kept} are not some of the settled layers {self.kept}")
-            self._regroup(self._kv.find_held(), used, kept, first_quantum, num_quanta)
+            held = {layer: dict(arena.pages) for layer, arena in self._kv.arenas.items()}
+            self._regroup(held, used, kept, first_quantum, num_quanta)
 
     def settle(self, num_quanta: int) -> list[int] | None:
         """Unmap leaving KV, which is gone even if the rest raises ``UserError``, and ``grow`` to ``num_quanta``."""
         with self._lock:
-            num_leaving = self._kv.num_leaving_quanta * self.quantum_pages
-            if not self._can_grow(num_quanta, len(self._free) + num_leaving):
+            num_leaving = sum(len(arena.pages) for arena in self._kv.leaving.values())
+            if not self._can_grow(num_quanta, len(self._free) + num_leaving * self.quantum_pages):
                 return None
             self._free += self._kv.empty_leaving()
             return self.grow(num_quanta)
