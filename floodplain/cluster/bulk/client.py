@@ -169,7 +169,6 @@ class _Fetch:
         self._num_ahead = 0  # indices of requests under way
 
     def run(self) -> None:
-        """Fetch all items; return when each has its outcome."""
         while self._waiting or self._under_way:
             while self._waiting and self._has_room_for(self._waiting[0]):
                 self._ask(self._waiting.popleft())
@@ -190,7 +189,6 @@ class _Fetch:
         self._under_way.append(pull)
 
     def _take(self, pull: _Pull) -> None:
-        """Read the next answer, which must be to ``pull``."""
         answer = read_answer(self._frames.read())
         if answer.number != pull.number:
             raise PeerLost("a peer answered another request than the next one")

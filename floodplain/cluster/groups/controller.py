@@ -209,7 +209,6 @@ class GroupController:
         self._place()
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
-        """All members are paused: begin phase two."""
         entries = {epoch: self._table.entries_of(epoch) for epoch in plan.epochs}
         plan.divide(self._shape, self._table.roster.expect(plan.epochs[0]).facts, entries)
         for epoch, by_ticket in entries.items():

@@ -222,7 +222,6 @@ class Membership:
             await self._run(self._repair)
 
     async def _end(self) -> None:
-        """End copies, the pipeline, and the stores served to others."""
         self._expect_puller().close()
         await asyncio.gather(*self._threads, return_exceptions=True)
         await self._end_pipeline()
@@ -273,7 +272,6 @@ class Membership:
             await self.pipeline.close()
 
     async def _run(self, function: Callable[[Engine], T]) -> T:
-        """Call a function with the own engine, at a step boundary, on its thread."""
         pause = await self._member.engine.pause()
         try:
             return await pause.run(function)

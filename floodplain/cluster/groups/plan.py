@@ -300,7 +300,6 @@ def rows_with_blocks(
 
 
 def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:
-    """The merge of members that all have every layer before."""
     places = tuple(range(len(kept)))
     held = tuple(range(num_layers) for _ in places)
     return Merge(tuple(kept), held, places, tuple((place,) * num_layers for place in places))

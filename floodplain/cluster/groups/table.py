@@ -48,7 +48,6 @@ class Fetches:
         self._fetches = {request: _Fetch(set(epochs), to) for request, (epochs, to) in sources.items()}
 
     def __len__(self) -> int:
-        """The number of requests with copies due."""
         return len(self._fetches)
 
     @property
@@ -237,11 +236,9 @@ class GroupTable:
         self._next_number = 1
 
     def __len__(self) -> int:
-        """The number of groups that are being prepared or live."""
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
-        """All groups, oldest first."""
         return iter(list(self._groups.values()))
 
     def get(self, number: int) -> Group | None:

@@ -198,7 +198,6 @@ class Launcher:
             killing.cancel()
 
     def _forget(self, slot: int) -> None:
-        """Clear what is known of the slot's earlier session."""
         self._spare(slot)
         self._lost.pop(slot, None)
         self._again_s.pop(slot, None)

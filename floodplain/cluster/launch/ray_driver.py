@@ -93,7 +93,6 @@ def _use_token(setup: RaySetup) -> None:
 
 
 def _connect(setup: RaySetup) -> None:
-    """Join the cluster, or start one."""
     if setup.cluster != LOCAL:
         _check_head(setup.cluster)
     with _captured_log() as log:

@@ -94,11 +94,9 @@ class MigrationTable:
         self._next_number = 1
 
     def __iter__(self) -> Iterator[Migration]:
-        """The migrations under way."""
         return iter(list(self._migrations.values()))
 
     def __len__(self) -> int:
-        """The number of migrations under way."""
         return len(self._migrations)
 
     def get(self, number: int) -> Migration | None:

@@ -126,7 +126,6 @@ class PipelineStage:
             await self.engine.close()
 
     def _close_links(self) -> None:
-        """Close the links that exist; waits for their threads."""
         for link in self._links:
             link.close()
         self._threads.shutdown(wait=False)
@@ -155,8 +154,7 @@ class PipelineStage:
         return link if self._place == self._num_stages - 1 else await self._choose(link, SENDER, host)
 
     async def _choose(self, link: StageLink, rank: int, host: str) -> Link:
-        """The link to use: on CPUs the given one, without exchanging facts. ``close`` ends a device link made here too,
-        because it ends with its connection."""
+        """The link to use: on CPUs the given one, without exchanging facts; a device link made here ends with it."""
         if not describe_end(self._device).device:
             return link
         introduce(link, self._device)

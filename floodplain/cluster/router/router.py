@@ -220,7 +220,6 @@ class Router:
                 self._take(epoch, message, frame[1])
 
     def _end(self, epoch: int, why: str) -> None:
-        """End an instance's session; its requests are placed on other instances."""
         instance = self.table.roster.get(epoch)
         if instance is None:
             return

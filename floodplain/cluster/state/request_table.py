@@ -70,7 +70,6 @@ class RequestTable:
         self._facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
-        """The number of live requests."""
         return len(self._placed) + len(self._homeless) + len(self._lifted)
 
     @property

@@ -110,11 +110,9 @@ class Roster:
         self._looked_s: float | None = None
 
     def __iter__(self) -> Iterator[Instance]:
-        """All instances, in the order in which they joined."""
         return iter(list(self._instances.values()))
 
     def __len__(self) -> int:
-        """The number of instances."""
         return len(self._instances)
 
     @property

@@ -163,7 +163,6 @@ def _read_busy(frame: Frame) -> tuple[float, ...]:
 
 
 def _count(value: object, most: int = 2**62) -> int:
-    """A whole number from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError("a number out of its range")
     return value

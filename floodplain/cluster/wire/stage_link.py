@@ -149,7 +149,6 @@ class _Door:
         self._retry: asyncio.TimerHandle | None = None
 
     async def wait(self) -> socket.socket:
-        """The connection that shows the key; the caller owns it."""
         found = None
         self._listen()
         try:
