@@ -15,14 +15,16 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from floodplain.core.codec import WireError
 from floodplain.core.errors import InvariantError, PeerLost
+
+if TYPE_CHECKING:
+    import torch  # not at run time: the router sends no tensors
 
 MAX_FRAME_BYTES = 64 * 2**20
 """Largest frame between the router and an instance: sixteen million token ids."""
