@@ -1,6 +1,6 @@
 """``floodplain demo --cluster``: two instances drop layers in a spike, serve as a pipeline, and restore them later.
 
-One front and two instances, as ``floodplain serve --instances 2 --relief drop`` starts them. A few users; then several
+One router and two instances, as ``floodplain serve --instances 2 --relief drop`` starts them. A few users; then several
 times as many, which need more KV than both pools hold; then the few again, until all layers are back. The experiment is
 that of KunServe's Figure 12, with real processes on one machine.
 """
@@ -50,18 +50,18 @@ def serve_relief(
 ) -> tuple[list[RequestRecord], dict[str, Any]]:
     """Start the processes, run the scene, end them; return the records and ``cluster`` of ``demo.json``.
 
-    The seed is that of lengths and texts. Raises UserError if the front does not start, or ended.
+    The seed is that of lengths and texts. Raises UserError if the router does not start, or ended.
     """
     source = open_model(model)
     requests = relief_requests(source.load_tokenizer(), seed, scale)
     words = serve_words(model, seed, scale, kv_bytes_per_token(source.config, DTYPE))
     if progress:
-        print(f"cluster: a front and {NUM_INSTANCES} instances", file=sys.stderr)
+        print(f"cluster: a router and {NUM_INSTANCES} instances", file=sys.stderr)
     with (
         tempfile.TemporaryDirectory(prefix="floodplain-demo-") as folder,
-        VerbProcess(words, Path(folder) / "front.log", num_threads=1) as front,
+        VerbProcess(words, Path(folder) / "router.log", num_threads=1) as router,
     ):
-        ready = front.wait_ready()
+        ready = router.wait_ready()
         records, samples, totals = asyncio.run(_play(str(ready["url"]), model, requests, scale))
     return records, {"command": ["floodplain", *words], "scene": asdict(scale), **summarise(records, samples, totals)}
 
@@ -158,7 +158,7 @@ DTYPE = "bfloat16"
 POOL_MARGIN = 1.08
 """Factor on KV memory: an engine maps only whole quanta of blocks, at most as many as its memory holds."""
 SILENCE_S = 2.0
-"""``--instance-timeout``: twice the default: both instances, the front and the users may share two cores."""
+"""``--instance-timeout``: twice the default: both instances, the router and the users may share two cores."""
 NUM_PROMPTS = 600
 LENGTH_SCALE = 8.0
 """Factor on chat-like lengths, so large that nearly all prompts are cut at ``max_input``."""

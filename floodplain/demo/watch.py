@@ -1,4 +1,4 @@
-"""Polls the demo's servers: a lender and a borrower by ``/metrics``, a front by ``/groups`` and ``/instances``."""
+"""Polls the demo's servers: a lender and a borrower by ``/metrics``, a router by ``/groups`` and ``/instances``."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def relief_sample_of(
 ) -> ReliefSample:
     """The sample in the answers of ``/groups`` and ``/instances``; groups that are over do not count.
 
-    The front counts requests exactly. Blocks and running requests are from the instances' last beats, so they are
+    The router counts requests exactly. Blocks and running requests are from the instances' last beats, so they are
     clipped to their possible range: ``solo_blocks`` are those of all pools if no layer is dropped; None: as reported.
     """
     rows = [row for row in groups["groups"] if row["state"] in _PHASE_OF]
@@ -220,7 +220,7 @@ async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReliefTotals:
-    """Totals of all groups since the front started. Seconds are sums over all drops or all restores.
+    """Totals of all groups since the router started. Seconds are sums over all drops or all restores.
 
     From the decision to drop: until the pool was usable, and until all KV was copied. From the decision to restore:
     until all layers were back. Requests in both changes kept their KV, or were recomputed.
@@ -249,7 +249,7 @@ def totals_of(groups: Mapping[str, Any], metrics: str) -> ReliefTotals:
 
 
 async def read_totals(url: str) -> ReliefTotals:
-    """The front's totals. Raises UserError if it does not answer."""
+    """The router's totals. Raises UserError if it does not answer."""
     return totals_of(await _get_json(url, "/groups"), await get_text(url, "/metrics"))
 
 
