@@ -48,6 +48,7 @@ def test_no_excluded_format_is_chosen_while_another_is_accepted(first: int, seco
     assert prefers_open_metrics(accept) is (first > 0 and first >= second)
 
 
-@given(st.text())
-def test_any_header_has_an_answer(accept: str) -> None:
-    assert prefers_open_metrics(accept) in (True, False)
+@given(st.text().filter(lambda accept: OPEN not in accept.lower()))
+def test_the_last_format_of_any_header_is_chosen(accept: str) -> None:
+    assert prefers_open_metrics(f"{accept},{OPEN}")
+    assert not prefers_open_metrics(f"{accept},{TEXT}")
