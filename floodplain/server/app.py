@@ -39,13 +39,8 @@ def create_app(
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``.
 
-    Args:
-        engine: Not yet started.
-        drain: Turned on by the caller when the server stops; None: the server is never drained.
-        keys: The keys that may use ``/v1``; None: no key is needed.
-        max_body_bytes: Larger bodies get 413.
-        ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
-        extend: Adds routes and metrics that belong to the kind of engine.
+    ``drain`` is turned on when the server stops. ``keys`` may use ``/v1``; None: no key is needed. A stream gets a
+    comment after ``ping_s`` seconds of silence; 0: never.
     """
 
     drain = drain or DrainSwitch()

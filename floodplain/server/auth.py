@@ -25,10 +25,10 @@ class Client:
     """The sender of a request, as its API key identifies it.
 
     Attributes:
-        name: The client's name; fairness may be counted by it.
+        name: Fairness may be counted by it.
         best_priority: The lowest ``priority`` that its requests may set; lower is sooner.
-        best_goals: The tightest goals that its requests may set; a goal that is None has no limit.
         shares_prefixes: Whether its requests may reuse prefixes that other clients computed.
+        best_goals: The tightest goals that its requests may set; a goal that is None has no limit.
         is_admin: Whether it may change the cluster.
     """
 
@@ -39,21 +39,13 @@ class Client:
     is_admin: bool = False
 
     def priority(self, asked: int | None) -> int:
-        """The priority of a request that sets ``asked``; None: it sets none.
-
-        Raises:
-            UserError: It is below ``best_priority``.
-        """
+        """The priority of a request that sets ``asked``, or none. Raises UserError if it is below ``best_priority``."""
         if asked is not None and asked < self.best_priority:
             raise UserError(f"priority {asked} is beyond this API key's ceiling: send {self.best_priority} or more")
         return max(self.best_priority, 0) if asked is None else asked
 
     def goals(self, asked: Goals) -> Goals:
-        """The goals of a request that sets ``asked``.
-
-        Raises:
-            UserError: One of them is tighter than in ``best_goals``.
-        """
+        """``asked``. Raises UserError if one of them is tighter than in ``best_goals``."""
         best = self.best_goals
         for name, asked_s, best_s in (("ttft", asked.ttft_s, best.ttft_s), ("tpot", asked.tpot_s, best.tpot_s)):
             if asked_s is not None and best_s is not None and asked_s < best_s:
@@ -72,26 +64,14 @@ class Client:
 
 
 class KeyRing:
-    """The API keys of a server, and their clients.
-
-    Args:
-        clients: By key; several keys may have one client.
-    """
+    """The API keys of a server, and their clients; several keys may have one client."""
 
     def __init__(self, clients: dict[str, Client]) -> None:
         self._clients = {key.encode(): client for key, client in clients.items()}
 
     @classmethod
     def from_file(cls, path: Path, *, share_prefixes: bool = False) -> Self:
-        """Read a key file.
-
-        Args:
-            path: The file.
-            share_prefixes: Let requests reuse prefixes that other clients computed.
-
-        Raises:
-            UserError: As ``read_keys``.
-        """
+        """Read a key file; ``share_prefixes`` lets requests reuse other clients' prefixes. Raises as ``read_keys``."""
         clients = read_keys(path)
         return cls({key: replace(client, shares_prefixes=share_prefixes) for key, client in clients.items()})
 
@@ -103,12 +83,9 @@ class KeyRing:
 def read_keys(path: Path) -> dict[str, Client]:
     """Keys and their clients, from a file with one key a line (``KEY_LINE``).
 
-    A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may set, 0
-    by default; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. A line that begins with ``admin``
-    and has a name and a key after it is an admin's. ``#`` starts a comment.
-
-    Raises:
-        UserError: The file is unreadable, others may read it, or a line is malformed.
+    A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may set, 0 by
+    default; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. Raises UserError if the file is unreadable,
+    others may read it, or a line is malformed.
     """
     clients: dict[str, Client] = {}
     for number, words in read_secret_lines(path, "API key file"):
@@ -140,10 +117,6 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]
 
 
 def check_exposure(host: str, keys: KeyRing | None) -> None:
-    """Refuse to serve other machines without keys.
-
-    Raises:
-        UserError: ``host`` is not a loopback address, and there are no keys.
-    """
+    """Raise UserError if ``host`` is not a loopback address, and there are no keys."""
     if keys is None and not is_loopback(host):
         raise UserError(f"--host {host} lets other machines in: give --api-key-file FILE, or --host 127.0.0.1")

@@ -1,7 +1,4 @@
-"""The Prometheus metrics of a server, from an engine's statistics and from the lifecycles of its requests.
-
-Names and meanings are those of ``docs/metrics.md``.
-"""
+"""The Prometheus metrics of a server, from statistics and lifecycles of its engine; defined in ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -52,12 +49,7 @@ class _Histogram:
 
 
 class ServingMetrics(Collector):
-    """Collects on every scrape; ``observe`` feeds the histograms in between.
-
-    Args:
-        model_name: The label of every sample.
-        stats: Returns the current statistics.
-    """
+    """Collects ``stats()`` on every scrape; ``observe`` feeds the histograms in between."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8

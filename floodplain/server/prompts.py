@@ -26,13 +26,7 @@ class ChatPrompt:
 
 
 class PromptReader:
-    """Reads the prompts of one body. After a cancellation it does not begin further texts.
-
-    Args:
-        tokenizer: The model's tokenizer; it encodes on a worker's thread.
-        limit: The limit of a prompt's tokens.
-        is_long: Whether the body is large.
-    """
+    """Reads the prompts of one body on a worker's thread. After a cancellation it does not begin further texts."""
 
     def __init__(self, tokenizer: ServingTokenizer, limit: PromptLimit, *, is_long: bool) -> None:
         self._tokenizer = tokenizer
@@ -49,12 +43,7 @@ class PromptReader:
         return [await self._read(prompt) for prompt in prompts]
 
     async def read_chat(self, body: ChatRequest) -> ChatPrompt:
-        """The tokens of a conversation, by the model's template.
-
-        Raises:
-            RequestRefused: As ``read_prompts``.
-            UserError: The template refuses it.
-        """
+        """The tokens of a conversation. Raises as ``read_prompts``, or UserError if the template refuses it."""
         return await self._workers.run(self._encode_chat, body)
 
     async def _read(self, prompt: str | list[int]) -> list[int]:

@@ -40,12 +40,9 @@ class ServingTokenizer(Protocol):
         ...
 
     def render_chat(self, messages: list[dict[str, str]], /) -> str:
-        """The text of a conversation (``role`` and ``content`` each), up to where the answer begins.
+        """The text of a conversation (``role`` and ``content`` each), up to where the answer begins; no special tokens.
 
-        It is encoded without special tokens.
-
-        Raises:
-            UserError: The template refuses the conversation (roles that do not alternate, ...).
+        Raises UserError if the template refuses it (roles that do not alternate, ...).
         """
         ...
 
@@ -83,10 +80,7 @@ class ServingEngine(Protocol):
         ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Return when no request is live; those left after ``timeout_s`` end with finish reason ``abort``.
-
-        May be called again, with a shorter time, while it runs.
-        """
+        """Return when no request is live; those left after ``timeout_s`` are aborted. Another call may shorten it."""
         ...
 
     async def close(self) -> None:
@@ -98,12 +92,8 @@ class ServingEngine(Protocol):
     ) -> AsyncGenerator[OutputDelta, None]:
         """The output as it is generated; only the last delta has a ``finish_reason``.
 
-        Closing the generator, or cancelling its consumer, aborts the request: its blocks are free within one step.
-
-        Args:
-            request: The request.
-            on_accepted: Called on the event loop once nothing but a failure can refuse the request any more, before
-                the first delta.
+        Closing the generator aborts the request: its blocks are free within one step. ``on_accepted`` is called on the
+        event loop before the first delta, once nothing but a failure can refuse the request any more.
 
         Raises:
             RequestRefused: Before the first delta: prompt and ``max_tokens`` can never fit, with the numbers.

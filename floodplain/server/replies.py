@@ -1,7 +1,6 @@
 """The answers of each endpoint: one JSON body, or one server-sent event for each delta.
 
-Events are assembled as text: the model's name, the id and the time are encoded once for the request, because this
-runs for every token, on the cores that compute tokens.
+Events are text around parts that are encoded once a request: they are written for every token, on busy cores.
 """
 
 from __future__ import annotations
@@ -39,14 +38,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ApiReply(ABC):
-    """Writes the answers to one request.
+    """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
 
-    Args:
-        model: The name of the model.
-        tokenizer: The model's tokenizer.
-        name: The request's name, which follows ``prefix``.
-        detail: Which events of a stream carry a usage.
-        shown_prompts: The tokens of the prompts, if token ids were asked for.
+    ``shown_prompts`` are the tokens of the prompts, if token ids were asked for.
     """
 
     prefix: ClassVar[str]

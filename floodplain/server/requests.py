@@ -36,24 +36,12 @@ from floodplain.web.gate import REQUEST_ID
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """Refuses prompts with too many tokens.
-
-    Attributes:
-        max_model_len: Most tokens of prompt and output; a prompt of so many leaves no room for output.
-    """
+    """Refuses prompts that leave no room for output in ``max_model_len`` tokens."""
 
     max_model_len: int
 
     def check(self, num_tokens: int, what: str) -> None:
-        """Refuse a prompt that cannot fit.
-
-        Args:
-            num_tokens: A lower bound on the prompt's number of tokens.
-            what: The prompt, as the error describes it.
-
-        Raises:
-            RequestRefused: The prompt and one token of output cannot fit.
-        """
+        """Raise RequestRefused if a prompt of at least ``num_tokens`` tokens, described by ``what``, cannot fit."""
         if num_tokens >= self.max_model_len:
             limit = f"the {self.max_model_len} tokens of max_model_len"
             raise RequestRefused(f"{what} and the output are more than {limit}: send a shorter prompt")
@@ -221,11 +209,7 @@ class GenerationRequest(Body):
 
     @property
     def usage_detail(self) -> UsageDetail:
-        """Which events of the stream carry a usage.
-
-        Raises:
-            UserError: ``stream_options`` asks for something without ``stream``.
-        """
+        """Which events of the stream carry a usage. Raises UserError if ``stream_options`` needs ``stream``."""
         options = self.stream_options or StreamOptions()
         if not self.stream and (options.include_usage or options.continuous_usage_stats):
             raise UserError("stream_options needs stream to be true")
@@ -258,11 +242,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Int | None = None
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            UserError: A value is out of its range.
-        """
+        """The sampling parameters. Raises UserError if a value is out of its range."""
         return self._sampling(COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -296,11 +276,7 @@ class ChatRequest(GenerationRequest):
         return frozenset(name for name, choice in choices.items() if fields.get(choice) == "none")
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            UserError: A value is out of its range, or two fields contradict each other.
-        """
+        """The sampling parameters. Raises UserError if one is out of its range or two fields contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs needs logprobs to be true")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:

@@ -62,12 +62,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 class OpenAIRoutes:
-    """The endpoints under ``/v1``.
-
-    Args:
-        engine: The engine that computes.
-        ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
-    """
+    """The endpoints under ``/v1``. A stream gets a comment after ``ping_s`` seconds of silence; 0: never."""
 
     def __init__(self, engine: ServingEngine, ping_s: float) -> None:
         self._engine, self._ping_s = engine, ping_s

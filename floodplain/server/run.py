@@ -20,17 +20,9 @@ CLOSING_GRACE_S = 2
 
 
 class Server(StoppableServer):
-    """uvicorn with a drain: on a stop signal requests may finish within a time limit, then it exits.
+    """uvicorn with a drain: on a stop signal requests may finish within ``drain_timeout_s``, then it exits.
 
-    Args:
-        engine: The engine, not yet started.
-        keys: The keys that may use ``/v1``; None: no key is needed.
-        drain_timeout_s: Requests that still run after this time are aborted.
-        on_ready: Called once the server takes requests.
-        limits: Bounds on connections.
-        clock: Monotonic seconds, for the limits.
-        ping_s: As in ``create_app``.
-        extend: As in ``create_app``.
+    The other arguments are those of ``StoppableServer`` and ``create_app``.
     """
 
     def __init__(

@@ -15,11 +15,7 @@ PING_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The server's own flags.
-
-    Raises:
-        UserError: A value is out of its range; the message names the flag.
-    """
+    """The server's own flags. Raises UserError, which names the flag, if a value is out of its range."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8000, metadata={"help": "port to listen on; 0 takes a free one"})

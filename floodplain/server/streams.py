@@ -23,11 +23,7 @@ IndexedDeltas = AsyncGenerator[tuple[int, OutputDelta], None]
 
 
 class Tally:
-    """Counts the tokens of one HTTP request.
-
-    Args:
-        prompt_lengths: Tokens of each prompt.
-    """
+    """Counts the tokens of one HTTP request, from the lengths of its prompts on."""
 
     def __init__(self, *prompt_lengths: int) -> None:
         self._prompt_lengths = prompt_lengths
@@ -61,8 +57,7 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
     """The deltas of all streams as they arrive, with the index of their stream. Closing it closes all streams.
 
-    Raises:
-        ApiError: A request was aborted because the server stops (503).
+    Raises ApiError 503 if a request was aborted because the server stops.
     """
     source = _only(streams[0]) if len(streams) == 1 else _interleave(streams)
     async with aclosing(source):
@@ -155,11 +150,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Acceptance:
-    """Tracks whether an engine has accepted all parts of one HTTP request.
-
-    Args:
-        num_requests: Number of parts.
-    """
+    """Tracks whether an engine has accepted all parts of one HTTP request."""
 
     def __init__(self, num_requests: int) -> None:
         self._num_left = num_requests
@@ -173,16 +164,11 @@ class Acceptance:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose head is sent once the request is accepted, after ``ping_s`` at the latest.
+    """Server-sent events whose head is sent once the request is ``accepted``, after ``ping_s`` at the latest.
 
-    A failure of ``events`` before the head is raised, so that it sets the status; later it becomes the last event.
-    ``events`` is closed in every case: at the end, by a disconnect, or on cancellation.
-
-    Args:
-        events: Whole events.
-        accepted: Set when the request is accepted.
-        ping_s: Seconds of silence after which a comment is sent; 0: never.
-        describe: Makes the events that end the stream after a failure.
+    They keep proxies from cutting a silent connection. A failure of ``events`` before the head is raised, so that it
+    sets the status; later ``describe`` makes the last events of it. ``events`` is closed in every case. A comment is
+    sent after ``ping_s`` seconds of silence; 0: never.
     """
 
     def __init__(

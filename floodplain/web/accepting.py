@@ -26,22 +26,16 @@ LOG_EVERY_S = 1.0
 """Least seconds between two log lines about accepting."""
 
 LISTEN_BACKLOG = 4096
-"""Connections that the kernel queues until they are accepted; ``net.core.somaxconn`` may lower this.
-
-When the queue is full, the kernel drops a connection's first packet, and the client repeats it after a second.
-"""
+"""Connections that the kernel queues until they are accepted; ``net.core.somaxconn`` may lower this."""
 
 C = TypeVar("C")
 
 
 class Accepting(ABC, Generic[C]):
-    """Accepts the connections of one listening socket. Everything is called on the event loop.
+    """Accepts the connections of one listening socket, on the event loop.
 
-    Args:
-        sock: A listening socket.
-        if_full: The log line if there is no room.
-        if_scarce: What to change if no file is left.
-        clock: Monotonic seconds.
+    ``if_full`` is logged if there is no room, ``if_scarce`` says what to change if no file is left. ``clock`` is
+    monotonic.
     """
 
     def __init__(

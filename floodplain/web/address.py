@@ -14,15 +14,7 @@ _HOST = re.compile(r"[^\s\0-\x20\x7f\\]+")
 
 
 def check_address(name: str, url: str) -> None:
-    """Refuse anything but an HTTP address, and one with a user or a fragment, which would not be sent.
-
-    Args:
-        name: Name of the address in errors, such as the flag that sets it.
-        url: The address, perhaps with a path and a query.
-
-    Raises:
-        UserError: It is refused.
-    """
+    """Raise UserError, which begins with ``name``, unless ``url`` is an HTTP address without a user and a fragment."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -37,11 +29,7 @@ def check_address(name: str, url: str) -> None:
 
 
 def check_base_url(url: str, name: str = "--base-url") -> str:
-    """``url`` without a slash at its end, so that paths can be appended.
-
-    Raises:
-        UserError: As ``check_address``; or it has a query.
-    """
+    """``url`` without a slash at its end, for paths. Raises UserError as ``check_address``, or if it has a query."""
     check_address(name, url)
     if "?" in url:
         raise UserError(f"{name} {url!r}: leave out the query")
@@ -57,10 +45,7 @@ def shown(url: str) -> str:
 def proxy_of(url: str) -> str | None:
     """The proxy that the environment names for ``url``; None for this machine and for hosts in ``no_proxy``.
 
-    If there is a proxy, the host's name is resolved to see if it is this machine: call it off the event loop.
-
-    Raises:
-        UserError: The proxy is no HTTP proxy.
+    May resolve the host's name, so call it off the event loop. Raises UserError if the proxy is no HTTP proxy.
     """
     from urllib.request import getproxies, proxy_bypass
 

@@ -19,12 +19,8 @@ T = TypeVar("T")
 def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
     """(line number, words) of every line of a file of secrets that is neither blank nor a ``#`` comment.
 
-    Args:
-        path: Mode 0600 or stricter; or 0440 with a group of this process's, as Kubernetes mounts secrets (``fsGroup``).
-        kind: Name of the file in errors, such as ``API key file``.
-
-    Raises:
-        UserError: The file is unreadable, or others may use it.
+    Its mode must be 0600 or stricter, or 0440 with a group of this process's, as Kubernetes mounts secrets
+    (``fsGroup``). Raises UserError, which names it as ``kind``, if it is unreadable or others may use it.
     """
     content = read_file(path, MAX_SECRETS_BYTES, f"the {kind}")
     text = decode(content.data, path, f"the {kind}")
@@ -36,11 +32,7 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
 
 
 def read_secret(path: Path, kind: str) -> str:
-    """The last word of the first line of a file of secrets: a line ``ROLE NAME TOKEN`` works too.
-
-    Raises:
-        UserError: As ``read_secret_lines``; or there is no line.
-    """
+    """The last word of the first line (``ROLE NAME TOKEN`` works too). Raises UserError as above, or if it is empty."""
     lines = read_secret_lines(path, kind)
     if not lines:
         raise UserError(f"the {kind} {path} is empty: write the token into it")
@@ -54,12 +46,7 @@ def _is_private(content: FileContent) -> bool:
 
 
 def find_bearer(authorization: bytes, owners: Mapping[bytes, T]) -> T | None:
-    """The owner of the secret in an ``Authorization`` header; None if unknown. Constant time for wrong secrets.
-
-    Args:
-        authorization: The header's value; empty if there is none.
-        owners: By secret.
-    """
+    """The owner of the secret in an ``Authorization`` header; None if unknown. Constant time for wrong secrets."""
     scheme, _, presented = authorization.partition(b" ")
     found = None
     for secret, owner in owners.items():

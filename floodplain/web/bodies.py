@@ -25,11 +25,7 @@ MAX_PARTS = 2**18
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON body.
-
-    Raises:
-        ApiError: It is not JSON, or has too many parts.
-    """
+    """The value of a JSON body. Raises ApiError if it is not JSON, or has too many parts."""
     if _may_exceed_parts(body) and count_parts(body) > MAX_PARTS:
         raise ApiError(400, f"the body holds over {MAX_PARTS} lists, objects and members: send fewer")
     try:
@@ -40,11 +36,6 @@ def parse_json(body: bytes) -> Any:
 
 def parse_model(model: type[M], body: bytes, context: object = None) -> M:
     """The value of a JSON body, validated as ``model``.
-
-    Args:
-        model: The model; its validators may also raise ``UserError``.
-        body: JSON.
-        context: The context of the validators.
 
     Raises:
         ApiError: It is not JSON, or has too many parts.
@@ -134,12 +125,7 @@ class JsonRequest(Request):
     is_large = False
 
     async def json(self) -> Any:
-        """The validated value of the body.
-
-        Raises:
-            ApiError: It is not JSON, or has too many parts.
-            _InvalidBody: It does not fit the model.
-        """
+        """The validated value of the body. Raises ApiError, or ``_InvalidBody`` if it does not fit the model."""
         body, context = await self.body(), getattr(self.app.state, CONTEXT, None)
         try:
             if len(body) <= MAX_INLINE_BYTES:

@@ -1,7 +1,7 @@
 """An HTTP client for servers that are not trusted: the size and time of answers are bounded.
 
-Redirects are not followed, cookies are not kept, compressed bodies are refused, and the only credentials sent are those
-that the caller gives. Proxies of the environment are used, except for this machine.
+It follows no redirects, keeps no cookies, refuses compressed bodies, and sends only credentials that the caller gives.
+Proxies of the environment are used, except for this machine.
 """
 
 from __future__ import annotations
@@ -39,22 +39,13 @@ class NoServer(NoAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer.
-
-    Attributes:
-        status: The HTTP status.
-        text: The body; bytes that are not UTF-8 become U+FFFD.
-    """
+    """A complete answer; bytes of its body that are not UTF-8 become U+FFFD in ``text``."""
 
     status: int
     text: str
 
     def json(self) -> Any:
-        """The JSON value of the body.
-
-        Raises:
-            UserError: It is not JSON, is nested too deeply, or has a number that is not finite.
-        """
+        """The JSON value of the body. Raises UserError as ``parse_json``."""
         return parse_json(self.text, "its answer")
 
     def reason(self) -> str:
@@ -67,12 +58,7 @@ class Answer:
 class Exchange:
     """An answer whose body is not read yet. It closes its connection when its deadline has passed.
 
-    Args:
-        response: The transport's response.
-        deadline_s: As the attribute.
-
     Attributes:
-        status: The HTTP status.
         content_type: The body's type; empty if the answer does not state it.
         deadline_s: When reading must end, on the clock ``time.monotonic``; may be changed to a later time.
     """
@@ -169,13 +155,7 @@ def problem_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """Bounds of one exchange.
-
-    Attributes:
-        connect_s: Seconds until a connection is open.
-        total_s: Seconds to the last byte of the answer, connecting included.
-        max_bytes: Most bytes of the answer's body.
-    """
+    """Bounds of one exchange: seconds to connect, seconds to its last byte (connecting included), bytes of the body."""
 
     connect_s: float = 2.0
     total_s: float = 10.0
@@ -186,15 +166,9 @@ USUAL = AnswerLimits()
 
 
 class HttpClient:
-    """Sends requests to one server, each over a new connection.
+    """Sends requests to one server, each over a new connection; ``api_key`` as a bearer token.
 
-    Args:
-        url: The server's address.
-        api_key: Sent as a bearer token; None sends none.
-        name: Name of the address in errors, such as the flag that sets it.
-
-    Raises:
-        UserError: The address is not valid.
+    Raises UserError, which begins with ``name``, if the address is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, name: str = "--base-url") -> None:
@@ -229,13 +203,9 @@ class HttpClient:
     async def open(
         self, path: str, body: Mapping[str, Any] | None, deadline_s: float, connect_s: float
     ) -> AsyncIterator[Exchange]:
-        """Send a request. The context value is the answer, its body unread; leaving it closes the connection.
+        """Send a request; the context is the answer, its body unread, and closes the connection.
 
-        Args:
-            path: Added to the address.
-            body: POSTed as JSON; None sends a GET.
-            deadline_s: When the head of the answer must have arrived, on the clock ``time.monotonic``.
-            connect_s: Seconds until a connection is open.
+        A ``body`` is POSTed as JSON. ``deadline_s``, on the clock ``time.monotonic``, bounds the head of the answer.
 
         Raises:
             NoServer: Nothing accepts connections.
@@ -286,11 +256,7 @@ def ask_now(
 
 
 def check_server(url: str) -> None:
-    """Check that something accepts connections at an address, before long work for it begins.
-
-    Raises:
-        UserError: Nothing does, or the address is not valid.
-    """
+    """Raise UserError if nothing accepts connections at ``url``, or it is not valid: before long work for it begins."""
     try:
         ask_now(url, "", limits=AnswerLimits(connect_s=1.5, total_s=2.0, max_bytes=0))
     except NoServer as error:

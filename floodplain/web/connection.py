@@ -32,15 +32,9 @@ class Reading(Enum):
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection. It reads into a buffer of fixed size, so that one read gives the parser little work.
+    """One connection. It reads into ``buffer``, which connections of one event loop may share.
 
-    Args:
-        config: uvicorn's configuration.
-        server_state: uvicorn's state, which has all open connections.
-        app_state: The state of the application's lifespan.
-        limits: Bounds on the connection.
-        clock: Monotonic seconds.
-        buffer: The buffer for reads. Connections of one event loop may share it.
+    The buffer's size is fixed, so that one read gives the parser little work.
     """
 
     def __init__(
@@ -259,10 +253,9 @@ def _refusal(status: int, message: str) -> bytes:
 
 
 def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """``app`` for one request: a body without ``Content-Length`` ends with the connection, which is always closed.
+    """``app`` for clients older than HTTP/1.1, which support neither chunks nor ``100 Continue``; uvicorn sends both.
 
-    For clients older than HTTP/1.1, which support neither chunks nor ``100 Continue``: uvicorn sends chunks to every
-    version. The cycle has not begun. Source: RFC 9112, 6.1 and 6.3; RFC 9110, 10.1.1.
+    A body without ``Content-Length`` ends with the connection. Source: RFC 9112, 6.1 and 6.3; RFC 9110, 10.1.1.
     """
     cycle.keep_alive = cycle.waiting_for_100_continue = False
     has_length = False

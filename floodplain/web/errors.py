@@ -54,9 +54,8 @@ class ApiError(HTTPException):
 class RequestFields:
     """The fields of a service's requests, as error bodies use them.
 
-    Attributes:
-        known: If the first word of a ``UserError`` is one of these, the error is about that field.
-        unsupported: Fields that are accepted only at the values that mean "off", with these values as text.
+    If a ``UserError`` begins with a ``known`` one, it is about that field. ``unsupported`` ones are accepted only at
+    the values that mean "off", which are their texts.
     """
 
     known: frozenset[str] = frozenset()
@@ -142,12 +141,7 @@ BRANCH = "<branch>"
 
 
 def first_problem(problems: Sequence[Mapping[str, Any]], unsupported: Mapping[str, str]) -> tuple[str, str | None]:
-    """(message, field) of the first error.
-
-    Args:
-        problems: Pydantic's errors, with the body as the first part of every location.
-        unsupported: Fields that are known and not supported, with the values at which they are accepted.
-    """
+    """(message, field) of the first of pydantic's errors, whose locations begin with the body."""
     problem = problems[0]
     kind, path = problem["type"], _path_of(problem)
     if not path:

@@ -38,12 +38,7 @@ BODIES_AT_ONCE = 64
 
 
 class BodyBudget:
-    """The bytes of bodies that may be held.
-
-    Args:
-        max_body_bytes: Most bytes of one body.
-        max_held_bytes: Most bytes of all running requests; None: ``BODIES_AT_ONCE`` of the largest bodies.
-    """
+    """Most bytes of bodies: of one, and of all running requests (None: ``BODIES_AT_ONCE`` of the largest)."""
 
     def __init__(self, max_body_bytes: int, max_held_bytes: int | None = None) -> None:
         self.max_body_bytes = max_body_bytes
@@ -51,20 +46,12 @@ class BodyBudget:
         self._max_held_bytes = max_held_bytes or BODIES_AT_ONCE * max_body_bytes
 
     def check_length(self, declared: bytes) -> None:
-        """Refuse a body by its ``Content-Length``.
-
-        Raises:
-            ApiError: 413.
-        """
+        """Raise ApiError 413 if the ``Content-Length`` is too large."""
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             raise self._too_large()
 
     def hold(self, num_bytes: int, num_of_body: int) -> None:
-        """Count received bytes; ``num_of_body`` is the total of their body so far.
-
-        Raises:
-            ApiError: 413 or 503; the bytes are counted even so.
-        """
+        """Count received bytes, then raise ApiError 413 if their body has too many so far, 503 if all bodies have."""
         self.num_held_bytes += num_bytes
         if num_of_body > self.max_body_bytes:
             raise self._too_large()
@@ -87,11 +74,7 @@ class HeldBody:
         self._num_bytes = 0
 
     async def receive(self) -> Message:
-        """The next message of the request.
-
-        Raises:
-            ApiError: As ``BodyBudget.hold``.
-        """
+        """The next message of the request. Raises ApiError as ``BodyBudget.hold``."""
         message = await self._receive()
         num_bytes = len(message.get("body", b""))
         self._num_bytes += num_bytes
@@ -131,12 +114,9 @@ class DrainSwitch:
 class Gate:
     """ASGI middleware that refuses requests by their head.
 
-    Args:
-        app: The application behind it.
-        drain: While it drains, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-        authenticator: Identifies the clients that may use paths outside ``PUBLIC_PATHS``; None: no key is needed.
-        max_body_bytes: Larger bodies get 413, before they are read if the length is declared. The bodies of all running
-            requests together are bounded by ``BodyBudget``.
+    While ``drain`` is on, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
+    ``authenticator`` identifies the clients of paths outside ``PUBLIC_PATHS``; None: no key is needed. Bodies above
+    ``max_body_bytes`` get 413, before they are read if the length is declared.
     """
 
     def __init__(
@@ -180,10 +160,7 @@ class Gate:
 
 
 def _answer_head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Return the scope of the ``GET`` that a ``HEAD`` stands for, and a ``send`` that drops the body of the answer.
-
-    Status and headers, ``Content-Length`` included, are those of the ``GET``. Other methods pass unchanged.
-    """
+    """The ``GET`` that a ``HEAD`` stands for, and a ``send`` that drops its body; other methods pass unchanged."""
     if scope["method"] != "HEAD":
         return scope, send
 

@@ -22,10 +22,7 @@ MAX_CONNECTIONS_HELP = (
 
 
 KEEP_ALIVE_S = 75.0
-"""Longer than balancers and proxies keep idle connections (most: 60 s), so that they close first, not the server.
-
-A proxy that sends a request on a connection which the server is closing cannot know if it was served: a 502.
-"""
+"""Longer than proxies keep idle connections (most: 60 s): a request on one that the server closes gets a 502."""
 
 KEEP_ALIVE_HELP = "seconds for which an idle connection is kept: more than the balancer before it keeps one"
 
@@ -35,17 +32,14 @@ class ConnectionLimits:
     """Bounds on the number of connections, and on each of them.
 
     Attributes:
-        max_connections: Most open connections. At this many, the one that has waited longest for its client is closed
-            to make room.
+        max_connections: At this many, the one that has waited longest for its client is closed to make room.
         head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
         body_s: Seconds from there to the end of the body.
         idle_s: Seconds between requests.
         stalled_s: Seconds within which a client must receive some bytes of a pending answer.
         linger_s: Seconds in which a client may read the reason before its connection is closed.
-        max_head_bytes: Most bytes of the request line and the headers.
-        max_headers: Most headers.
-        max_pipelined: Most requests that may wait behind the one that is being answered; the connection closes after
-            these.
+        max_head_bytes: Of the request line and the headers.
+        max_pipelined: Requests that may wait behind the one being answered; the connection closes after these.
     """
 
     max_connections: int
@@ -64,13 +58,8 @@ def limit_connections(
 ) -> ConnectionLimits:
     """The limits of a service's connections.
 
-    Args:
-        asked: ``--max-connections``; None: as many as the limit of open files allows, with a cap.
-        keep_alive_s: ``--keep-alive-timeout``.
-        num_reserved: Files reserved in addition to ``RESERVED_FILES``.
-
-    Raises:
-        UserError: The limit of open files is too low for so many.
+    ``asked`` is ``--max-connections``; None: as many as the limit of open files allows, less ``RESERVED_FILES`` and
+    ``num_reserved``, at most ``MOST_BY_DEFAULT``. Raises UserError if that limit is too low.
     """
     num_reserved += RESERVED_FILES
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -83,11 +72,7 @@ def limit_connections(
 
 
 def check_connection_flags(asked: int | None, keep_alive_s: float) -> None:
-    """Refuse values of ``--max-connections`` and ``--keep-alive-timeout`` that are out of range on any machine.
-
-    Raises:
-        UserError: A value is.
-    """
+    """Raise UserError for ``--max-connections`` or ``--keep-alive-timeout`` out of range on any machine."""
     if asked is not None and not LEAST_CONNECTIONS <= asked <= 2**20:
         raise UserError(f"--max-connections must be between {LEAST_CONNECTIONS} and {2**20}, not {asked}")
     if not 1 <= keep_alive_s <= 86400:

@@ -9,12 +9,9 @@ from floodplain.core.errors import UserError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: until the service is ready, clients are refused, not queued.
+    """A bound socket, which the caller closes. It does not listen yet: clients are refused until the service is ready.
 
-    The caller closes it.
-
-    Raises:
-        UserError: The port is taken, or the address is not this machine's.
+    Raises UserError if the port is taken, or the address is not this machine's.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,7 @@
 """Refuses requests that a foreign web page makes a browser send to this machine's services.
 
-A page reaches a service on its reader's machine or network by its address, or by the page's own name that points there
-(DNS rebinding). In the first case the browser names the page in ``Origin``; in the second ``Host`` has the page's name.
+A page reaches a service by its address, and the browser names the page in ``Origin``; or by the page's own name that
+points there (DNS rebinding), which is in ``Host``.
 """
 
 from __future__ import annotations
@@ -60,12 +60,7 @@ LOOPBACK_ONLY = OwnNames()
 
 
 class OriginGate:
-    """ASGI middleware that refuses requests by their ``Host`` and ``Origin`` alone.
-
-    Args:
-        app: The application behind it.
-        names: Names of the service.
-    """
+    """ASGI middleware that refuses requests by their ``Host`` and ``Origin`` alone."""
 
     def __init__(self, app: ASGIApp, names: OwnNames) -> None:
         self._app, self._names = app, names
@@ -82,11 +77,7 @@ class OriginGate:
 
 
 def expect_own_names(scope: Scope, names: OwnNames) -> None:
-    """Refuse a request by its ``Host`` and ``Origin``.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Raise ApiError 403 if ``Host`` or ``Origin`` is not this service's."""
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     host = hosts[0] if len(hosts) == 1 else ""
     if not names.has_host(host):
@@ -98,11 +89,7 @@ def expect_own_names(scope: Scope, names: OwnNames) -> None:
 
 
 def expect_json(scope: Scope) -> None:
-    """Refuse a body not declared as JSON: a browser sends that type to another site only after asking it.
-
-    Raises:
-        ApiError: 415.
-    """
+    """Raise ApiError 415 unless the body is declared as JSON: a browser asks another site before it sends that type."""
     kinds = [kind.partition(";")[0].strip().lower() for kind in _values(scope, b"content-type")]
     if kinds != ["application/json"]:
         raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")

@@ -18,13 +18,9 @@ SCRAPERS = Workers(1, "metrics")
 
 
 async def scrape(registry: CollectorRegistry, request: Request) -> Response:
-    """The metrics of ``registry``, in the format that the scraper prefers: OpenMetrics or Prometheus' text.
+    """The metrics of ``registry``, collected on a worker's thread, in OpenMetrics or text as the scraper prefers.
 
     Versions and escapings in ``Accept`` are ignored: our names are the same in all of them.
-
-    Args:
-        registry: The registry; its collectors are called on a worker's thread.
-        request: The scraper's request; its ``Accept`` may contain anything.
     """
     accept = ",".join(request.headers.getlist("accept"))
     encode, content_type = choose_encoder(OPEN_METRICS if prefers_open_metrics(accept) else "")
@@ -32,10 +28,7 @@ async def scrape(registry: CollectorRegistry, request: Request) -> Response:
 
 
 def prefers_open_metrics(accept: str) -> bool:
-    """Whether an ``Accept`` header prefers OpenMetrics to text.
-
-    Of equal qualities, OpenMetrics wins if the header names it, else text. Source: RFC 9110, 12.5.1.
-    """
+    """Whether an ``Accept`` header prefers OpenMetrics to text, or names it at equal qualities (RFC 9110, 12.5.1)."""
     ranges: dict[str, float] = {}
     for part in accept.split(","):
         kind, *parameters = part.split(";")

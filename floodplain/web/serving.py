@@ -29,16 +29,7 @@ READ_BYTES = 2**15
 
 
 class Acceptor(Accepting[Connection]):
-    """The connections of one listening socket. Everything is called on the event loop.
-
-    Args:
-        sock: A listening socket.
-        config: uvicorn's configuration.
-        state: uvicorn's state; its connections are those of this acceptor.
-        app_state: The state of the application's lifespan.
-        limits: Bounds on connections.
-        clock: Monotonic seconds.
-    """
+    """The connections of one listening socket, on the event loop; they are also uvicorn's (``state.connections``)."""
 
     def __init__(
         self,
@@ -107,12 +98,7 @@ SHUTDOWN_SWEEP_S = 0.1
 class StoppableServer(uvicorn.Server):
     """uvicorn with our signal handling, and the settings of all our services.
 
-    Args:
-        app: The application; its lifespan starts and closes what it serves.
-        closing_s: Seconds in which connections may close once the server has been stopped.
-        on_ready: Called once the server takes requests.
-        limits: Bounds on connections.
-        clock: Monotonic seconds.
+    ``on_ready`` is called once the server takes requests; stopped, connections may close within ``closing_s`` seconds.
     """
 
     def __init__(
@@ -154,14 +140,9 @@ class StoppableServer(uvicorn.Server):
             connection.shutdown()  # at once: uvicorn checks ``should_exit`` ten times a second
 
     def serve_on(self, sock: socket.socket) -> None:
-        """Serve until SIGINT or SIGTERM.
+        """Serve on a bound socket, not yet listening, until SIGINT or SIGTERM.
 
-        Args:
-            sock: A bound socket, not yet listening.
-
-        Raises:
-            UserError: Another process listens on the port by now.
-            BaseException: ``failure``.
+        Raises UserError if another process listens on the port by now, or ``failure``.
         """
         try:
             sock.listen(LISTEN_BACKLOG)
@@ -231,9 +212,6 @@ class StoppableServer(uvicorn.Server):
 
 
 def _leave_out_of_collections() -> None:
-    """Exclude loaded objects from garbage collection, whose scans delay every answer by tens of milliseconds.
-
-    A large body makes so many objects that each collection scans everything: 120,000 lists took 0.4 s, not 0.01.
-    """
+    """Exclude loaded objects from garbage collection: with a body of 120,000 lists it took 0.4 s, not 0.01."""
     gc.collect()
     gc.freeze()

@@ -17,10 +17,6 @@ class Workers:
     """A bounded number of threads that run jobs in order.
 
     They start with the first job and end with the process, which does not wait for them: a job may be long.
-
-    Args:
-        num_threads: Number of threads.
-        name: Prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
