@@ -30,11 +30,7 @@ COUNTS: Mapping[str, str | int] = {"drop": "+", "restore": 1, "migrate": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterVerbConfig:
-    """The flags of all three verbs.
-
-    Raises:
-        UserError: A value is out of its range.
-    """
+    """The flags of all three verbs. Raises UserError if a value is out of its range."""
 
     base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
     api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
@@ -85,12 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(row: Mapping[str, Any], verb: str) -> str:
-    """One line about what was done.
-
-    Args:
-        row: A ``cluster.router.routes.GroupRow``.
-        verb: ``drop``, ``restore``, or ``migrate``, whose row has only a number.
-    """
+    """One line about what was done, from a ``GroupRow``; of ``migrate``, from a row with only a number."""
     if verb == "migrate":
         return f"migration {row['number']} begins: /migrations and /metrics say how it ends"
     who = f"instances {', '.join(row['names'])}"

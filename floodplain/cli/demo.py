@@ -1,11 +1,10 @@
 """``floodplain demo``: serve one burst in three ways with a small real model, then lend memory between two servers.
 
 First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones), on a slow machine fewer. The
-load depends on this machine's measured capacity: a stable rate below it, several times that for the burst. Capacity is
-measured once, and every way gets the same requests. Everything runs in this process, from the load client to the model.
-
-Second part: see ``demo.leases``. With ``--expansion`` there is one part: the burst in a part of the memory, without
-layers that stream and with them, and in all of it. With ``--cluster`` there is one part, too: see ``demo.relief``.
+load depends on this machine's capacity, measured once: a stable rate below it, several times that for the burst. Every
+way gets the same requests. Everything runs in this process, from the load client to the model. Second part:
+``demo.leases``. With ``--expansion`` or ``--cluster`` there is another, single part: layers that stream, or that are
+dropped (``demo.relief``).
 """
 
 from __future__ import annotations

@@ -73,10 +73,7 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:
     """The command of a child of the router, without the address; the child reads its token from standard input.
 
-    Args:
-        config: Its engine flags.
-        is_quiet: Whether it gets ``--quiet``.
-        part_flags: Flags that make it a stage of a pipeline, or let it drop layers or migrate requests.
+    ``part_flags`` make it a stage of a pipeline, or let it drop layers or migrate requests.
     """
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):

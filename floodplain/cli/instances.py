@@ -23,11 +23,7 @@ CLEAR = "\033[H\033[J"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstancesConfig:
-    """The flags of the verb.
-
-    Raises:
-        UserError: A value is out of its range.
-    """
+    """The flags of the verb. Raises UserError if a value is out of its range."""
 
     base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
     api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
@@ -71,11 +67,7 @@ def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) ->
 
 
 def describe(listing: Mapping[str, Any]) -> str:
-    """A table of instances, and a line with counts of ended instances, moved and waiting requests.
-
-    Args:
-        listing: A ``cluster.router.routes.Listing``.
-    """
+    """A table of instances, and a line with counts of ended instances, moved and waiting requests."""
     rows = [
         [
             f"e{row['epoch']}" if row["slot"] is None else str(row["slot"]),

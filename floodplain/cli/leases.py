@@ -28,11 +28,7 @@ CLEAR = "\033[H\033[J"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesConfig:
-    """The flags of the verb.
-
-    Raises:
-        UserError: A value is out of its range.
-    """
+    """The flags of the verb. Raises UserError if a value is out of its range."""
 
     coordinator: str = field(
         default=DEFAULT_URL, metadata={"help": "its address; of several, all with commas between", "metavar": "URL"}
@@ -99,12 +95,7 @@ def _forget(client: CoordinatorClient, name: str) -> int:
 
 
 def describe(listing: Mapping[str, Any], unix_s: float) -> str:
-    """A table of members, and one of leases.
-
-    Args:
-        listing: A ``lending.wire.Listing`` as JSON.
-        unix_s: Now.
-    """
+    """A table of members, and one of leases, from a ``lending.wire.Listing`` as JSON."""
     borrowed: Counter[str] = Counter()
     for row in listing["leases"]:
         borrowed[row["consumer"]] += row["num_bytes"]

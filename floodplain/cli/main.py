@@ -32,9 +32,10 @@ VERBS = {
     "leases": "who lends what to whom",
     "doctor": "what is installed, measured, emulated and untested here",
 }
-"""Every verb and what it does, in the order of ``--help``. ``floodplain/cli/NAME.py`` holds it: ``add_parser(verbs)``
-adds its flags (see ``options.add_verb``), ``run(args) -> int`` runs it and returns the exit status. ``args.verb`` is
-the verb as typed, such as ``bench serve``."""
+"""Every verb, in the order of ``--help``. ``floodplain/cli/NAME.py`` has its ``add_parser(verbs)`` and ``run(args)``.
+
+``run`` returns the exit status. ``args.verb`` is the verb as typed, such as ``bench serve``.
+"""
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 

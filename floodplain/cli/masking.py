@@ -34,12 +34,7 @@ _IN_TEXT = (
 
 
 def mask_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The words of a command with its secrets masked.
-
-    Args:
-        words: The words of the executed command.
-        environ: Its variables. The value of a secret one is masked wherever it appears.
-    """
+    """The words of a command with its secrets masked; also the values of secret variables, wherever they appear."""
     known = sorted(
         (v for k, v in environ.items() if _is_secret(k) and len(v) >= _MIN_ENVIRONMENT_LENGTH), key=len, reverse=True
     )

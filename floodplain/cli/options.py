@@ -2,8 +2,8 @@
 
 A field is a flag: ``max_num_seqs: int = 256`` is ``--max-num-seqs 256``. Its metadata may hold ``help``, ``choices``,
 ``metavar``, ``positional`` (no flag but an argument) and ``size`` (bytes, written ``256MiB``). A value comes from the
-command line, else from the environment (``FLOODPLAIN_MAX_NUM_SEQS``), else from a file (``max_num_seqs: 256``), else
-it is the default. Whatever the source, argparse reads it, so that checks and messages are the same.
+command line, else from the environment (``FLOODPLAIN_MAX_NUM_SEQS``), else from a file (``max_num_seqs: 256``), else it
+is the default. Whatever the source, argparse reads it, so that checks and messages are the same.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ``UserError`` instead of exiting.
 
-    Attributes:
-        rest: Name for the unparsed arguments after ``--``, flags of another program. None: there are none.
-        rest_owner: Name of that program.
+    ``rest`` names the unparsed arguments after ``--``, flags of the program ``rest_owner``; None: there are none.
     """
 
     rest: str | None = None
@@ -45,13 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_verb(verbs: Any, name: str, description: str) -> Parser:
-    """Add a verb, or a verb of a verb, with the flags that all of them have.
-
-    Args:
-        verbs: What ``add_subparsers`` returned.
-        name: The verb as typed.
-        description: For ``floodplain NAME --help``.
-    """
+    """Add a verb, or a verb of a verb, with the flags that all of them have; ``verbs``: from ``add_subparsers``."""
     parser: Parser = verbs.add_parser(name, description=description, allow_abbrev=False)
     common = parser.add_argument_group("common flags")
     common.add_argument("--config", metavar="FILE", help="YAML file with values for these flags")
@@ -74,11 +66,7 @@ def add_dataclass_flags(parser: argparse.ArgumentParser, cls: type[Any], title: 
 
 
 def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
-    """The dataclass with the values of the parsed flags.
-
-    Raises:
-        UserError: The dataclass refuses a value.
-    """
+    """The dataclass with the values of the parsed flags. Raises UserError if it refuses a value."""
     values = {item.name: getattr(args, item.name) for item in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
@@ -86,10 +74,8 @@ def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
 def resolve(parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
     """The value of every flag of ``parser``, from the command line, the environment, a file, or its default.
 
-    ``sources`` of the result has a ``Source`` for each value of the middle two.
-
-    Raises:
-        UserError: A value is malformed, a key is unknown, or a required one is missing; the message says where.
+    ``sources`` of the result has a ``Source`` for each value of the middle two. Raises UserError, which says where, if
+    a value is malformed, a key is unknown, or a required one is missing.
     """
     rest = getattr(parser, "rest", None)
     num_own = argv.index("--") if rest and "--" in argv else len(argv)

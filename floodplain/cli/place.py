@@ -17,11 +17,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceConfig:
-    """The flags of the verb.
-
-    Raises:
-        UserError: A value is out of its range.
-    """
+    """The flags of the verb. Raises UserError if a value is out of its range."""
 
     cluster: Path = field(metadata={"help": "YAML file with servers and models", "positional": True})
     out: Path | None = field(

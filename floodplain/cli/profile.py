@@ -35,11 +35,7 @@ class StepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowConfig:
-    """The flags of ``show``.
-
-    Raises:
-        UserError: The picture's name has another ending.
-    """
+    """The flags of ``show``. Raises UserError if the picture's name has another ending."""
 
     profile: Path = field(metadata={"help": "what floodplain profile --out wrote", "positional": True})
     plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})

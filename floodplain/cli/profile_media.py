@@ -36,11 +36,7 @@ _WAYS = ("target", "pipeline", "module")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """The flags of the verb.
-
-    Raises:
-        UserError: Flags contradict each other.
-    """
+    """The flags of the verb. Raises UserError if flags contradict each other."""
 
     target: str | None = field(
         default=None,
@@ -119,11 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(config: MediaConfig) -> Profile:
-    """The profile that the flags ask for.
-
-    Raises:
-        UserError: What is to be measured cannot be opened, fails, or does not fit.
-    """
+    """The profile that the flags ask for. Raises UserError if the subject cannot be opened, fails, or does not fit."""
     from floodplain.profiler.knee import KneeSettings
     from floodplain.profiler.media import MediaSettings, profile_media
     from floodplain.profiler.meters import open_meter
@@ -196,16 +188,12 @@ _INTERRUPTED = 130
 
 
 def in_own_process(work: Callable[[], T], what: str) -> T:
-    """The result of ``work`` in a forked child, which then exits without waiting for its threads.
+    """The result of ``work``, which can be pickled, in a forked child, which exits without waiting for its threads.
 
     Call it before torch is imported: the child has only the calling thread.
 
-    Args:
-        work: A function whose result can be pickled.
-        what: Name of the work, with which errors begin.
-
     Raises:
-        UserError: ``work`` raised one; or it ended its process.
+        UserError: ``work`` raised one; or it ended its process: the message begins with ``what``.
         KeyboardInterrupt: It, or this process, was interrupted.
     """
     with os.fdopen(os.memfd_create("result"), "w+b") as result:

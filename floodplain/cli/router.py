@@ -26,11 +26,7 @@ class RouterRefuses(Exception):
 
 
 def key_to_send(path: Path | None) -> str | None:
-    """The first admin's key of a key file, else its first one; without a file, the one in ``OPENAI_API_KEY``, if any.
-
-    Raises:
-        UserError: As ``read_keys``.
-    """
+    """The first admin's key of a key file, else its first one; without a file, the one in ``OPENAI_API_KEY``."""
     if path is None:
         return os.environ.get(KEY_VARIABLE) or None
     clients = read_keys(path)
@@ -59,12 +55,7 @@ def ask_router(
 
 
 def told(base_url: str, tell: Callable[[], T]) -> T | None:
-    """The result of ``tell``; None, after a line on standard error, if the router's answers do not allow one.
-
-    Args:
-        base_url: Of the router.
-        tell: Sends requests to the router, and reads the answers.
-    """
+    """The result of ``tell``; None, after a line on standard error, if the router's answers do not allow one."""
     try:
         with parsing("its answer", "is not that of a router"):
             try:

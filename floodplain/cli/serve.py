@@ -105,11 +105,7 @@ def _open_engine(
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
-    """The flags of each instance that make it a pipeline stage, or let it drop layers or migrate requests.
-
-    Raises:
-        UserError: The step profile cannot be read.
-    """
+    """The flags of each instance that make it a pipeline stage, or let it drop layers or migrate requests."""
     if not cluster_config.pipeline:
         backstop = cluster_config.backstop
         folder = [] if backstop is None else [f"--backstop={backstop.absolute()}"]
@@ -128,10 +124,9 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
 def open_processes(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> Processes:
-    """The processes of the router's instances: on this machine, or where Ray places them. None is started yet.
+    """The processes of the router's instances, not started: on this machine, or where Ray places them.
 
-    Raises:
-        UserError: A flag is only for a single engine, or Ray is needed and not installed.
+    Raises UserError if a flag is only for a single engine, or Ray is needed and not installed.
     """
     from floodplain.cluster.launch.processes import LocalProcesses, share_cores
 

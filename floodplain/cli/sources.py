@@ -25,14 +25,9 @@ def variable_of(flag: str) -> str:
 
 
 def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterable[str]]) -> None:
-    """Refuse variables that no verb reads. An empty one counts as unset.
+    """Refuse variables that no verb reads; an empty one counts as unset. ``find_flags`` is called only if needed.
 
-    Args:
-        environ: All variables.
-        find_flags: Returns the flags of all verbs; called only if a variable may be ours.
-
-    Raises:
-        UserError: There is one; the message has its name, and the most similar known name.
+    Raises UserError with its name, and the most similar known name.
     """
     named = sorted(name for name, value in environ.items() if value and name.upper().startswith(PREFIX))
     if not named:
@@ -99,12 +94,9 @@ MAX_DEPTH = 4
 
 
 def read_config_file(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file; empty if the file is.
+    """The mapping in a YAML file; empty if the file is. Raises UserError as ``read_yaml_mapping``.
 
     Numbers are returned as their text, so that a name such as ``1.10`` does not become ``1.1``.
-
-    Raises:
-        UserError: As ``read_yaml_mapping``.
     """
     return read_yaml_mapping(path, MAX_CONFIG_BYTES, MAX_DEPTH, "--config", same=dest_of, number=lambda text, _: text)
 

@@ -99,8 +99,7 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the command with its secrets masked, then replace this process by it.
 
-    Raises:
-        UserError: A flag is out of its range or set here, or no tested vLLM is installed.
+    Raises UserError if a flag is out of its range or set here, or no tested vLLM is installed.
     """
     config = dataclass_from(args, VllmConfig)
     name, version = find_distribution()
@@ -122,15 +121,9 @@ def find_server(distribution: str) -> list[str]:
 
 
 def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str]) -> list[str]:
-    """The server's command line.
+    """The server's command line, with ``flags`` of vLLM after ``find_server``'s words.
 
-    Args:
-        config: Our flags.
-        flags: Of vLLM.
-        server: The result of ``find_server``.
-
-    Raises:
-        UserError: A flag is out of its range, or set here already.
+    Raises UserError if a flag is out of its range, or set here already.
     """
     own = _own_flags(config)
     for flag in flags:

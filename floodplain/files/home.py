@@ -9,8 +9,7 @@ from pathlib import Path
 def user_folder(variable: str, below_home: str) -> Path | None:
     """The folder that a variable such as ``XDG_CACHE_HOME`` names, else one below the home folder.
 
-    None if there is neither: a container may run as a user with no ``HOME`` and no entry in ``/etc/passwd``. Paths that
-    are not absolute do not count.
+    Paths that are not absolute do not count. None if there is neither: a container's user may have no home.
     """
     named = Path(os.environ.get(variable, ""))
     if named.is_absolute():

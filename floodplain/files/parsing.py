@@ -25,18 +25,10 @@ _RUST_PANIC = "PanicException"  # of pyo3, for a bug in a parser written in Rust
 
 @contextmanager
 def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
-    """Turn every exception in this context into a ``UserError`` that begins with ``source``.
+    """Turn every exception in this context into a ``UserError`` that begins with ``source`` and says ``fault``.
 
-    Parsers raise anything on a hostile file: RecursionError, OverflowError, MemoryError, IndexError, a panic
-    of Rust code. None of these tells the user which file to change.
-
-    Args:
-        source: The file, perhaps with a line.
-        fault: What is wrong with it, for the error.
-
-    Raises:
-        UserError: For all exceptions but a UserError, which passes, an interruption, and those that only our bugs cause
-            (InvariantError, NameError).
+    Parsers raise anything on a hostile file: RecursionError, OverflowError, MemoryError, IndexError, a panic of Rust
+    code. A UserError passes, as do an interruption and what only our bugs cause (InvariantError, NameError).
     """
     try:
         yield
@@ -50,10 +42,7 @@ def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
 
 @contextmanager
 def quiet_panics() -> Iterator[None]:
-    """Hold standard error back while the context is open, and drop it if a parser written in Rust panics.
-
-    Rust prints dozens of lines about a panic before Python sees it.
-    """
+    """Hold standard error back, and drop it if a parser in Rust panics, which prints dozens of lines first."""
     try:
         stderr, held = os.dup(2), os.memfd_create("stderr")
     except OSError:  # standard error is closed: nothing is printed
@@ -98,13 +87,8 @@ def listed(names: Iterable[object]) -> str:
 def parse_json(text: str, source: object, *, keys_once: bool = False) -> Any:
     """The value of a JSON text. NaN, Infinity and numbers beyond a float are refused.
 
-    Args:
-        text: The whole text.
-        source: The file, perhaps with a line; errors begin with it.
-        keys_once: Refuse a duplicate key in an object; else the last one counts.
-
-    Raises:
-        UserError: It is not JSON, or is nested too deeply.
+    ``keys_once`` refuses a duplicate key in an object; else the last one counts. Raises UserError, which begins with
+    ``source``, if the text is not JSON or is nested too deeply.
     """
     with parsing(source):
         try:
@@ -114,11 +98,7 @@ def parse_json(text: str, source: object, *, keys_once: bool = False) -> Any:
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES, *, keys_once: bool = True) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        UserError: It cannot be read, is not JSON (see ``parse_json``), or is not an object.
-    """
+    """The JSON object in a file. Raises UserError if it cannot be read, is not JSON, or is not an object."""
     content = parse_json(read_text(path, max_bytes), path, keys_once=keys_once)
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a JSON object")

@@ -32,11 +32,8 @@ class Profile:
     """One profile.
 
     Attributes:
-        kind: ``llm``, ``media``, ``swap`` or ``step``.
         subject: The measured model, or the name of a callable.
-        machine: The machine of the measurement.
         is_virtual: Whether time and device were computed from a step line, not measured.
-        settings: The settings of the measurement.
         result: The keys of ``RESULT_KEYS``, and perhaps more.
         tries: The tries in order: one mapping each, in the form of the kind.
         errors: How sure the result is: confidence, held-out errors, spread, depending on the kind.
@@ -71,14 +68,9 @@ class Profile:
 
 
 def read_profile(path: Path, *kinds: str) -> Profile:
-    """The profile in a file.
+    """The profile in a file, of one of ``kinds`` if there are any.
 
-    Args:
-        path: The file.
-        kinds: The kinds that the caller accepts; none: all.
-
-    Raises:
-        UserError: It cannot be read, is no profile of this version, or is of another kind.
+    Raises UserError if it cannot be read, is no profile of this version, or is of another kind.
     """
     document = read_json_object(path)
     if document.get("format") != FORMAT:

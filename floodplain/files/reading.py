@@ -16,13 +16,7 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """The content of a file when it was read.
-
-    Attributes:
-        data: All of its bytes.
-        mode: Its permission bits.
-        gid: Its group.
-    """
+    """The bytes of a file when it was read, its permission bits and its group."""
 
     data: bytes
     mode: int
@@ -32,15 +26,8 @@ class FileContent:
 def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
     """The bytes and the mode of a regular file of at most ``max_bytes``.
 
-    A pipe or a device is refused: reading one may block, or never end.
-
-    Args:
-        path: The file.
-        max_bytes: A larger file is refused.
-        kind: The role of the file, such as ``the API key file``, which errors name before the path.
-
-    Raises:
-        UserError: It is missing, unreadable, too large or not a regular file; the message names it.
+    A pipe or a device is refused: reading one may block, or never end. Raises UserError, which names the file by
+    ``kind`` (such as ``the API key file``) and path, if it is missing, unreadable, too large or not a regular file.
     """
     named = _named(path, kind)
     try:
@@ -59,20 +46,12 @@ def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
 
 
 def read_text(path: Path, max_bytes: int, kind: str = "") -> str:
-    """The text of a regular file of at most ``max_bytes``, in UTF-8 with or without a byte order mark.
-
-    Raises:
-        UserError: As ``read_file``, whose arguments these are; or it is not UTF-8.
-    """
+    """The text of such a file, in UTF-8 with or without a byte order mark. Raises UserError, also for other text."""
     return decode(read_file(path, max_bytes, kind).data, path, kind)
 
 
 def decode(data: bytes, path: Path, kind: str = "") -> str:
-    """``data`` of the file at ``path`` as text.
-
-    Raises:
-        UserError: It is not UTF-8.
-    """
+    """``data`` of the file at ``path`` as text. Raises UserError if it is not UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

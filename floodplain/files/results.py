@@ -20,16 +20,9 @@ _held_pipes: list[int] = []
 
 
 def check_writable(path: Path, flag: str = "--out") -> None:
-    """Make the folder of a result file, and check that the file can be written.
+    """Make the folder of a result file, and check that the file can be written; raises UserError that names ``flag``.
 
     A link is followed; its target is not changed. A pipe without a reader is refused, not waited for.
-
-    Args:
-        path: The file.
-        flag: The flag by which the user gave it.
-
-    Raises:
-        UserError: It cannot be opened, or no file can be made beside it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,15 +40,10 @@ def check_writable(path: Path, flag: str = "--out") -> None:
 def write_result(path: Path, content: bytes | str) -> None:
     """Write ``content`` to ``path`` atomically: until all of it is on disk, the old file stays.
 
-    It is written beside and renamed. Links are followed, and the mode of an old file is kept. What cannot be replaced
-    is written in place: a pipe, a device, ``/dev/stdout``, a file that is mounted by itself.
-
-    Args:
-        path: The file; its folder is made if it does not exist.
-        content: Text is written in UTF-8; a lone surrogate (a byte of a file's name that is no UTF-8) as ``\\udcXX``.
-
-    Raises:
-        WriteFailed: It cannot be written. No partial file is left.
+    It is written beside and renamed. Links are followed, the mode of an old file is kept, a missing folder is made.
+    What cannot be replaced is written in place: a pipe, a device, ``/dev/stdout``, a file that is mounted by itself.
+    Text is written in UTF-8; a lone surrogate (a byte of a file's name that is no UTF-8) as ``\\udcXX``. Raises
+    WriteFailed, and leaves no partial file.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with writing(path):
@@ -73,11 +61,7 @@ def write_result(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def writing(name: object) -> Iterator[None]:
-    """Turn system errors in this context into ``WriteFailed`` for ``name``.
-
-    Raises:
-        WriteFailed: There was one.
-    """
+    """Turn system errors in this context into ``WriteFailed`` for ``name``."""
     try:
         yield
     except OSError as error:

@@ -41,17 +41,9 @@ def read_yaml_mapping(
 ) -> dict[str, Any]:
     """The mapping in a YAML file; empty if the file is.
 
-    Args:
-        path: The file.
-        max_bytes: A larger file is refused.
-        max_depth: Values that are nested deeper are refused.
-        kind: The role of the file, such as ``--config``, which errors name before the path.
-        same: Returns the normal form of a key; keys with equal forms are duplicates.
-        number: Makes the value of a number from its text and its parsed value.
-
-    Raises:
-        UserError: It cannot be read, is not a mapping, or has refused content (see the module); one line that names the
-            file and, where there is one, the line of it.
+    ``same`` returns the normal form of a key: equal forms are duplicates. ``number`` makes the value of a number from
+    its text and its parsed value. Raises UserError, with ``kind``, file and line, if it cannot be read, is larger than
+    ``max_bytes``, nested deeper than ``max_depth``, not a mapping, or has refused content.
     """
     import yaml
 

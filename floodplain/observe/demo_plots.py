@@ -37,13 +37,7 @@ Columns = Mapping[str, Sequence[float]]
 
 
 def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
-    """Draw the results of ``floodplain demo --cluster`` (``cluster`` of ``demo.json``).
-
-    Args:
-        cluster: ``samples``: one list for each attribute of ``demo.watch.ReliefSample``; ``spans``;
-            ``requests`` with ``sent_s`` and ``ttft_s``; ``scene`` with the spike; ``totals``.
-        where: The model and the machine.
-    """
+    """Draw ``cluster`` of ``demo.json`` (``floodplain demo --cluster``); ``where``: the model and the machine."""
     from matplotlib.patches import Patch
 
     with styled():
@@ -133,13 +127,7 @@ def _write(panel: Axes, when: float, words: str) -> None:
 
 
 def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
-    """Draw the results of the demo's second part (``leases`` of ``demo.json``).
-
-    Args:
-        scene: ``samples``: one list for each attribute of ``demo.watch.LendingSample``; ``scene``: when the
-            lender's load doubled (``double_s``) and was light again (``light_s``); ``recalls``.
-        where: The model and the machine.
-    """
+    """Draw ``leases`` of ``demo.json``, the demo's second part; ``where``: the model and the machine."""
     columns: Columns = scene["samples"]
     with styled():
         figure, (memory, away, tokens) = make_figure(

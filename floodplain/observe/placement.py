@@ -23,11 +23,7 @@ Place = tuple[float, float]
 
 
 def draw_placement(document: Mapping[str, Any]) -> Figure:
-    """Draw a placement (``floodplain place``).
-
-    Args:
-        document: The content of the ``--out`` file.
-    """
+    """Draw a placement: the content of the ``--out`` file of ``floodplain place``."""
     from matplotlib.figure import Figure
 
     servers = document["servers"][:MAX_ROWS]

@@ -195,14 +195,7 @@ def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Write figures by their names as ``NAME.svg`` and ``NAME.png`` into ``folder`` (made if need be).
-
-    Returns:
-        The paths.
-
-    Raises:
-        WriteFailed: One of them cannot be written.
-    """
+    """Write each figure as ``NAME.svg`` and ``NAME.png`` into ``folder``; return the paths. May raise WriteFailed."""
     paths = [folder / f"{name}.{kind}" for name in figures for kind in ("svg", "png")]
     for path in paths:
         save_figure(figures[path.stem], path)

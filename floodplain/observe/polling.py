@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, suppress
 async def polling(look: Callable[[], Awaitable[None]], period_s: float) -> AsyncIterator[None]:
     """Call ``look`` before the context begins, and again ``period_s`` seconds after each call, until the context ends.
 
-    Raises:
-        Exception: From ``look``, which is then not called again; the context ends with it.
+    An exception of ``look`` ends the polling, and the context with it.
     """
 
     async def look_often() -> None:

@@ -15,16 +15,7 @@ SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def save_and_show(profile: Profile, out: Path | None, output_format: str) -> None:
-    """Write the profile to ``out`` if given, and print it, even if it cannot be saved.
-
-    Args:
-        profile: The profile.
-        out: A JSON file.
-        output_format: ``terminal`` or ``json``.
-
-    Raises:
-        WriteFailed: The file cannot be written.
-    """
+    """Write the profile to ``out`` if given, and print it even if that raises WriteFailed."""
     from floodplain.observe.strict_json import save_result, to_json  # imports numpy
 
     document = profile.to_json()

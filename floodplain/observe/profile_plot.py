@@ -28,8 +28,8 @@ class Curve:
         label: Label of its vertical axis.
         points: One point for each try.
         name: Name of the points in the legend; None: they are not in it.
-        limit: A horizontal line and its name; None: there is none.
-        errors: Half the length of each point's error bar; empty: no bars.
+        limit: A horizontal line and its name.
+        errors: Half the length of each point's error bar.
         missed: The points of tries that missed the goals.
         is_joined: Whether a line joins the medians of points with equal x.
     """

@@ -42,15 +42,7 @@ dt { font-weight: 600; } dd { margin: 0 0 .5rem 1.2rem; }
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page that is not about the runs.
-
-    Attributes:
-        title: Its heading.
-        paragraphs: Plain text.
-        name: Name of its picture.
-        svg: The picture, from ``plots.to_svg``.
-        caption: The picture's caption (plain text).
-    """
+    """A part of the page that is not about the runs: a heading, plain text, and a picture (``plots.to_svg``)."""
 
     title: str
     paragraphs: Sequence[str]
@@ -68,16 +60,10 @@ def render_report(
     sections: Sequence[Section] = (),
     figures: Mapping[str, Figure] | None = None,
 ) -> str:
-    """Return the page as HTML that refers to nothing outside itself.
+    """The page as HTML that refers to nothing outside itself.
 
-    Args:
-        title: Heading of the page.
-        runs: Names and benchmark results; at least one.
-        machine: Facts of the machine, shown as they are.
-        paragraphs: The introduction (plain text).
-        ways: Descriptions of the runs by name (plain text).
-        sections: Sections after the pictures of the runs.
-        figures: The pictures of the runs, by the names of ``CAPTIONS``; None: all that they have data for.
+    ``paragraphs`` introduce it, ``ways`` describe the runs by name, ``sections`` follow their pictures, all in plain
+    text. ``figures`` are the runs' pictures by the names of ``CAPTIONS``; None: all that they have data for.
     """
     if figures is None:
         figures = draw_all(runs)
@@ -183,7 +169,7 @@ def _picture(name: str, svg: str, caption: str) -> str:
 
 
 def inline_svg(svg: str, prefix: str, label: str) -> str:
-    """Return an SVG document as an element for a page: without metadata and with ids of its own.
+    """An SVG document as an element for a page: without metadata and with ids of its own.
 
     Ids must be unique in a page, and matplotlib gives every picture the same ones.
     """

@@ -36,7 +36,6 @@ class SwapReport:
         in_bytes: KV swapped in.
         backup_bytes: KV backed up while its request still ran.
         stall_s: Time in which requests were live and nothing could run before a copy ended.
-        by_tier: The traffic of each tier, by its name.
         failed_transfers: Incomplete copies, by problem; their KV was recomputed.
     """
 
@@ -71,14 +70,11 @@ class ExpansionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareReport:
-    """The hardware of a run.
+    """The hardware of a run: ``name`` is for example the GPU's, or ``emulated-… on …`` when links are emulated.
 
-    Attributes:
-        name: For example the GPU's; ``emulated-… on …`` when links are emulated.
-        emulated: Whether any link is emulated.
-        links: The links in use, each as a mapping of its facts: ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes
-            per second of a large copy, slower direction); of an emulated one also ``modelled_bandwidth``,
-            ``slowdown`` (their ratio, the same for all links) and ``source``.
+    Each of ``links`` is a mapping: ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes per second of a large copy,
+    slower direction); of an emulated one also ``modelled_bandwidth``, ``slowdown`` (their ratio, the same for all) and
+    ``source``.
     """
 
     name: str
@@ -91,13 +87,9 @@ class EngineReport:
     """The facts of a run that only the engine knows.
 
     Attributes:
-        preemptions: Number of preemptions.
         recomputed_tokens: Tokens computed again because their KV was dropped.
         wasted_tokens: Tokens sampled for a sequence that had ended while the step ran.
-        swap: KV that swapping moved.
-        steps: Steps executed.
         scheduler_s: The loop's own time, planning and taking in results, over all steps.
-        expansion: The cost of streamed layers.
     """
 
     preemptions: int
@@ -115,16 +107,11 @@ class RunInfo:
 
     Attributes:
         backend: ``floodplain`` (in process) or ``openai`` (over HTTP).
-        model_id: The model's name.
-        tokenizer_id: The tokenizer's name.
         request_rate: As asked; infinity when all were sent at once; None for a trace.
-        burstiness: As asked.
         max_concurrency: As asked; None: open loop.
-        seed: Of the workload.
         skipped_rows: Rows of the trace's file that could not be replayed; None without a trace.
         config: The resolved configuration.
         goodput: The limits of a good request, ``ttft:MS …``: as asked, or measured (``workload.goals``).
-        hardware: The engine's hardware; None if unknown.
     """
 
     backend: str
@@ -151,14 +138,10 @@ def benchmark_result(
     *,
     save_tokens: bool = False,
 ) -> dict[str, Any]:
-    """Return a benchmark result: a JSON object as a dictionary.
+    """A benchmark result: a JSON object, from one record for each request in the order of the workload.
 
-    Args:
-        records: One for each request, in the order of the workload.
-        info: The facts of the run.
-        engine: The engine's own counts; None if only a client measured (its keys are then null).
-        timeline: The columns of a ``Timeline``, kept under ``floodplain.timeline`` for plots.
-        save_tokens: Also keep the output token ids.
+    Without ``engine``, whose counts they are, its keys are null. ``timeline`` (columns of a ``Timeline``) is kept for
+    plots.
     """
     done = [record for record in records if record.error is None]
     duration_s = max((record.finished_s for record in records), default=0.0)
@@ -256,7 +239,7 @@ def _latencies(done: Sequence[RequestRecord]) -> dict[str, float | None]:
 
 
 def summarise(values: Sequence[float]) -> dict[str, float | None]:
-    """Return mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
+    """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
 
     Percentiles interpolate linearly between the two nearest values, as numpy does by default.
     """
@@ -328,7 +311,7 @@ def _served_rate(record: RequestRecord) -> float | None:
 
 
 def jain_index(shares: Sequence[float]) -> float | None:
-    """Return (sum x)^2 / (n * sum x^2): 1 when all are equal, 1/n when one has everything; None for no shares.
+    """(sum x)^2 / (n * sum x^2): 1 when all are equal, 1/n when one has everything; None for no shares.
 
     Source: Jain, Chiu, Hawe, "A quantitative measure of fairness", DEC-TR-301, 1984.
     """

@@ -14,15 +14,7 @@ MAX_LINE = 2**16
 
 
 class Scraped:
-    """The samples of a text by their names.
-
-    Args:
-        text: The answer of ``/metrics``.
-        prefix: Removed from names that begin with it.
-
-    Raises:
-        UserError: The text is not in the format of metrics.
-    """
+    """The samples of an answer of ``/metrics`` by their names, without ``prefix``. Raises UserError for other text."""
 
     def __init__(self, text: str, prefix: str = "") -> None:
         from prometheus_client.parser import text_string_to_metric_families
@@ -43,19 +35,11 @@ class Scraped:
         return self._samples.get(name, ())
 
     def sum(self, name: str, **labels: str) -> float:
-        """The sum of a name's samples that have these labels.
-
-        Raises:
-            UserError: The sum is NaN or infinite.
-        """
+        """The sum of a name's samples that have these labels. Raises UserError if it is NaN or infinite."""
         return _finite(name, sum(value for found, value in self.samples(name) if labels.items() <= found.items()))
 
     def by(self, name: str, label: str) -> Iterator[tuple[str, float]]:
-        """(the label's value, value) of each sample of a name; the first is empty if the label is missing.
-
-        Raises:
-            UserError: A value is NaN or infinite.
-        """
+        """(the label's value, or empty, value) of each sample of a name. Raises UserError for NaN and infinity."""
         return ((found.get(label, ""), _finite(name, value)) for found, value in self.samples(name))
 
 

@@ -14,7 +14,7 @@ from floodplain.files.results import write_result
 
 
 def to_json(result: Mapping[str, Any]) -> str:
-    """Return strict JSON: a float that is not finite becomes null; paths and other values become their text.
+    """Strict JSON: a float that is not finite becomes null; paths and other values become their text.
 
     Lone surrogates, which servers may send and no file can store, are escaped.
     """
@@ -39,9 +39,5 @@ def _strict(value: Any) -> Any:
 
 
 def save_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result as strict JSON, whole or not at all.
-
-    Raises:
-        WriteFailed: It cannot be written.
-    """
+    """Write a result as strict JSON, whole or not at all. Raises WriteFailed."""
     write_result(path, to_json(result) + "\n")

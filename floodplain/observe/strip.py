@@ -23,15 +23,10 @@ MAX_BAR_POINTS = 8.0
 
 
 def residence_columns(lifecycles: Iterable[Lifecycle], start_s: float = 0.0) -> dict[str, list[Any]]:
-    """Return one list per fact, one entry per request in order of arrival, for a result's ``floodplain.residence``.
+    """Lists with an entry for each ended request in order of arrival, for a result's ``floodplain.residence``.
 
-    Args:
-        lifecycles: Lifecycles of requests that have ended.
-        start_s: When the load began; all times are seconds since then.
-
-    Returns:
-        ``arrival_s``; ``first_token_s``, None without a token; ``finished_s``; ``on_device_s``, times on the device as
-        pairs of start and end.
+    Times are seconds since ``start_s``: ``arrival_s``; ``first_token_s``, None without a token; ``finished_s``;
+    ``on_device_s``, pairs of start and end.
     """
     columns: dict[str, list[Any]] = {"arrival_s": [], "first_token_s": [], "finished_s": [], "on_device_s": []}
     for life in sorted(lifecycles, key=lambda life: life.arrival_s):

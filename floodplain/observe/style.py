@@ -53,11 +53,7 @@ def styled() -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure atomically, with the same bytes for the same data; the name's suffix is the format.
-
-    Raises:
-        WriteFailed: It cannot be written.
-    """
+    """Write a figure atomically, in the format of the name's suffix. Raises WriteFailed."""
     write_result(path, render(figure, path.suffix[1:]))
 
 

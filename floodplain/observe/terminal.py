@@ -22,14 +22,9 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 
 def say(text: str, screen_codes: str = "") -> None:
-    """Print a result at once. Without a standard output nothing is printed.
+    """Print a result at once, with control characters escaped, after our own ``screen_codes``.
 
-    Args:
-        text: Shown with control characters escaped.
-        screen_codes: Our own control codes, written as they are.
-
-    Raises:
-        WriteFailed: Standard output is full, or its reader is gone.
+    Without a standard output nothing is printed. Raises WriteFailed if it is full, or its reader is gone.
     """
     try:
         with writing("standard output"):

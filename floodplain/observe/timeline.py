@@ -10,16 +10,7 @@ from floodplain.workload.records import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class TimelineSample:
-    """The state of an engine at one moment.
-
-    Attributes:
-        time_s: Seconds on the caller's monotonic clock.
-        num_running: Sequences in the running batch.
-        num_waiting: Sequences waiting to run.
-        num_swapped: Sequences preempted with their KV elsewhere.
-        kv_used_blocks: KV blocks that are not free.
-        kv_total_blocks: KV blocks of the pool.
-    """
+    """An engine at ``time_s`` of the caller's monotonic clock: its sequences and KV blocks, not free and in all."""
 
     time_s: float
     num_running: int
@@ -33,13 +24,9 @@ COLUMNS = tuple(each.name for each in fields(TimelineSample))
 
 
 class Timeline:
-    """Keeps at most ``max_samples`` samples of a run of any length.
+    """Keeps at most ``max_samples`` (at least 2) samples of a run of any length.
 
-    When full, it drops every second sample, and from then on keeps half as many: the spacing of samples
-    follows the length of the run. The latest state is always kept.
-
-    Args:
-        max_samples: At least 2.
+    When full, it drops every second sample, and from then on keeps half as many. The latest state is always kept.
     """
 
     def __init__(self, max_samples: int = 4096) -> None:
@@ -77,10 +64,7 @@ class Timeline:
 
 
 def client_timeline(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Return a timeline from client records: requests with, and still without, a first token over time.
-
-    The keys are those of ``Timeline.columns`` that a client can know: ``time_s, num_running, num_waiting``.
-    """
+    """Requests with, and still without, a first token over time: ``time_s``, ``num_running``, ``num_waiting``."""
     changes: list[tuple[float, int, int]] = []
     for record in records:
         changes.append((record.sent_s, 0, 1))

@@ -15,23 +15,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, rng: np.random.Generator) -> FloatArray:
-    """Draw arrival times with independent Gamma gaps of shape ``burstiness`` and mean ``1 / rate``.
+    """Draw ``[num_requests]`` arrival times in seconds, with independent Gamma gaps of mean ``1 / rate``.
 
     The times are scaled so that the last is exactly ``num_requests / rate``: the offered load is then the same for
-    every seed (for a Poisson process this is the process given its count).
-
-    Args:
-        num_requests: Number of requests, at least 1.
-        rate: Requests a second; infinity means all at once.
-        burstiness: 1 is a Poisson process; below 1 arrivals cluster, above 1 they even out.
-            A gap's coefficient of variation is ``burstiness ** -0.5``.
-        rng: Source of randomness.
-
-    Returns:
-        ``[num_requests]`` seconds, never decreasing.
-
-    Raises:
-        UserError: A number is out of its range.
+    every seed (for a Poisson process this is the process given its count). An infinite ``rate`` means all at once.
+    ``burstiness``, the shape of the gaps, is 1 for a Poisson process; below 1 arrivals cluster, above 1 they even out:
+    a gap's coefficient of variation is ``burstiness ** -0.5``. Raises UserError if a number is out of its range.
     """
     if num_requests < 1:
         raise UserError(f"num_prompts must be at least 1, not {num_requests}")
@@ -49,14 +38,9 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time with one request rate.
+    """A stretch of time with one request rate, above 0; only the last phase may be infinite.
 
-    Attributes:
-        duration_s: Its duration, above 0; only the last phase may be infinite.
-        rate: Requests a second, above 0 and finite.
-
-    Raises:
-        UserError: A number is out of its range.
+    Raises UserError if a number is out of its range.
     """
 
     duration_s: float
@@ -83,26 +67,15 @@ def quiet_burst_quiet(
 def phase_arrivals(
     phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """Draw ``num_requests`` arrival times under the phases' rates. The last rate holds beyond the last phase.
-
-    Returns:
-        ``[num_requests]`` seconds, never decreasing.
-    """
+    """Draw ``[num_requests]`` arrival times in seconds under the phases' rates; the last rate holds beyond the end."""
     return in_phases(arrival_times(num_requests, 1.0, burstiness, rng), phases)
 
 
 def in_phases(unit_times: FloatArray, phases: Sequence[Phase]) -> FloatArray:
-    """Transform arrivals of rate 1 into arrivals under the phases' rates.
+    """Transform ``[n]`` arrivals of rate 1, never decreasing, into arrivals in seconds under the phases' rates.
 
-    Time is transformed by the inverse of the expected number of arrivals so far (the time-change theorem of
-    point processes).
-
-    Args:
-        unit_times: ``[n]``, never decreasing.
-        phases: The phases in order.
-
-    Returns:
-        ``[n]`` seconds, never decreasing.
+    Time is transformed by the inverse of the expected number of arrivals so far (the time-change theorem of point
+    processes).
     """
     starts_s = np.cumsum([0.0, *(phase.duration_s for phase in phases[:-1])])
     if not np.isfinite(starts_s).all():

@@ -22,21 +22,11 @@ async def run_load(
     about: str | None = None,
     max_concurrency: int | None = None,
 ) -> list[RequestRecord]:
-    """Send every request at its arrival time, and record the answers.
+    """Send every request at its arrival time, and return a record for each, in the order of ``requests``.
 
     A request that fails is recorded with its error; any other exception of the target is a bug and ends the load.
-    Cancelling this coroutine aborts requests in flight.
-
-    Args:
-        target: The target of the load.
-        requests: The requests, in any order.
-        progress: Whether to show a progress line on standard error.
-        about: Text before the progress bar.
-        max_concurrency: Send at most so many at a time; the others then wait *before* they are sent, and the load is
-            no longer open-loop. None: no limit.
-
-    Returns:
-        One record for each request, in the order of ``requests``.
+    Cancelling aborts requests in flight. At most ``max_concurrency`` are sent at a time; the others then wait *before*
+    they are sent, and the load is no longer open-loop. ``about`` stands before the progress bar on standard error.
     """
     if max_concurrency is not None and max_concurrency < 1:
         raise UserError(f"max_concurrency must be at least 1, not {max_concurrency}")
@@ -97,12 +87,12 @@ def _token_ids(chunks: Sequence[TokenChunk]) -> tuple[int, ...] | None:
 
 
 def token_times(chunks: Sequence[TokenChunk], num_tokens: int | None) -> list[float]:
-    """Return the time of each token.
+    """The time of each token.
 
-    Chunks with token ids give it exactly. Otherwise ``num_tokens``, the server's count, is distributed: a chunk
-    with text has at least one token; empty chunks get one next (servers send them for tokens that are no complete
-    character), earliest first; the rest is distributed in proportion to the text. Without a count, a chunk with
-    text counts as a token. The first and the last time are always exact.
+    Chunks with token ids give it exactly. Otherwise ``num_tokens``, the server's count, is distributed: a chunk with
+    text has at least one token; empty chunks get one next (servers send them for tokens that are no complete
+    character), earliest first; the rest is distributed in proportion to the text. Without a count, a chunk with text
+    counts as a token. The first and the last time are always exact.
     """
     if all(chunk.token_ids is not None for chunk in chunks):
         return [chunk.received_s for chunk in chunks for _ in chunk.token_ids or ()]

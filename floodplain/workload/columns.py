@@ -21,10 +21,9 @@ MOST_TOKENS = 10**9
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """Return the column names (lower case, stripped) and the rows of a CSV file with a header.
+    """The column names (lower case, stripped) and the rows of a CSV file with a header.
 
-    Raises:
-        UserError: The file is unreadable, empty or no CSV, or a row has too few or too many values.
+    Raises UserError if it is unreadable, empty or no CSV, or a row has too few or too many values.
     """
     lines = csv.reader(read_text(path, MAX_TABLE_BYTES).splitlines(), strict=True)
     try:
@@ -43,8 +42,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
 def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (where, object) for every line of a JSONL file that is not blank, or every item of one JSON list.
 
-    Raises:
-        UserError: The file is neither, or a line or item is not an object.
+    Raises UserError if the file is neither, or a line or item is not an object.
     """
     text = read_text(path, MAX_TABLE_BYTES)
     if text.lstrip().startswith("["):
@@ -60,11 +58,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def prefix_ids_of(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Return the ``hash_ids`` of a row; empty if it has none.
-
-    Raises:
-        UserError: They are not a list of whole numbers.
-    """
+    """The ``hash_ids`` of a row; empty if it has none. Raises UserError unless they are a list of whole numbers."""
     prefix_ids = row.get("hash_ids")
     if prefix_ids is None:
         return ()
@@ -74,11 +68,7 @@ def prefix_ids_of(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
-    """Return the first of ``names`` that is in the header.
-
-    Raises:
-        UserError: None is; the message lists the columns of the file and the accepted names.
-    """
+    """The first of ``names`` in the header. Raises UserError, with the file's columns and ``names``, if none is."""
     for name in names:
         if name in header:
             return name
@@ -86,11 +76,7 @@ def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
 
 
 def parse_count(path: Path, name: str, value: object) -> int:
-    """Return a token count, at most ``MOST_TOKENS`` (``12``, ``"12"``, ``"12.0"``).
-
-    Raises:
-        UserError: The value is not such a count.
-    """
+    """A token count, at most ``MOST_TOKENS`` (``12``, ``"12"``, ``"12.0"``). Raises UserError for other values."""
     if not isinstance(value, bool) and isinstance(value, int | float | str):
         try:
             count = float(value)

@@ -22,15 +22,10 @@ NUM_SAMPLES, SAMPLE_TOKENS = 5, 32
 async def measure_goals(
     target: LoadTarget, requests: Sequence[LoadRequest], *, progress: bool = False
 ) -> tuple[str, ...]:
-    """Time a few requests like these, one at a time; return limits as ``--goodput`` reads them.
+    """Time a few requests like these, one at a time, at an idle target; return limits as ``--goodput`` reads them.
 
-    Args:
-        target: The target of the load; idle now.
-        requests: The load. Samples have its prompts' lengths and other tokens, so that no prefix stays cached.
-        progress: Whether to show a progress line on standard error.
-
-    Returns:
-        ``("ttft:MS", "tpot:MS")``; without those that no sample has (failed requests, outputs of one token).
+    Samples have these prompts' lengths and other tokens, so that no prefix stays cached. Returns ``("ttft:MS",
+    "tpot:MS")`` without those that no sample has (failed requests, outputs of one token).
     """
     samples = sample_requests(requests)
     records = await run_load(target, samples, progress=progress, about="goals without load", max_concurrency=1)
@@ -63,10 +58,9 @@ def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
 
 
 def unloaded_goals_s(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str, float]:
-    """Return ``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without those that no request has.
+    """``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without those that no request has.
 
-    Args:
-        times: (arrival, time of each output token) in seconds, of requests that each ran alone on the machine.
+    ``times`` are (arrival, time of each output token) in seconds, of requests that each ran alone on the machine.
     """
     known = list(times)
     values = {

@@ -23,12 +23,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of requests, pair by pair.
-
-    Attributes:
-        prompt_tokens: ``[n]``, each at least 1.
-        output_tokens: ``[n]``, each at least 1.
-    """
+    """Lengths of requests, pair by pair: two arrays ``[n]``, each value at least 1."""
 
     prompt_tokens: IntArray
     output_tokens: IntArray
@@ -50,8 +45,7 @@ def _fit(tokens: IntArray | FloatArray, scale: float, maximum: int | None) -> In
 def load_lengths(path: Path) -> Lengths:
     """Read a pool from a CSV with columns ``prompt_tokens,output_tokens``; pairs with a zero are skipped.
 
-    Raises:
-        UserError: Wrong columns or values, or no usable row.
+    Raises UserError for wrong columns or values, or no usable row.
     """
     header, rows = read_csv(path)
     prompt_column = find_column(path, header, PROMPT_COLUMNS)

@@ -20,14 +20,9 @@ _REFUSALS = frozenset({400, 415, 422, 500, 501})
 
 
 class PromptForm:
-    """The form of the prompts for one server.
+    """The form of the prompts for one server: one of ``WAYS``, else UserError.
 
-    Args:
-        way: One of ``WAYS``.
-        decode: Returns the text of token ids, for requests without text.
-
-    Raises:
-        UserError: There is no such way.
+    ``decode`` returns the text of token ids, for requests without text.
     """
 
     def __init__(self, way: str = "auto", decode: Callable[[Sequence[int]], str] | None = None) -> None:
@@ -40,8 +35,7 @@ class PromptForm:
     def of(self, request: LoadRequest) -> Iterator[list[int] | str]:
         """The prompt in the form that the server accepts; before that is known, the ids and then the text.
 
-        Raises:
-            UserError: It must be sent as text, and has none.
+        Raises UserError if it must be sent as text, and has none.
         """
         if request.prompt_token_ids and not self._sends_text:
             yield list(request.prompt_token_ids)
@@ -55,13 +49,7 @@ class PromptForm:
             raise UserError(f"{request.request_id} has no text to send")
 
     def note(self, prompt: list[int] | str, status: int, server: str) -> bool:
-        """Note the server's answer to a prompt. True if it may accept another form of it.
-
-        Args:
-            prompt: The prompt as it was sent.
-            status: The HTTP status.
-            server: Its address, for the log.
-        """
+        """Note the server's HTTP status for a prompt as it was sent. True if it may accept another form of it."""
         if status == 200 and not self._is_settled:
             self._is_settled, self._sends_text = True, isinstance(prompt, str)
             if self._sends_text:

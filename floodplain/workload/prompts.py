@@ -26,10 +26,9 @@ _ASSISTANTS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as text.
+    """A prompt as text, which is not empty.
 
     Attributes:
-        text: Not empty.
         output_tokens: Length of its answer, if the file has it.
         prefix_ids: Names of blocks of 512 tokens before the text; equal leading ids give equal leading text.
         answer: The recorded answer, if the file has one; only its length is used.
@@ -46,10 +45,8 @@ def load_prompts(path: Path) -> list[Prompt]:
 
     A row is a text under ``prompt`` (aiperf: ``text_input``, ``text``), with ``output_tokens`` (``output_length``) and
     ``hash_ids`` if it has them; or a conversation of ShareGPT, of which the first question and its answer are used.
-    Conversations that do not begin with a question and an answer are skipped; one log line has their number.
-
-    Raises:
-        UserError: Unreadable, no prompt, or a row without one.
+    Others are skipped; one log line has their number. Raises UserError if it is unreadable, or has no prompt, or a row
+    without one.
     """
     prompts, num_left_out = [], 0
     for where, row in read_json_rows(path):
@@ -107,16 +104,11 @@ def machine_documents() -> list[str]:
 
 
 class PromptMaker:
-    """Makes prompts of an exact length: a passage of a document, then a question.
+    """Makes prompts of an exact length: a passage of a document, then one of the ``questions``.
 
-    The passage comes first and starts anywhere, so that two prompts share a prefix only by ``prefix_ids``.
-    Every document is encoded once, when it is first needed.
-
-    Args:
-        tokenizer: The tokenizer.
-        questions: Endings of prompts; at least one.
-        documents: Sources of passages; at least one. None: ``machine_documents()``.
-        seed: Determines the text of the blocks that prefix ids name.
+    The passage comes first and starts anywhere, so that two prompts share a prefix only by ``prefix_ids``. Every
+    document (None: ``machine_documents()``) is encoded once, when it is first needed. ``seed`` determines the text of
+    the blocks that prefix ids name.
     """
 
     def __init__(
@@ -147,14 +139,10 @@ class PromptMaker:
         prefix_ids: Sequence[int] = (),
         prefix_block_tokens: int = MOONCAKE_BLOCK_TOKENS,
     ) -> tuple[int, ...]:
-        """Return a prompt of exactly ``num_tokens`` tokens.
+        """A prompt of exactly ``num_tokens`` tokens, at least 1.
 
-        Args:
-            num_tokens: At least 1.
-            rng: Chooses the question and the passage.
-            prefix_ids: Names of the leading blocks; the same id always gives the same tokens. The rest of the prompt
-                is made as without them.
-            prefix_block_tokens: Tokens of one such block.
+        ``prefix_ids`` name leading blocks of ``prefix_block_tokens``; the same id always gives the same tokens. The
+        rest of the prompt is made as without them.
         """
         tokens: list[int] = []
         for prefix_id in prefix_ids:

@@ -12,11 +12,9 @@ class LoadRequest:
     """One request of a workload.
 
     Attributes:
-        request_id: Unique in the workload.
         arrival_s: When to send it, in seconds since the load began.
         prompt: Its text; None if it exists only as tokens.
         prompt_token_ids: Its tokens, at least one; targets send these if possible, so that lengths are exact.
-        max_tokens: Most tokens to generate.
         ignore_eos: Whether to continue past the end of sequence, so that the output is ``max_tokens`` long.
     """
 
@@ -42,7 +40,7 @@ class TokenChunk:
 
     Attributes:
         received_s: When it arrived, by ``time.monotonic``.
-        text: Its text; may be empty (a token that is no complete character, or the last chunk).
+        text: May be empty (a token that is no complete character, or the last chunk).
         token_ids: Its tokens; None if the target does not send them: then ``usage`` has their total number.
         usage: The counts of the whole request, on at most one chunk, which has no token itself.
     """
@@ -61,12 +59,9 @@ class LoadTarget(Protocol):
     """A target of a load: a server, or an engine in this process."""
 
     def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Send ``request`` now and yield its answer as it arrives; ends normally only if the answer is complete.
+        """Send ``request`` now and yield its answer as it arrives; closing the generator early aborts the request.
 
-        Closing the generator early (or cancelling its task) aborts the request at the target.
-
-        Raises:
-            RequestFailed: No answer, or an incomplete one.
+        Raises RequestFailed if there is no answer, or an incomplete one.
         """
         ...
 
@@ -76,14 +71,12 @@ class RequestRecord:
     """A client's record of one request. Times are seconds since the load began, on a monotonic clock.
 
     Attributes:
-        request_id: That of the request.
         prompt_tokens: The target's count if it sends one, else the number sent.
         arrival_s: The arrival time in the workload.
         sent_s: When it was sent; latencies count from here.
         finished_s: When its answer ended or failed.
         token_times_s: When each output token arrived; tokens of one chunk have the same time.
         output_token_ids: The tokens; None if the target does not send them.
-        text: The answer's text.
         error: Why it failed, in one line; None if the answer is complete.
     """
 

@@ -20,11 +20,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """Return the limit in milliseconds of every named metric; empty for no texts.
-
-    Raises:
-        UserError: An unknown name, a name given twice, or no positive number.
-    """
+    """The limit of every named metric, in ms. Raises UserError for a wrong name, a second one, or no number > 0."""
     limits: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition(":")
@@ -57,10 +53,8 @@ class WorkloadSpec:
     """The workload flags of ``bench``; each field is the flag of its name, with ``metadata["help"]``.
 
     Arrivals come from ``trace``, or from a rate. Lengths come from the trace, else from ``lengths``, else from the
-    prompts themselves with chat-like output lengths (``prompts`` given), else they are chat-like.
-
-    Raises:
-        UserError: A value is out of its range, or two flags contradict each other.
+    prompts themselves with chat-like output lengths (``prompts`` given), else they are chat-like. Raises UserError if a
+    value is out of its range, or two flags contradict each other.
     """
 
     trace: Path | None = field(
@@ -158,15 +152,10 @@ class _Shape:
 
 
 def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = None) -> list[LoadRequest]:
-    """Return the requests that the flags describe, in order of arrival; the same for the same flags and seed.
+    """The requests that the flags describe, in order of arrival; the same for the same flags and seed.
 
-    Args:
-        spec: The flags.
-        tokenizer: Tokenizer of the target's model.
-        trace: The trace of ``spec.trace`` if the caller has read it; None: it is read here.
-
-    Raises:
-        UserError: A file is unreadable or has the wrong columns.
+    ``tokenizer`` is that of the target's model; ``trace`` that of ``spec.trace`` if the caller has read it. Raises
+    UserError if a file is unreadable or has the wrong columns.
     """
     arrivals_rng, lengths_rng, text_rng = np.random.default_rng(spec.seed).spawn(3)
     prompts = load_prompts(spec.prompts) if spec.prompts else package_prompts()

@@ -20,8 +20,8 @@ class EventTooLong(ValueError):
 class SseParser:
     """Splits a stream of server-sent events into their data, for any split of the bytes.
 
-    Only ``data`` fields are returned; comments and other fields are dropped.
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    Only ``data`` fields are returned; comments and other fields are dropped. Source:
+    https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,7 @@ class SseParser:
         self._data_bytes = 0
 
     def feed(self, chunk: bytes) -> list[str]:
-        """Take the next bytes and return the data of every event that they complete.
-
-        Raises:
-            EventTooLong: A line or an event is too long.
-        """
+        """Take the next bytes and return the data of every event that they complete. May raise EventTooLong."""
         self._tail.append(chunk)
         self._tail_bytes += len(chunk)
         if b"\n" not in chunk and b"\r" not in chunk:
@@ -83,11 +79,7 @@ _BROKEN = frozenset({"error", "abort"})
 class StreamedAnswer:
     """The answer to one request. It is complete with a finish reason, then ``data: [DONE]`` or a clean end of the body.
 
-    Args:
-        request: The request.
-
-    Attributes:
-        is_done: Whether ``data: [DONE]`` has arrived; later data is ignored.
+    ``is_done``: ``data: [DONE]`` has arrived; later data is ignored.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -103,14 +95,9 @@ class StreamedAnswer:
         self.is_done = False
 
     def feed(self, data: bytes, now: float) -> list[TokenChunk]:
-        """Take the next bytes; return the chunks that they complete.
+        """Take the bytes that arrived at ``now``, by ``time.monotonic``; return the chunks that they complete.
 
-        Args:
-            data: Bytes of the body.
-            now: When they arrived, by ``time.monotonic``.
-
-        Raises:
-            RequestFailed: The server reports an error, sends no completion, or more than was requested.
+        Raises RequestFailed if the server reports an error, sends no completion, or more than was requested.
         """
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
@@ -123,8 +110,7 @@ class StreamedAnswer:
     def close(self, now: float) -> list[TokenChunk]:
         """The last chunks, with the server's counts; call it at the end of the bytes.
 
-        Raises:
-            RequestFailed: The answer is not complete, or the count is impossible.
+        Raises RequestFailed if the answer is not complete, or the count is impossible.
         """
         chunks = [] if self.is_done else self._take(self._sse.close(), now)
         if not self._has_finish_reason:

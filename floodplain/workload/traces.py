@@ -33,13 +33,9 @@ MOONCAKE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded request.
+    """One recorded request; in a ``Trace`` lengths are at least 1, and ``arrival_s`` counts from its first request.
 
-    Attributes:
-        arrival_s: Seconds; in a ``Trace``, since its first request.
-        prompt_tokens: At least 1 in a ``Trace``.
-        output_tokens: At least 1 in a ``Trace``.
-        prefix_ids: Names of the prompt's leading blocks: equal leading ids mean equal leading text. Empty if unknown.
+    ``prefix_ids`` name the prompt's leading blocks: equal leading ids mean equal leading text. Empty if unknown.
     """
 
     arrival_s: float
@@ -52,13 +48,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TraceClock:
-    """Reads the times of one trace as seconds from one common origin.
+    """Reads the times of one trace as seconds from one common origin; refuses numbers and dates in one file.
 
-    Numbers and dates in one file are refused, because they have no common origin.
-
-    Args:
-        path: The file, for errors.
-        units_per_s: Units of a number per second: 1000 for milliseconds. Dates have no unit.
+    A number is in units of ``units_per_s``: 1000 for milliseconds.
     """
 
     def __init__(self, path: Path, units_per_s: int = 1) -> None:
@@ -67,11 +59,7 @@ class TraceClock:
         self._has_dates: bool | None = None
 
     def seconds(self, value: object) -> float:
-        """Return seconds. A date's offset from UTC counts; a date without one is in UTC.
-
-        Raises:
-            UserError: The value is neither a finite number nor a date, or the file also has the other kind of time.
-        """
+        """Seconds; dates without an offset are in UTC. Raises UserError for other text, or the other kind of time."""
         text = str(value).strip()
         is_date = False
         try:
@@ -114,12 +102,7 @@ _REFUSED_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded workload.
-
-    Attributes:
-        rows: Rows in order of arrival; the first arrives at 0.
-        num_skipped: Skipped rows of the file: they record a failure (no prompt or no output token).
-    """
+    """Rows in order of arrival, the first at 0; the file's skipped rows record failures (no prompt or no output)."""
 
     rows: tuple[TraceRow, ...]
     num_skipped: int = 0
@@ -133,10 +116,7 @@ class Trace:
         max_input: int | None = None,
         max_output: int | None = None,
     ) -> Trace:
-        """Return the first ``limit`` rows, arriving ``speedup`` times faster, with lengths scaled and then cut.
-
-        Lengths stay at least 1; None means no limit.
-        """
+        """The first ``limit`` rows, arriving ``speedup`` times faster, with lengths scaled and then cut, at least 1."""
         rows = tuple(
             replace(
                 row,
@@ -159,11 +139,9 @@ def load_trace(path: Path) -> Trace:
 
     CSV: ``t_s`` (seconds) or ``timestamp`` (seconds or a date), with prompt and output tokens under our names or those
     of the Azure and BurstGPT files. ``.jsonl``: Mooncake's ``timestamp`` (ms or a date), ``input_length``,
-    ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset.
-
-    Raises:
-        UserError: Unreadable, wrong columns or keys (the message lists found and accepted ones), a key that a replay by
-            arrival time does not support, or no usable row.
+    ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset. Raises UserError if
+    it is unreadable, or has wrong columns or keys, a key that a replay by arrival time does not support, or no usable
+    row.
     """
     rows = list(_json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
