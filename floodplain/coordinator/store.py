@@ -100,10 +100,14 @@ class Store:
 
     Args:
         engine: Of SQLAlchemy, with one connection.
+
+    Attributes:
+        shown_url: The store's address without a password.
     """
 
     def __init__(self, engine: sql.Engine) -> None:
         self._engine = engine
+        self.shown_url = hide_password(engine.url)
         dialect = engine.dialect
         insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[dialect.name]
         self._beat = Statement(_BEAT, dialect)
@@ -131,11 +135,6 @@ class Store:
             store.close()
             raise
         return store
-
-    @property
-    def shown_url(self) -> str:
-        """Return the store's address without a password."""
-        return hide_password(self._engine.url)
 
     def look(self) -> Leadership:
         """Return the present leadership.

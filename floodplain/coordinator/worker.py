@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -69,6 +69,7 @@ class LeaseWorker:
         self.news = NewsBoard()
         self.failure: BaseException | None = None
         self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._changed: list[Lease] = []  # since the last ``_announce``
         self._is_closing = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="lease-worker", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +82,7 @@ class LeaseWorker:
     def open(self) -> None:
         """Start the thread."""
         self._loop = asyncio.get_running_loop()
-        self.service.on_change = self._post
+        self.service.on_change = self._note_change
         self._thread.start()
 
     async def close(self) -> None:
@@ -133,6 +134,8 @@ class LeaseWorker:
             while not self._is_closing:
                 if time.monotonic() >= next_tick_s:
                     self.service.tick()
+                    if self._changed:
+                        self._announce([])
                     next_tick_s = time.monotonic() + TICK_S
                 self._work(self._take(next_tick_s - time.monotonic()))
             self._work(self._take(0.0))
@@ -176,20 +179,25 @@ class LeaseWorker:
                 if waiting is not None:
                     self._announce([(waiting[0], GONE if self.failure is None else FAILED)])
 
-    def _announce(self, answers: Sequence[_Answered]) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(_resolve, answers)
+    def _note_change(self, leases: Sequence[Lease] | None) -> None:
+        if leases is None:
+            self._call_on_loop(self.news.refuse, f"{NOT_LEADING} any more")
+        else:
+            self._changed += leases
 
-    def _post(self, leases: Sequence[Lease] | None) -> None:
+    def _announce(self, answers: Sequence[_Answered]) -> None:
+        """Pass answers and committed leases to the event loop: one wake-up, which costs as much as an answer."""
+        changed, self._changed = self._changed, []
+        self._call_on_loop(self._tell, changed, answers)
+
+    def _call_on_loop(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         with suppress(RuntimeError):  # the event loop has ended, as if a store hangs: no request waits
-            if leases is None:
-                self._loop.call_soon_threadsafe(self.news.refuse, f"{NOT_LEADING} any more")
-            else:
-                self._loop.call_soon_threadsafe(self.news.post, leases)
+            self._loop.call_soon_threadsafe(callback, *args)
 
-
-def _resolve(answers: Sequence[_Answered]) -> None:
-    for answered, answer in answers:
-        if not answered.done():  # the client may have disconnected
-            answered.set_result(answer)
+    def _tell(self, changed: Sequence[Lease], answers: Sequence[_Answered]) -> None:
+        if changed:
+            self.news.post(changed)
+        for answered, answer in answers:
+            if not answered.done():  # the client may have disconnected
+                answered.set_result(answer)
