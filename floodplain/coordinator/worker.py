@@ -29,8 +29,8 @@ LEADER_HEADER = "Floodplain-Leader"
 GONE = Unavailable("this coordinator has stopped: ask another one")
 FAILED = Unavailable("this coordinator has failed, and its log says why: ask another one")
 NOT_LEADING = "this coordinator does not lead"
-COMMIT_EVERY_S = 1e-3
-"""The least time between transactions: one costs about as much as some messages in it (benchmarks/coordinator)."""
+COMMIT_EVERY_S = 3e-3
+"""The least time between transactions: one costs as much as ten messages in it (benchmarks/coordinator)."""
 TICK_S = 0.2
 CLOSING_S = 12.0
 """Longer than a reachable store needs to connect and to answer, or to fail."""
