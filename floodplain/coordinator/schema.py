@@ -1,4 +1,4 @@
-"""The version of a store's tables, and their upgrade by a leader.
+"""The tables of a store, their version, and their upgrade by a leader.
 
 A coordinator that opens a store creates the tables if there are none, and changes no others, because the leader may be
 older. The next leader upgrades them in the transaction that raises the epoch, so the old leader's next write finds
@@ -9,17 +9,60 @@ another epoch. No migration changes the columns that are read to take over: ``ep
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NewType, get_args, get_type_hints
 
 import sqlalchemy as sql
+from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
-from floodplain.coordinator.tables import BOOK, METADATA, SCHEMA, VERSION
 from floodplain.core.errors import UserError
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
 logger = logging.getLogger(__name__)
+
+SCHEMA = 4
+"""Read by coordinators older than versions, which refuse a store of another schema."""
+
+METADATA = MetaData()
+
+BOOK = Table(
+    "floodplain_book",
+    METADATA,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("schema", Integer, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("leader", String, nullable=False),
+    Column("leader_url", String, nullable=False),
+    Column("ttl_s", Float, nullable=False),
+    Column("floor", BigInteger, nullable=False),
+)
+"""One row. Every transaction of a leader begins by raising its beat, if its epoch is still the leader's own."""
+
+_COLUMN_TYPES: Mapping[Any, Any] = {int: BigInteger, float: Float, bool: Boolean, str: String}
+
+
+def _columns(kind: type[Member | Lease]) -> list[Column[Any]]:
+    """A column for each field of a row; the first is the key. A new field takes a migration, too."""
+    columns: list[Column[Any]] = []
+    for name, hint in get_type_hints(kind).items():
+        wanted, *others = get_args(hint) or (hint,)
+        wanted = str if isinstance(wanted, NewType) or issubclass(wanted, StrEnum) else wanted
+        columns.append(Column(name, _COLUMN_TYPES[wanted], primary_key=not columns, nullable=bool(others)))
+    return columns
+
+
+MEMBERS = Table("floodplain_members", METADATA, *_columns(Member))
+LEASES = Table("floodplain_leases", METADATA, *_columns(Lease), Column("granted_unix_s", Float, nullable=False))
+
+VERSION = Table("floodplain_version", MetaData(), Column("version_num", String(32), primary_key=True))
+"""One row: the version of the other tables, maintained by alembic (``migrations``)."""
+
 
 FIRST, NEWEST = "v1", "v2"
 _OURS = {*METADATA.tables, VERSION.name}

@@ -28,13 +28,12 @@ from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.leases.client import LeaseClient, LeaseShare
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.lent_pool import LentPool, open_lent_pool
+from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
 from floodplain.lending.peer_parts import PeerParts
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
-from floodplain.lending.pool_limits import PoolLimits
 from floodplain.lending.requests import LOOK_S
 from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend

@@ -7,7 +7,7 @@ import logging
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.steady_state import SteadyState
-from floodplain.lending.pool_limits import PoolLimits
+from floodplain.lending.lent_pool import PoolLimits
 from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.lending.membership import LentDevice
-from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.backend import Backend
 from floodplain.memory.kv_pool import KVPool
 from floodplain.policy.lending import PoolLoad
 from floodplain.runtime.loop import Loop
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """The limits of one engine, for its life.
+
+    Attributes:
+        num_blocks: Of the pool while nothing is lent.
+        least_blocks: The pool never has fewer: what the longest request needs.
+        most_lent_blocks: Never more are lent; 0 lends nothing.
+        max_model_len: Most tokens of a request, prompt and output.
+    """
+
+    num_blocks: int
+    least_blocks: int
+    most_lent_blocks: int
+    max_model_len: int
+
 
 MOST_MOVED_BYTES = 16 * 2**20
 """The most at one boundary, or one quantum if that is more. Measured on one core of a CPU, per MiB: shrinking 0.5 to

@@ -15,11 +15,9 @@ from floodplain.coordinator.store import StoreError
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.leases.rows import Shard
 from floodplain.lending import agent as agents
-from floodplain.lending import news_watch
-from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.agent import LeaseAgent, NewsWatch
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
-from floodplain.lending.news_watch import NewsWatch
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.secret_files import secret_file
@@ -34,7 +32,7 @@ def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members exchange only when they have a message to send, or got news."""
     for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
         monkeypatch.setattr(agents, name, NEVER_S)
-    monkeypatch.setattr(news_watch, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("floodplain.lending.agent.FIRST_PAUSE_S", 0.05)
 
 
 @pytest.fixture(scope="module")

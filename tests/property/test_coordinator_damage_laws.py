@@ -16,11 +16,11 @@ from sqlalchemy.exc import NoResultFound
 
 from floodplain.coordinator import store as store_module
 from floodplain.coordinator.run import coordinate
+from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS, VERSION
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.coordinator.soundness import DamagedStore
 from floodplain.coordinator.store import Store
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, VERSION
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import sqlalchemy as sql
 
+from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseId, LeaseState
 from floodplain.leases.table import Changes

@@ -28,7 +28,7 @@ LIMITS_S = {
     "floodplain.lending.agent.LAST_WORDS_S": HANG_S,
     "floodplain.lending.agent.RETIRE_S": HANG_S,
     "floodplain.lending.agent.START_S": HANG_S,
-    "floodplain.lending.news_watch.CLOSING_S": HANG_S,
+    "floodplain.lending.agent.CLOSING_S": HANG_S,
 }
 """Limits by import name; a test whose subject is such a limit sets its own."""
 ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)

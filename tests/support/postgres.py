@@ -136,7 +136,7 @@ def postgres() -> Iterator[PostgresServer]:
 def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow coordinator in this process does not count as stopped; tests of stopped ones set their own limits."""
     for name in ("STATEMENT_TIMEOUT_S", "STOPPED_TIMEOUT_S"):
-        monkeypatch.setattr(f"floodplain.coordinator.database.{name}", int(HANG_S))
+        monkeypatch.setattr(f"floodplain.coordinator.store.{name}", int(HANG_S))
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
-from floodplain.lending import exchange
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
 from floodplain.web.listen import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
@@ -144,7 +143,7 @@ def test_an_answer_that_drips_costs_the_timeout_once(begun: bytes) -> None:
 
 
 def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("floodplain.lending.client.MAX_ANSWER_BYTES", 1000)
     fits, too_long = (answer(b" " * (size - 2) + b"{}") for size in (1000, 1001))
     chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n"
     with answering(fits, too_long, chunks + DRIP) as peer, closing(CoordinatorClient(peer.url)) as client:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.coordinator import database
-from floodplain.coordinator.store import Store
+from floodplain.coordinator.store import Store, hide_password
 from floodplain.core.errors import UserError
 
 
@@ -52,7 +51,7 @@ def test_a_bad_address_is_refused_in_one_line_that_shows_no_password(address: st
 
 
 def test_an_address_is_shown_without_its_password(tmp_path: Path) -> None:
-    shown = database.hide_password("postgresql://user:secret@host/db?host=/run&password=secret")
+    shown = hide_password("postgresql://user:secret@host/db?host=/run&password=secret")
     assert shown == "postgresql://user:***@host/db?host=%2Frun&password=hidden"
     with closing(Store.open(f"sqlite:///{tmp_path}/leases.db")) as store:
         assert store.shown_url == f"sqlite:///{tmp_path}/leases.db"

@@ -13,9 +13,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from floodplain.coordinator import schema
+from floodplain.coordinator.schema import METADATA, VERSION
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import METADATA, VERSION
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseId, LeaseState

@@ -14,9 +14,8 @@ import sqlalchemy as sql
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from floodplain.coordinator import database
+from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId
@@ -247,7 +246,7 @@ def test_resigning_keeps_the_rows_and_leaves_no_leader(store: Store) -> None:
 def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "STOPPED_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("floodplain.coordinator.store.STOPPED_TIMEOUT_S", 0.3)
     with closing(Store.open(postgres_url)) as stopped, closing(Store.open(postgres_url)) as other:
         old, _ = lead(stopped, "stopped")
         with pytest.raises(StoreError), stopped._engine.begin() as connection:
@@ -262,8 +261,8 @@ def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
 def test_a_leader_that_stops_between_rows_that_it_sends_loses_them_too(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "STOPPED_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 1)
+    monkeypatch.setattr("floodplain.coordinator.store.STOPPED_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("floodplain.coordinator.store.STATEMENT_TIMEOUT_S", 1)
     with closing(Store.open(postgres_url)) as stopped, closing(Store.open(postgres_url)) as other:
         psycopg = pytest.importorskip("psycopg")
         lead(stopped, "stopped")
@@ -326,7 +325,7 @@ def test_a_database_restart_between_two_calls_is_an_error_once(postgres: Postgre
 
 
 def test_a_locked_file_is_an_error_until_it_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("floodplain.coordinator.store.STATEMENT_TIMEOUT_S", 0.05)
     path = tmp_path / "leases.db"
     with closing(Store.open(f"sqlite:///{path}")) as store, closing(sqlite3.connect(path)) as other:
         epoch, _ = lead(store)

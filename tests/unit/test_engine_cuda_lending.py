@@ -14,8 +14,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.lending.lent_pool import LentPool, open_lent_pool
-from floodplain.lending.pool_limits import PoolLimits
+from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.memory.cuda import backend as cuda_backend
 from floodplain.memory.cuda import home as cuda_home
 from floodplain.memory.cuda.backend import CudaBackend

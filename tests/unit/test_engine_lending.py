@@ -13,10 +13,10 @@ from floodplain.engine.steady_state import SteadyState
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
+from floodplain.lending.lent_pool import PoolLimits
 from floodplain.lending.membership import LentDevice, Membership
 from floodplain.lending.neighbours import default_device_name
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
-from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.host.named_file import NAME
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model

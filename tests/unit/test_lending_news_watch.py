@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from floodplain.lending import news_watch
+from floodplain.lending.agent import GAP_S, NewsWatch
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.news_watch import NewsWatch
 from tests.support.peer import DRIP, HANG_UP, Peer, answer, answering
 from tests.support.waiting import HANG_S, wait_until
 
@@ -33,7 +32,7 @@ class Heard:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing may take up to ``HANG_S``; an answer that must not delay it takes longer."""
-    monkeypatch.setattr(news_watch, "CLOSING_S", HANG_S)
+    monkeypatch.setattr("floodplain.lending.agent.CLOSING_S", HANG_S)
 
 
 @contextmanager
@@ -74,11 +73,11 @@ def test_what_fails_is_tried_again_ever_later(bad: bytes, monkeypatch: pytest.Mo
 
         wait_for_real = watch._is_closing.wait
         monkeypatch.setattr(watch._is_closing, "wait", wait)
-        monkeypatch.setattr(news_watch.random, "uniform", lambda least, most: most)
+        monkeypatch.setattr("floodplain.lending.agent.random.uniform", lambda least, most: most)
         watch.want(True)
         wait_until(lambda: heard.num)
         wait_until(lambda: len(pauses) == 5)
-    assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, news_watch.GAP_S]
+    assert pauses[:5] == [0.0, 1.0, 2.0, 4.0, GAP_S]
 
 
 def test_without_leases_no_coordinator_is_contacted() -> None:
@@ -113,7 +112,7 @@ def test_it_rests_while_there_can_be_no_news(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("last", [None, DRIP, b"HTTP/1.1 200 X\r\nContent-Length: 9\r\n\r\n" + DRIP])
 def test_it_ends_at_once_however_long_the_answer_takes(last: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news_watch, "WAIT_S", 2 * HANG_S)
+    monkeypatch.setattr("floodplain.lending.agent.WAIT_S", 2 * HANG_S)
     with answering(last) as peer, watching(peer) as (watch, _):
         watch.want(True)
         wait_until(lambda: peer.requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from floodplain.coordinator.tables import METADATA, VERSION
+from floodplain.coordinator.schema import METADATA, VERSION
 
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=METADATA, version_table=VERSION.name
