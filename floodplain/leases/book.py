@@ -1,8 +1,7 @@
 """The coordinator's rules: which member lends how many bytes to which consumer. Sans-IO.
 
-Time is an argument, in seconds of a monotonic clock. It decides silence, deadlines, and how long a driver may take to
-reclaim freed memory; no other rule about bytes depends on it. A new book considers every member alive, so after a
-restart nothing expires for one whole TTL.
+Times are arguments, in seconds of a monotonic clock. A new book considers every member alive, so after a restart
+nothing expires for one whole TTL.
 
 After every call: the bytes leased on a device, owed bytes included, are at most what its owner offers. A recalled or
 owed byte is leased again only after it was offered anew; before that, its owner has seen it free, or the owner has
@@ -44,8 +43,8 @@ class LeaseBook:
         now: The clock.
         members: Rows of a store.
         leases: Rows of a store that have not ended.
-        limits: The most members and leases that the book accepts.
-        floor: The store's floor for generations and revisions of new members (``LeaseTable``).
+        limits: The most members and leases.
+        floor: For generations and revisions of new members (``LeaseTable``).
 
     Attributes:
         may_borrow_from: Who may borrow from whom; None if all may borrow from all.
@@ -70,7 +69,7 @@ class LeaseBook:
         self._time_recalls(self.rows.leases, now)
 
     def handle(self, message: Message, now: float) -> Reply:
-        """Apply a message at ``now`` and return the reply."""
+        """Return the reply to one message."""
         return self.handle_all([message], now)[0]
 
     def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker | None = None) -> list[Reply]:
@@ -80,13 +79,10 @@ class LeaseBook:
         first batch contains what it withdrew while no coordinator answered.
 
         The reply to a join or heartbeat lists the member's leases as they are after all of the messages. Replies to one
-        member share one tuple of leases, and so do copies of a request. So an answer is no longer than what its members
-        have, however often they ask.
+        member share one tuple of leases, and so do copies of a request: an answer is no longer than what its members
+        have.
 
-        Args:
-            messages: From members.
-            now: The clock.
-            speaker: What the sender may do; None if tokens are not checked.
+        ``speaker`` is what the sender may do; None if tokens are not checked.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
         changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
@@ -127,10 +123,7 @@ class LeaseBook:
         return dead
 
     def forget(self, name: str) -> Reply:
-        """End a member for good, because an operator says that its device and the bytes on it are lost.
-
-        Leases that no consumer has allocated yet are recalled, and are owed once their consumers know.
-        """
+        """End a member for good, because an operator says that its device and the bytes on it are lost."""
         if name not in self.rows.members:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")
         self.roster.end(name)
@@ -140,11 +133,6 @@ class LeaseBook:
         """Grant only along these pairs from now on; recall the leases that they do not allow, and return them.
 
         The offers stay: the producer learns of the recall, and takes the bytes back once they are free.
-
-        Args:
-            pairs: None if all may borrow from all.
-            now: The clock.
-            deadline_s: Seconds that consumers get to free the bytes.
         """
         self.may_borrow_from = pairs
         disallowed = choose_disallowed(self.rows.leases.values(), pairs)
@@ -161,7 +149,7 @@ class LeaseBook:
         return [self.rows.leases[lease_id] for lease_id, left_s in self.due_in_s(now).items() if left_s < 0]
 
     def take_changes(self) -> Changes:
-        """Return rows changed since the last call: a store writes them before any reply is sent."""
+        """Return rows changed since the last call, to be written before any reply is sent."""
         return self.rows.take_changes()
 
     def _handle_one(
@@ -216,7 +204,6 @@ class LeaseBook:
         return {name: self.rows.unleased_bytes(name) for name in names if self.rows.count_on_device(name) <= most}
 
     def _due_of(self, leases: Sequence[Lease], now: float) -> dict[LeaseId, float]:
-        """Return the seconds left for each recalled lease, at least 0."""
         recalled = (lease.lease_id for lease in leases if lease.state is LeaseState.RECALLED)
         return {i: max(0.0, self._due_s[i] - now) for i in recalled if i in self._due_s}
 
@@ -237,12 +224,8 @@ class LeaseBook:
 def _confirms_offer(message: Message, reply: Reply, changing: Collection[str]) -> bool:
     """Whether the reply confirms that the sender still offers what its row says.
 
-    A member that wants bytes back sends heartbeat and recall together. If the recall is stale, its offer is unknown.
-
-    Args:
-        message: Of a batch.
-        reply: To it.
-        changing: Names of members whose offers change in the batch.
+    A member that wants bytes back sends heartbeat and recall together. If the recall is stale, its offer is unknown; so
+    ``changing`` names the members whose offers change in the batch.
     """
     says_so = isinstance(message, Offer | Recall) or (
         isinstance(message, Join | Heartbeat) and message.name not in changing

@@ -12,10 +12,8 @@ from floodplain.leases.states import Lease, LeaseState
 def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> list[str] | None:
     """Return a device for every shard, or None if not all of them fit.
 
-    Args:
-        shards: What is requested; a shard that names its device fits only there.
-        free_bytes: Unleased bytes of each producer that the consumer may borrow from. Among equals, the first is
-            preferred.
+    A shard that names its device fits only there. ``free_bytes`` has the unleased bytes of the producers that the
+    consumer may borrow from; among equals, the first is preferred.
     """
     left = dict(free_bytes)
     chosen: dict[int, str] = {}

@@ -17,10 +17,7 @@ class LeaseClient(Protocol):
     """
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Request all of these shards until they are granted or ``cancel`` is called; return the request's number.
-
-        Numbers are unique.
-        """
+        """Request all of these shards until granted or cancelled; return the request's unique number."""
 
     def cancel(self, number: int) -> None:
         """Cancel a request. The client itself returns leases granted to it, now or later, that were not allocated."""
@@ -28,17 +25,14 @@ class LeaseClient(Protocol):
     def pending(self) -> Collection[int]:
         """Return numbers of requests that may still appear in ``to_allocate``.
 
-        A granted request is removed if its leases are recalled or expire before they were allocated: ask again.
+        A granted request ends if its leases are recalled or expire before they were allocated: ask again.
         """
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """Return granted leases that may be allocated immediately.
+        """Return granted leases that may be allocated now, without those of the requests in ``others``.
 
         Answer each of them at once with ``allocated`` or ``refused``. Until then the client reports no leases to the
         coordinator: it would take a lease that is recalled meanwhile for untouched, and give it back.
-
-        Args:
-            others: Requests whose leases are not returned, and need no answer (``LeaseShare`` uses this).
         """
 
     def allocated(self, lease_id: LeaseId) -> None:
@@ -48,10 +42,9 @@ class LeaseClient(Protocol):
         """Record why the lease's bytes could not be allocated; they will not be."""
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """Return allocated leases that must be freed, and the seconds left for each.
+        """Return allocated leases that must be freed, and the seconds left for each, below zero if overdue.
 
-        Below zero if overdue. -inf if the lease has ended without this process (it was considered dead, or the device
-        is gone), so the bytes should be free already.
+        -inf if the lease has ended without this process (it was considered dead, or the device is gone).
         """
 
     def freed(self, lease_id: LeaseId) -> None:
@@ -61,11 +54,8 @@ class LeaseClient(Protocol):
 class LeaseShare:
     """One of several borrowers that share a client: each gets only the grants of its own requests.
 
-    A lease that no share requested is returned to the share that polls first, which refuses it.
-
-    Args:
-        client: Of the process.
-        shares: All shares of that client; the new one is appended.
+    A lease that no share requested is returned to the share that polls first, which refuses it. The new share is
+    appended to ``shares``, which has all shares of that client.
     """
 
     def __init__(self, client: LeaseClient, shares: list[LeaseShare]) -> None:

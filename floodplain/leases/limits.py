@@ -15,15 +15,15 @@ FORGET_AFTER_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
-    """Limits of one lease book.
+    """Limits of one lease book. Owed leases count.
 
     Attributes:
         least_lease_bytes: A smaller shard is refused.
-        max_leases: Of one consumer, owed ones included.
-        max_borrowed_bytes: Of one consumer, owed ones included.
-        max_leases_on_device: Of one producer, owed ones included: a producer that has so many grants no more.
+        max_leases: Of one consumer.
+        max_borrowed_bytes: Of one consumer.
+        max_leases_on_device: A producer that has so many grants no more.
         max_members: Living and ended. If it is reached, a new member replaces the one that ended first.
-        forget_after_s: A member that ended so long ago, and that neither owes nor is owed a lease, is forgotten.
+        forget_after_s: A member that ended so long ago, and that has no lease, is forgotten.
     """
 
     least_lease_bytes: int = 1

@@ -16,13 +16,7 @@ from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Out
 
 @dataclass(slots=True)
 class KnownLease:
-    """A lease as far as a member knows it.
-
-    Attributes:
-        lease: The newest row received.
-        learned_s: When the first row was received.
-        due_s: If recalled: when the bytes must be free.
-    """
+    """A lease's newest row that was received, when the first one was, and when recalled bytes must be free."""
 
     lease: Lease
     learned_s: float
@@ -55,7 +49,7 @@ class MemberSide:
 
     @property
     def stamp(self) -> Stamp:
-        """Return generation and revision of its newest row; zeros before it has joined."""
+        """Return the stamp of its newest row; zeros before it has joined."""
         return self.row.stamp if self.row is not None else Stamp(0, 0)
 
     def borrowed(self) -> list[Lease]:
@@ -67,10 +61,7 @@ class MemberSide:
         return [known.lease for known in self.known.values() if known.lease.producer == self.name]
 
     def is_surely_alive(self, now: float) -> bool:
-        """Whether the coordinator must still consider it alive, and so keeps what it granted.
-
-        Counts from the sending of the last answered heartbeat, which the coordinator received later.
-        """
+        """Whether the coordinator must still consider it alive: for a TTL from the sending of an answered beat."""
         return self.has_joined and now <= self._alive_until_s
 
     def may_allocate(self, lease: Lease, now: float) -> bool:
@@ -79,7 +70,7 @@ class MemberSide:
         return is_mine and lease.state is LeaseState.GRANTED and self.is_surely_alive(now)
 
     def greeting(self) -> Join | Heartbeat:
-        """Return the message of every beat: a join, or a heartbeat once it has joined."""
+        """Return the message of every beat."""
         return Heartbeat(self.name, self.stamp.generation) if self.has_joined else Join(self.name, self.instance)
 
     def learn(self, message: Message, reply: Reply, sent_s: float, now: float) -> None:
@@ -145,8 +136,8 @@ class MemberSide:
 class Lender:
     """Chooses the next offer, recall, or observation of one producer.
 
-    The engine shrinks its pool before it offers bytes, and grows it only by bytes that are no longer promised. So the
-    engine's bytes are always free for it: others hold at most what is offered (law 2 of docs/design/005-leases.md).
+    The engine shrinks its pool before it offers bytes, and grows it only by bytes that are no longer promised. So
+    others hold at most what is offered (law 2 of docs/design/005-leases.md).
 
     Args:
         member: The process's side of the protocol.
@@ -168,7 +159,7 @@ class Lender:
     def promised_bytes(self) -> int:
         """Return the bytes to leave to others: what is offered, or may be by a message that is under way.
 
-        Before it has joined, the whole capacity: it does not know yet what an earlier process of its name promised.
+        Before it has joined, the whole capacity: what an earlier process of its name promised is unknown.
         """
         row = self.member.row
         return self.capacity_bytes if row is None else max(row.offered_bytes, self._offered_at(row.stamp))
@@ -185,9 +176,8 @@ class Lender:
         An offer without an answer may still arrive. If less is to be lent by now, the present offer is sent again: the
         one of the two that arrives second is stale.
 
-        Args:
-            own_bytes: Bytes of the device that its own pool takes.
-            foreign_bytes: Bytes that others hold there, read after the last answer arrived.
+        ``own_bytes`` of the device are its own pool's; others hold ``foreign_bytes``, read after the last answer
+        arrived.
         """
         row = self.member.row
         if row is None or not self.member.has_joined:
@@ -206,8 +196,7 @@ class Lender:
     def say_last(self, foreign_bytes: int) -> Offer | Observe | None:
         """Return the next message before the process ends: withdraw unleased bytes, else observe owed bytes free.
 
-        Leases that consumers count on stay. Without the observation, what they have freed stays owed until another
-        engine of this name starts.
+        Without the observation, what consumers have freed stays owed until another engine of this name starts.
         """
         row = self.member.row
         if row is None or not self.member.has_joined:
@@ -253,9 +242,6 @@ class Borrower:
 
     A lease is allocated once and freed once. In between the engine uses the bytes as it likes; after a recall it has
     until ``due_s`` to copy away what it needs.
-
-    Args:
-        member: The process's side of the protocol.
     """
 
     def __init__(self, member: MemberSide) -> None:
@@ -265,7 +251,7 @@ class Borrower:
         self._too_late: set[LeaseId] = set()
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Request all of these shards until they are granted or ``cancel`` is called; return the request's number.
+        """Request all of these shards until granted or cancelled; return the request's number.
 
         A later request may be granted before one that waits for more room. Then the earlier one ends (it leaves the
         member's ``open_requests``), and must be asked again: numbers that are granted only rise.
@@ -311,16 +297,12 @@ class Borrower:
         self._done[lease_id] = (LeaseEvent.REFUSE, reason)
 
     def freed(self, lease_id: LeaseId) -> None:
-        """Record that the bytes are free again, and will not be allocated any more."""
+        """Record that the bytes are free again."""
         self._done[lease_id] = (LeaseEvent.RELEASE, "")
         self._too_late.discard(lease_id)
 
     def say(self, most: int | None = None) -> list[Request | Report]:
-        """Return what the coordinator has not confirmed: first reports on leases, then requests.
-
-        Args:
-            most: The most messages; None returns all. Requests beyond it are in the next call's messages.
-        """
+        """Return unconfirmed messages, at most ``most``: reports, then requests; the next call has the rest."""
         known = self.member.known
         for lease in self.member.borrowed():
             if lease.state is LeaseState.RECALLED and self._is_of_this_life(lease) and lease.lease_id not in self._done:

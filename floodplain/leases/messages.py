@@ -34,12 +34,7 @@ class Join:
 class Leave:
     """A process ends in an orderly way.
 
-    It no longer counts on its leases, and a successor may join at once.
-
-    Attributes:
-        name: Its name.
-        generation: Its incarnation.
-        is_last: The name is never used again: the device is gone, too.
+    It no longer counts on its leases, and a successor may join at once. If ``is_last``, the device is gone, too.
     """
 
     name: Name

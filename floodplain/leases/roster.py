@@ -22,7 +22,7 @@ class Roster:
         limits: How many members are kept, and for how long.
 
     Attributes:
-        heard: Names of living members that have said since ``now`` what they offer: those bytes may be granted.
+        heard: Living members that have said since ``now`` what they offer: those bytes may be granted.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
@@ -46,12 +46,7 @@ class Roster:
         """Start a member's life; joining twice with one instance is joining once.
 
         While an older process of that name may live, a new one is DEFERRED: the old one may be about to allocate what
-        it was granted.
-
-        Args:
-            message: What the process says.
-            now: The clock.
-            is_lender: Whether the sender's token is a producer's.
+        it was granted. ``is_lender`` says whether the sender's token is a producer's.
         """
         known = self.table.members.get(message.name)
         if known is None:
@@ -114,9 +109,8 @@ class Roster:
     def end(self, name: str, *, is_last: bool = False) -> None:
         """End a life: what the member borrowed is owed, and its unleased offer is withdrawn.
 
-        If it was the last life of its name, owed bytes of its device are settled without an observation.
-
-        The revisions of its producers rise, so that no earlier observation settles: it may have allocated since.
+        If it was the last life of its name, owed bytes of its device are settled without an observation. The revisions
+        of its producers rise, so that no earlier observation settles: it may have allocated since.
         """
         self._seen_s.pop(name, None)
         self.heard.discard(name)

@@ -21,13 +21,10 @@ class Member:
         revision: How often its offer has changed, or a consumer was found to have allocated on the device.
         offered_bytes: What it offers, leased bytes included.
         last_request: The number of its last request that was granted, in this generation.
-        is_gone: The last process of that name has ended, and its device is gone. No process observes it any more, and
-            no pool needs what is owed there: it is settled at once.
-        is_lender: This life began with a producer's token, or has offered bytes: a sender that may only borrow may not
-            speak for it.
-        hidden_bytes: The most bytes of the device that consumers may still hold under ended leases: expired leases that
-            an observation settled while their bytes were attributed to another consumer, which had died or had not
-            reported yet.
+        is_gone: The last process of that name has ended, and its device is gone: what is owed there is settled at once.
+        is_lender: This life began with a producer's token, or has offered bytes: a consumer may not speak for it.
+        hidden_bytes: The most bytes that consumers may still hold under ended leases: expired ones that an observation
+            settled while their bytes were attributed to another consumer, which was dead or had not reported yet.
     """
 
     name: Name
@@ -48,14 +45,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Bytes that must be on one device: the named one, or any.
-
-    A part of a request.
-
-    Attributes:
-        num_bytes: How many.
-        producer: The device's name; None if any will do.
-    """
+    """Bytes that must be on one device: the named one, or any."""
 
     num_bytes: SentNumber
     producer: Name | None = None
@@ -70,7 +60,7 @@ class Reply:
         member: The row of the member that it was about.
         leases: The leases that it was about, or that it changed.
         due_in_s: For recalled leases, the seconds that their consumers have left.
-        detail: One line for a log, empty if there is nothing to say.
+        detail: One line for a log, or empty.
     """
 
     outcome: Outcome

@@ -54,7 +54,7 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
     raises the member's revision, so that an earlier observation is stale.
 
     A consumer that counts on a lease may hold nothing of it: it has died, or its report of the freed lease came too
-    late for this observation. Then an expired lease is settled although its bytes are held (``Member.hidden_bytes``).
+    late. Then an expired lease is settled although its bytes are held (``Member.hidden_bytes``).
     """
     known, leases = table.members[message.name], table.on_device(message.name)
     allocated = sum(lease.held_bytes for lease in leases if not lease.is_owed)
@@ -69,14 +69,9 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
 
 
 def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[Member, tuple[Lease, ...]]:
-    """Settle owed leases: their bytes are the producer's and no longer offered; return its row and theirs.
+    """Settle owed leases of ``member``: their bytes are its own and no longer offered; return its row and theirs.
 
     Ended leases hold no more of the device than is leased there (law 2), so the bound on ``hidden_bytes`` falls, too.
-
-    Args:
-        table: The rows.
-        member: The producer's row, with its other changes.
-        leases: Owed to it.
     """
     settled = tuple(lease.after(LeaseEvent.SETTLE) for lease in leases)
     for lease in settled:
@@ -118,13 +113,7 @@ def request(
     """Grant all of the shards, or none (DEFERRED: ask again).
 
     A copy of a request that arrives after its leases have ended is stale: a consumer is not granted leases that it no
-    longer expects.
-
-    Args:
-        table: The rows.
-        message: The request of a consumer that is alive.
-        free_bytes: Unleased bytes of each producer that the consumer may borrow from, best first.
-        limits: The most that a consumer may request and have.
+    longer expects. ``free_bytes`` has the unleased bytes of each producer that it may borrow from, best first.
     """
     known = table.members[message.name]
     granted = table.of_request(message.name, message.generation, message.number)
@@ -167,7 +156,7 @@ def report(table: LeaseTable, message: Report) -> Reply:
 
 
 def _refuse_by_limits(table: LeaseTable, message: Request, limits: LeaseLimits) -> Reply | None:
-    """Return a refusal if the request breaks a limit: CONFLICT if for good, DEFERRED if only for now."""
+    """Return CONFLICT if the request breaks a limit for good, DEFERRED if only for now."""
     name, asked = message.name, message.shards
     asked_bytes, least = sum(shard.num_bytes for shard in asked), limits.least_lease_bytes
     if min(shard.num_bytes for shard in asked) < least:
@@ -200,12 +189,7 @@ def _judge_report(message: Report, lease: Lease) -> Outcome:
 
 
 class EndedLenders:
-    """Settles freed leases of ended lenders after a delay.
-
-    Args:
-        table: The rows that it changes.
-        wait_s: Seconds between a consumer's report and its effect: a driver may take so long to reclaim freed memory.
-    """
+    """Settles freed leases of ended lenders after ``wait_s`` seconds: a driver reclaims memory in less."""
 
     def __init__(self, table: LeaseTable, wait_s: float) -> None:
         self._table, self._wait_s = table, wait_s

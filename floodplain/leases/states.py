@@ -117,12 +117,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The sender's generation, and the revision of the row that it has seen.
-
-    Attributes:
-        generation: The sender's incarnation, numbered by the coordinator at each join.
-        revision: The last change of the row, lease or member, that the sender has seen.
-    """
+    """The sender's generation, and the revision of the row that it has seen."""
 
     generation: SentCount
     revision: SentCount
@@ -192,7 +187,7 @@ class Lease:
 
 
 def draw_table() -> str:
-    """Return the table as a Mermaid state diagram, as docs/design/005-leases.md shows it."""
+    """Return the table as a Mermaid state diagram, as in docs/design/005-leases.md."""
     lines = ["stateDiagram-v2", "    [*] --> granted"]
     for state, row in TRANSITIONS.items():
         lines += [f"    {state.value} --> {after.value}: {event.value}" for event, after in row.items()]
@@ -212,8 +207,7 @@ def judge(stamp: Stamp, known: Stamp) -> Outcome:
 def judge_copy(told: Lease, known: Lease) -> Outcome:
     """Whether a received copy of a lease replaces the ``known`` one; APPLIED if so.
 
-    Rows are whole, so copies may arrive twice, late, and in any order. Two different rows with one revision have two
-    authors: CONFLICT.
+    Copies may arrive twice, late, and in any order. Two different rows with one revision have two authors: CONFLICT.
     """
     if told.revision == known.revision:
         return Outcome.STALE if told == known else Outcome.CONFLICT

@@ -15,11 +15,8 @@ from floodplain.leases.states import FREED, Lease, LeaseEvent, LeaseId
 class Changes:
     """Rows that are new or changed: what a store writes.
 
-    Attributes:
-        members: Rows.
-        leases: Rows; those that have ended are to be deleted.
-        forgotten: Names of members whose rows are to be deleted; none of them is among ``members``.
-        floor: The table's floor for generations and revisions.
+    ``leases`` that have ended are to be deleted, and so are the rows of the ``forgotten`` members, which are not among
+    ``members``.
     """
 
     members: tuple[Member, ...] = ()
@@ -36,16 +33,13 @@ class Changes:
 class LeaseTable:
     """Members, and leases that have not ended. Rows are replaced, never changed.
 
-    Args:
-        floor: Forgotten members had at most this generation and revision; new members begin above it. So late messages
-            of an old process of a forgotten name are stale, and no lease ID is used twice.
-
     Attributes:
         members: By name.
         leases: By ID.
         freed: Owed leases whose consumers reported them as freed, or as never allocated.
         lenders: Names of members that offer bytes.
-        floor: As given, raised as members were forgotten since.
+        floor: Forgotten members had at most this generation and revision; new members begin above it. So late messages
+            of an old process of a forgotten name are stale, and no lease ID is used twice.
     """
 
     def __init__(self, floor: int = 0) -> None:
@@ -165,11 +159,7 @@ class LeaseTable:
             del self._changed_leases[lease.lease_id]
 
     def check_integrity(self) -> None:
-        """Check that leased is at most offered on every device, and that the indexes match the rows.
-
-        Raises:
-            InvariantError: A check fails.
-        """
+        """Raise InvariantError if more is leased than offered on a device, or an index does not match the rows."""
         leased: defaultdict[str, int] = defaultdict(int)
         for lease in self.leases.values():
             leased[lease.producer] += lease.num_bytes
