@@ -124,7 +124,8 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
     """
     lifecycles: list[Lifecycle] = []
     async with started(AsyncEngine(build_engine(way.config(base), way.make_policy()))) as engine:
-        await _warm_up(engine, spec)
+        # so that threads, allocator and learned prices are alike for every way
+        await _time_batch(engine, replace(spec, num_prompts=NUM_WARM_UP), WARM_UP_TOKENS)
         engine.subscribe(lifecycles.append)
         if progress:
             print(f"{way.name}:", file=sys.stderr)
@@ -163,12 +164,6 @@ def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) ->
         config=facts | asdict(engine.engine.config) | asdict(spec),
         hardware=hardware_report(engine.engine.config.device, engine.engine.links),
     )
-
-
-async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
-    """Serve a few other texts, so that threads, allocator and learned prices are alike for every way."""
-    batch = replace(spec, num_prompts=NUM_WARM_UP)
-    await _time_batch(engine, batch, WARM_UP_TOKENS)
 
 
 async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, num_tokens: int) -> float:

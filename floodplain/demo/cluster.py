@@ -44,11 +44,6 @@ class VerbProcess:
                 env=environment,
             )
 
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of the process; None while it runs."""
-        return self._process.poll()
-
     def wait_ready(self) -> Mapping[str, Any]:
         """Wait until the verb serves; return the JSON object that it prints, with its ``url``.
 

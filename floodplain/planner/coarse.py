@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from floodplain.planner.classes import Counts, Problem, UnitClass, classify
-from floodplain.planner.cluster import Cluster, Model
+from floodplain.planner.cluster import Model
 from floodplain.planner.mixes import Integers, MixTable, list_mixes
 from floodplain.planner.model import Answer, MixProgram
 from floodplain.planner.solver import Deadline
@@ -37,16 +37,13 @@ def _round(problem: Problem, deadline: Deadline, max_mixes: int) -> tuple[Proble
     largest = max(abs(each.memory_bytes) for each in problem.classes)
     step = max(1, largest // FINEST)
     while step <= 2 * largest and not deadline.is_over:
-        coarse = classify(_rounded(problem.cluster, step))
+        models = tuple(_round_down(model, step) for model in problem.cluster.models)
+        coarse = classify(replace(problem.cluster, models=models))
         table = list_mixes(coarse, deadline, max_mixes)
         if table is not None:
             return coarse, table
         step *= 2
     return None
-
-
-def _rounded(cluster: Cluster, step: int) -> Cluster:
-    return replace(cluster, models=tuple(_round_down(model, step) for model in cluster.models))
 
 
 def _round_down(model: Model, step: int) -> Model:

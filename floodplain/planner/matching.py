@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_
         for producer, consumer in pairs:
             num_bytes = min(producer.num_bytes, consumer.num_bytes)
             found.append((producer, consumer, num_bytes))
-            left[producer.device] = _less(producer, num_bytes)
+            left[producer.device] = replace(producer, num_bytes=producer.num_bytes - num_bytes)
             del alone[consumer.device]
         left = {device: party for device, party in left.items() if party.num_bytes}
     sharing = Counter(producer.device for producer, _, _ in found)
@@ -81,7 +82,7 @@ def match_once(producers: Sequence[Party], consumers: Sequence[Party]) -> list[t
             device = each.best_for(consumer.num_bytes, _rank_over(link, consumer, is_elsewhere=True))
             would += [by_device[device]] if device is not None else []
         if would:
-            producer = min(would, key=rank_for(consumer))
+            producer = min(would, key=partial(_rank_for, consumer))
             free += [held[producer.device]] if producer.device in held else []
             held[producer.device] = consumer
             offers[producer.domain][producer.link].hold(producer.device, _rank_by(producer, consumer))
@@ -106,22 +107,13 @@ def _offers(producers: Sequence[Party]) -> defaultdict[str, dict[int, Offers]]:
 
 
 def _would_take(producer: Party, consumer: Party, held: Mapping[str, Party]) -> bool:
-    return producer.device not in held or prefer(producer, consumer, held[producer.device])
+    now = held.get(producer.device)
+    return now is None or _rank_by(producer, consumer) < _rank_by(producer, now)
 
 
-def rank_for(consumer: Party) -> Callable[[Party], tuple[object, ...]]:
-    """A consumer's sort key of producers: the least is the best."""
-
-    def rank(producer: Party) -> tuple[object, ...]:
-        gets = min(producer.num_bytes, consumer.num_bytes)
-        return -gets, *_distance(producer, consumer), producer.num_bytes, producer.device
-
-    return rank
-
-
-def prefer(producer: Party, one: Party, other: Party) -> bool:
-    """Whether a producer prefers ``one`` consumer to the ``other``."""
-    return _rank_by(producer, one) < _rank_by(producer, other)
+def _rank_for(consumer: Party, producer: Party) -> tuple[object, ...]:
+    gets, link = min(producer.num_bytes, consumer.num_bytes), min(producer.link, consumer.link)
+    return -gets, -link, producer.server != consumer.server, producer.num_bytes, producer.device
 
 
 def _rank_by(producer: Party, consumer: Party) -> Rank:
@@ -130,14 +122,6 @@ def _rank_by(producer: Party, consumer: Party) -> Rank:
 
 def _rank_over(link: int, consumer: Party, *, is_elsewhere: bool) -> Rank:
     return -consumer.num_bytes, -min(link, consumer.link), is_elsewhere, consumer.device
-
-
-def _distance(one: Party, other: Party) -> tuple[int, bool]:
-    return -min(one.link, other.link), one.server != other.server
-
-
-def _less(party: Party, num_bytes: int) -> Party:
-    return Party(party.device, party.server, party.domain, party.num_bytes - num_bytes, party.link)
 
 
 def matched_bytes(lent: Sequence[int], needed: Sequence[int]) -> int:

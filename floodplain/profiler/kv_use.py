@@ -39,11 +39,6 @@ class PeakUse:
     used_bytes: int = 0
     pool_bytes: int = 0
 
-    def note(self, use: KvUse) -> None:
-        """Include the result of a poll."""
-        self.used_bytes = max(self.used_bytes, use.used_bytes)
-        self.pool_bytes = max(self.pool_bytes, use.pool_bytes)
-
 
 @asynccontextmanager
 async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
@@ -54,7 +49,9 @@ async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
     peak = PeakUse()
 
     async def look() -> None:
-        peak.note(await read())
+        use = await read()
+        peak.used_bytes = max(peak.used_bytes, use.used_bytes)
+        peak.pool_bytes = max(peak.pool_bytes, use.pool_bytes)
 
     async with polling(look, period_s):
         yield peak

@@ -134,11 +134,6 @@ class Judgement:
     meets: bool
     is_sure: bool
 
-    @property
-    def verdict(self) -> str:
-        """``meets``, ``misses`` or ``undecided``."""
-        return ("meets" if self.meets else "misses") if self.is_sure else "undecided"
-
 
 @dataclass(frozen=True)
 class RepeatedTries:

@@ -75,7 +75,7 @@ def make_profile(config: EngineConfig, grid: StepGrid, steps: Sequence[RecordedS
 
     Raises UserError if the steps leave a part of their time undetermined.
     """
-    rows = [step.row for step in steps]
+    rows = [StepRow(step.shape.work, step.seconds) for step in steps]
     fit, line = fit_steps(rows, seed=config.seed), fit_steps(rows, LINE_PARTS, seed=config.seed)
     return Profile(
         kind="step",
@@ -124,11 +124,6 @@ class RecordedStep:
     shape: StepShape
     seconds: float
     num_times: int
-
-    @property
-    def row(self) -> StepRow:
-        """Return the row for a fit."""
-        return StepRow(self.shape.work, self.seconds)
 
 
 class StepRecorder:

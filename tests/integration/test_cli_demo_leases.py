@@ -150,7 +150,7 @@ def test_a_process_stops_on_request(tmp_path: Path) -> None:
         assert str(process.wait_ready()["url"]).startswith("http://127.0.0.1:")
         process.ask_to_stop()
         process.stop()
-        assert process.exit_status == 0
+        assert process._process.returncode == 0
     with (
         VerbProcess(["serve", "--no-such-flag"], tmp_path / "log") as process,
         pytest.raises(UserError, match="no-such"),

@@ -114,7 +114,7 @@ def test_a_consumer_ranks_producers_by_bytes_link_server_and_fit() -> None:
 
 def test_an_unstable_matching_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: producers have no preference, so the first consumer keeps its producer."""
-    monkeypatch.setattr(matching, "prefer", lambda producer, one, other: False)
+    monkeypatch.setattr(matching, "_would_take", lambda producer, consumer, held: producer.device not in held)
     producers = [Party("p0", "s", "d", 8, 450), Party("p1", "t", "d", 8, 10)]
     consumers = [Party("c0", "t", "d", 9, 10), Party("c1", "s", "d", 8, 450)]
     stable = (Pair("p0", "c0", 8, 10),)
