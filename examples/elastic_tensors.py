@@ -54,7 +54,7 @@ def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
 
 
 def main(coordinator: str | None) -> None:
-    """Train with what neighbours lend; without a coordinator nobody lends, and the loss is the same."""
+    """Train with what neighbours lend; without a coordinator there are no lenders, and the loss is the same."""
     with ExitStack() as stack:
         client: LeaseClient = NoLenders()
         if coordinator is not None:

@@ -78,7 +78,7 @@ class Bench:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure the parts that the flags name, and write their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)

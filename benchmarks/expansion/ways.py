@@ -23,7 +23,7 @@ class OnDemand(LayerSlots):
         """Nothing ahead."""
 
     def before_layer(self, index: int) -> None:
-        """See ``LayerSlots``."""
+        """Load the layer, and wait for all of it."""
         if self.places.slot_of(index) is not None:
             super()._load(index)
         super().before_layer(index)

@@ -65,7 +65,7 @@ class EngineLink:
         self._run(*(self._copies[direction] for direction in directions))
 
     def close(self) -> None:
-        """See ``CopyEngine``."""
+        """Close the copy engine."""
         self._engine.close()
 
     def _run(self, *copies: BlockCopy) -> None:

@@ -60,7 +60,7 @@ class TimedModel:
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """See ``Decoder.forward``."""
+        """Compute a batch as the model does, between two events."""
         begin, end = make_events()
         begin.record()
         logits = self._model.forward(batch, kv_layers, hooks)
