@@ -107,58 +107,58 @@ class TwoWayLine(HostClock):
         return min(self.under_way.values(), key=lambda copy: copy.ready_s).number
 
     def wait(self, ticket: Ticket) -> None:
-        """See ``LayerLine.wait``."""
+        """Wait for one copy."""
         next(copy for copy in self.under_way.values() if copy.number == ticket).wait()
 
     def pace(self, bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """See ``LayerLine.pace``: of copies both ways; there is nothing nearer."""
+        """Set the rate of copies both ways; no memory is nearer."""
         self._bytes_s = bytes_s
 
     def drain(self) -> None:
-        """See ``LayerLine.drain``."""
+        """Wait for the copies both ways."""
         for line in self._lines.values():
             line.drain()
 
     def stats(self) -> LineStats:
-        """See ``LayerLine.stats``; time on the link is what the copies themselves took."""
+        """Bytes both ways; time on the link is what the copies themselves took."""
         loaded = self._lines[Direction.INBOUND].stats()
         return LineStats(loaded.loaded_bytes, loaded.load_s, self._lines[Direction.OUTBOUND].stats().loaded_bytes)
 
     def close(self) -> None:
-        """See ``LayerLine.close``."""
+        """Close the lines both ways."""
         for line in self._lines.values():
             line.close()
 
 
 class PieLayers(LayerSlots):
-    """See the module; made by ``move_whole_layers``. Its number of arenas never changes."""
+    """Layers that move by Pie's rule, from ``move_whole_layers``. The number of arenas never changes."""
 
     line: Any  # a TwoWayLine
     _fifo: PieFifo
     _ledger: BlockLedger
 
     def _tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``."""
+        """The tensor of a layer on the device."""
         place = self._fifo.table[layer].gpu_place
         if place is None:
             raise InvariantError(f"layer {layer} has no place on the device")
         return self._pool.layers[self.places.arenas[place]]
 
     def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
-        """See ``LayerSlots``. Copies that begin in this step carry all blocks that have content in it."""
+        """Copies that begin in this step carry all blocks that have content in it."""
         self._clock.begin_step()
         self._reads = self._offsets_of_content(self._ledger)
         self.step_bytes = len(self._reads) * self._block_bytes
 
     def before_layer(self, index: int) -> None:
-        """See ``LayerHooks``: copies begin, and the layer is on the device when this returns."""
+        """Begin copies, and return when the layer is on the device."""
         self._begin_swaps(index)
         while not self._fifo.is_present(index):
             self._clock.wait(self.line.due_first)
             self._begin_swaps(index)
 
     def after_layer(self, index: int) -> None:
-        """See ``LayerHooks``: its new rows go out with all of it."""
+        """The new rows of a layer go out with all of it."""
         if index == len(self) - 1:
             self._clock.end_step()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.core.plan import StepPlan, StepResult
-from floodplain.cost.fit import fit_steps
+from floodplain.cost.fit import StepRow, fit_steps
 from floodplain.cost.step_time import PARTS, StepCost, StepTimer, StepWork, WorkMeter
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.profiler.step_grid import StepLimits, StepShape, draw_shapes
@@ -120,7 +120,7 @@ def test_the_cost_is_found_though_steps_stall(stalls: bool) -> None:
         recorder, draw_shapes(limits, 64, rng), num_repeats=5, limit_s=1e9, rng=rng, clock=executor.clock
     )
     assert [step.num_times for step in steps] == [5] * 64
-    fit = fit_steps([step.row for step in steps])
+    fit = fit_steps([StepRow(step.shape.work, step.seconds) for step in steps])
     assert [getattr(fit.cost, name) for name in PARTS] == pytest.approx(
         [getattr(COST, name) for name in PARTS], rel=1e-4
     )
