@@ -9,9 +9,9 @@ from random import Random
 from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.cost.relief import StreamStep
 from floodplain.cost.step_time import StepCost
 from floodplain.policy.drop import DropSizes
+from floodplain.policy.relief import StreamStep
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim.cluster import VirtualModel
 

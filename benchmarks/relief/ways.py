@@ -22,11 +22,19 @@ from cells import (
 
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
-from floodplain.cost.relief import DropCost, TurnCost, exchanged_bytes
 from floodplain.cost.step_time import StepTimer
 from floodplain.policy.drop_timing import ClusterLoad, DropTiming
 from floodplain.policy.registry import make_policy
-from floodplain.policy.relief import Lever, Offer, Overload, choose_relief, expect_s
+from floodplain.policy.relief import (
+    DropCost,
+    Lever,
+    Offer,
+    Overload,
+    TurnCost,
+    choose_relief,
+    exchanged_bytes,
+    expect_s,
+)
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.executor import VirtualExecutor, VirtualLinks

@@ -1,22 +1,39 @@
 """The ledger of KV blocks: the state and the content key of each block.
 
-States are in ``core.block_state``. Pins are independent of owners: a block is reused only after every copy that
-touches it has ended.
+Pins are independent of owners: a block is reused only after every copy that touches it has ended.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import partial
 from itertools import islice, repeat, takewhile
 from operator import is_not
 
-from floodplain.core.block_state import BlockState
 from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
+
+
+class BlockState(Enum):
+    """State of a block of the KV pool."""
+
+    ABSENT = "absent"
+    """No memory behind it: the pool shrank, or has not grown to it yet."""
+    FREE = "free"
+    """Memory without content."""
+    OWNED = "owned"
+    """Refcount >= 1: sequences read it; shared only when it is full."""
+    CACHED = "cached"
+    """Refcount 0, content indexed by key: a later prefix may revive it, an allocation may evict it (LRU)."""
+    LOADING = "loading"
+    """An inbound copy writes it; it must not be read."""
+    DRAINING = "draining"
+    """Refcount 0, but outbound copies (pins) still read it; free or cached at the last unpin."""
+
 
 _STATES = tuple(BlockState)
 _ABSENT, _FREE, _OWNED, _CACHED, _LOADING, _DRAINING = range(len(_STATES))

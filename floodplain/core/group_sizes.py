@@ -1,4 +1,4 @@
-"""Sizes of a group's KV pool in each state, and which requests keep their KV in a drop. Pure.
+"""Sizes of a group's KV pool in each state, which requests keep their KV in a drop, and which layers members keep.
 
 Member i has T pages behind its own pool, keeps k of L layers, and frees P pages by dropping the parameters of the
 others; a quantum is q pages in each layer. While grouped, it has T + P pages for KV.
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, permutations
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.kv_sources import find_slot
+from floodplain.core.tiers import find_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MemberReport:
 class HeldRow:
     """A request that a member holds: the member's place in the group, and where its blocks lie there.
 
-    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.kv_sources``). Requests with a
+    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.tiers``). Requests with a
     shared prefix share sources.
     """
 
@@ -223,3 +223,53 @@ def _check_cut(reports: Sequence[MemberReport], kept: Sequence[range]) -> None:
     for report, part in zip(reports, kept, strict=True):
         if report.held is not None and not {*part} <= {*report.held}:
             raise InvariantError(f"layers {part} are to be kept by a member that has {report.held}")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCut:
+    """Members in the order of the pipeline.
+
+    Attributes:
+        order: Indices of the members, by place.
+        kept: Adjacent layers of each, by place: together all layers, none twice, none empty.
+    """
+
+    order: tuple[int, ...]
+    kept: tuple[range, ...]
+
+    @property
+    def most_layers(self) -> int:
+        """Layers of the member that keeps the most: its KV limits the group's."""
+        return max(map(len, self.kept))
+
+
+def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
+    """Cut the layers of merged groups: the first cut that minimizes the most layers of any member; None without one.
+
+    A member that has dropped layers has no parameters of them, so it can only keep some of those that it has. For two
+    groups of two equal halves each, the members alternate: first of A, first of B, second of A, second of B.
+
+    Args:
+        held: Adjacent layers that each member has now.
+        num_layers: Of the model.
+    """
+    best: MergeCut | None = None
+    for order in permutations(range(len(held))):
+        kept = _cut_in_order([held[member] for member in order], num_layers)
+        if kept is not None and (best is None or max(map(len, kept)) < best.most_layers):
+            best = MergeCut(order, kept)
+    return best
+
+
+def _cut_in_order(held: Sequence[range], num_layers: int) -> tuple[range, ...] | None:
+    """The best cut in one order, by dynamic programming over leading layers and members; None without one."""
+    best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
+    for layers in held:
+        cuts: dict[int, tuple[int, tuple[range, ...]]] = {}
+        for begin, (most, kept) in best.items():
+            for end in range(begin + 1, layers.stop + 1) if begin >= layers.start else ():
+                size = max(most, end - begin)
+                if end not in cuts or size < cuts[end][0]:
+                    cuts[end] = size, (*kept, range(begin, end))
+        best = cuts
+    return best[num_layers][1] if num_layers in best else None

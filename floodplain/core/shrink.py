@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from floodplain.core.block_state import BlockState
-from floodplain.core.blocks import BlockLedger
+from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 

@@ -184,3 +184,13 @@ class SlotLedger:
             self._free = [*reversed(self._fresh), *self._free]
             self._fresh = range(0)
         return self._there
+
+
+def source_of_slot(slot: int) -> int:
+    """Encode a slot of the host tier as a *source*: an integer of 32 bits, below 0; a device block is 0 or above."""
+    return -1 - slot
+
+
+def find_slot(source: int) -> int | None:
+    """The slot of the host tier that a source names; None if it names a block of the device's pool."""
+    return -1 - source if source < 0 else None

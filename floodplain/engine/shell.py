@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockState
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
-from floodplain.core.tiers import Tier
+from floodplain.core.tiers import CopyTime, Tier
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.idle_memory import IdleMemory
@@ -24,7 +24,6 @@ from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.tokenizer import StreamDecoder, Tokenizer
 from floodplain.runtime.driver import StepDriver
-from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
 
 MAX_WAIT_S = 0.05
@@ -33,6 +32,41 @@ IDLE_S = 1.0
 """Seconds between two steps of an engine without work."""
 _POLL_S = 0.002
 """Seconds between two polls of a waiting step."""
+
+
+class Executor(Protocol):
+    """Runs step plans in the order of submission. Up to ``LoopConfig.depth`` plans may be outstanding."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Take the next plan: apply its tables, start its transfers, run its batch after those of earlier plans.
+
+        It may return before the batch has run.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted plan that was not collected: one token per sampled sequence."""
+        ...
+
+    def poll_transfers(self) -> Seq[tuple[int, Seq[int]]]:
+        """Transfers that ended since the last call.
+
+        Returns:
+            (transfer id, places in ``Transfer.blocks`` of the blocks that did not arrive whole) of each.
+        """
+        ...
+
+    def wait_transfers(self, timeout_s: float) -> Seq[tuple[int, Seq[int]]]:
+        """As ``poll_transfers``, but wait for the first one; empty if none is in flight, or after the timeout."""
+        ...
+
+    def take_copy_times(self) -> Seq[CopyTime]:
+        """Link times of the copies that ended since the last call; may be empty if they are not measured."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory. Safe to call twice."""
+        ...
 
 
 class Engine:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
-from floodplain.policy.sharing import SharingPolicy
-from floodplain.policy.slices import slice_for
+from floodplain.policy.base import SharingPolicy
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
 
 
 class CfsPolicy(SharingPolicy):

@@ -18,10 +18,9 @@ from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
+from floodplain.policy.base import SharingPolicy
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
 from floodplain.policy.shares import work_of_keys
-from floodplain.policy.sharing import SharingPolicy
-from floodplain.policy.slices import slice_for
 
 
 class FairPolicy(SharingPolicy):

@@ -37,12 +37,11 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.base import SharingPolicy
 from floodplain.policy.goals import PaceGoals, due_s
 from floodplain.policy.growth import blocks_for, blocks_held
-from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
+from floodplain.policy.ranking import Ranking, Slice, blocks_in_slice, live_rows, rows_in_slice, slice_for
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import SharingPolicy
-from floodplain.policy.slices import Slice, blocks_in_slice, slice_for
 from floodplain.policy.swap import quick_tiers
 
 OVERDUE = 0.8

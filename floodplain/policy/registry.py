@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from floodplain.core.errors import SettingRefused
-from floodplain.policy.base import Policy
+from floodplain.policy.base import Policy, SharingPolicy
 from floodplain.policy.cfs import CfsPolicy
 from floodplain.policy.fair import FairPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings, settings_for
-from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.timely import TimelyPolicy
 
 _SHARING: dict[str, type[SharingPolicy]] = {

@@ -1,5 +1,11 @@
 """Chooses what relieves an overload, by price: waiting, turns, streamed layers, or dropped layers. Pure.
 
+Parts: tokens per second and initial cost of each lever; the choice; rates learned from reports of instances.
+
+A step of ``n`` streams takes ``base_s + n token_s``. More streams in memory give more tokens as long as the base, which
+loads parameters, is a large part of the step: that is all that more KV memory can gain. If the base is zero, the
+device is compute-bound, and no lever gives more tokens.
+
 The price is in *token-seconds*: waiting output tokens times the time that they wait, until none waits. It is the area
 under the curve of waiting tokens, which rises with arrivals and falls with generation (at a lever's rate; not during
 its pause). Divided by the tokens it is their mean wait, so it covers E2E latency and throughput in one number.
@@ -11,9 +17,118 @@ must gain enough to outweigh goals: in a group, and while all layers stream, req
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+
+from floodplain.policy.drop_timing import find_slope
+
+EVEN_BUBBLE = {1: 0.0, 2: 0.02, 3: 0.04, 4: 0.055}
+"""Idle share of the stages' time with microbatches of equal cost (docs/design/017); uneven layers add to it."""
+
+EXCHANGE_LOSS = 0.5
+"""Share of tokens lost during an exchange: handed-over requests wait, new ones run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """The time of a step by its number of streams.
+
+    Attributes:
+        base_s: Seconds of any step.
+        token_s: Seconds for each stream: its decode, and the prompt tokens per output token.
+        prompt_token_s: Seconds for each token of a prompt.
+    """
+
+    base_s: float
+    token_s: float
+    prompt_token_s: float = 0.0
+
+    def tokens_per_s(self, num_streams: float) -> float:
+        """Output tokens per second of an instance with ``num_streams`` streams in memory."""
+        return num_streams / (self.base_s + num_streams * self.token_s)
+
+    def pipeline_tokens_per_s(
+        self, num_streams: float, num_stages: int, hop_s: float = 0.0, bubble: float | None = None
+    ) -> float:
+        """Output tokens per second of a pipeline: each stage has a share of the layers, and of the streams at a time.
+
+        Args:
+            num_streams: Streams in the memory of the group.
+            num_stages: Stages of the pipeline.
+            hop_s: Seconds from one stage to the next.
+            bubble: Idle share of the stages' time; None: that of equal stages.
+        """
+        idle = EVEN_BUBBLE.get(num_stages, max(EVEN_BUBBLE.values())) if bubble is None else bubble
+        cycle_s = self.base_s + num_streams / num_stages * self.token_s + num_stages * hop_s
+        return num_streams / cycle_s * (1 - idle)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """The KV that streams move when they take turns.
+
+    Attributes:
+        kv_bytes: KV of a stream in the middle of its life.
+        context_tokens: Tokens of this KV.
+        slice_tokens: Tokens that a stream generates in a turn.
+        turning: Share of the memory for streams that take turns; the rest is for streams that run to their end.
+    """
+
+    kv_bytes: float
+    context_tokens: float
+    slice_tokens: float
+    turning: float = 0.6
+
+    def swap_tokens_per_s(self, tokens_per_s: float, bandwidth: float) -> float:
+        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth``.
+
+        Copies overlap with steps until the link is saturated; then it limits the streams that take turns.
+
+        Args:
+            tokens_per_s: Tokens per second without turns.
+            bandwidth: Bytes per second of the link.
+        """
+        wanted = self.turning * tokens_per_s
+        possible = bandwidth / self.kv_bytes * self.slice_tokens
+        return tokens_per_s - wanted + min(wanted, possible)
+
+    def recompute_tokens_per_s(self, step: StreamStep, num_streams: float) -> float:
+        """Tokens per second if each turn begins with recomputing the whole context."""
+        again_s = self.turning * self.context_tokens * step.prompt_token_s / self.slice_tokens
+        return num_streams / (step.base_s + num_streams * (step.token_s + again_s))
+
+
+@dataclass(frozen=True, slots=True)
+class DropCost:
+    """The cost of a drop before it gains.
+
+    Attributes:
+        remap_s: Seconds for which members are paused to unmap and map pages.
+        exchange_bytes: KV that each member sends, all members at once.
+        bandwidth: Bytes per second of the link between members.
+    """
+
+    remap_s: float
+    exchange_bytes: float
+    bandwidth: float
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds until the last request that was handed over runs again."""
+        return self.exchange_bytes / self.bandwidth
+
+    @property
+    def pause_s(self) -> float:
+        """The cost of a drop in seconds of lost tokens."""
+        return self.remap_s + EXCHANGE_LOSS * self.exchange_s
+
+
+def exchanged_bytes(kv_bytes: float, num_stages: int) -> float:
+    """KV that a member sends in a drop: the layers of its KV that the other members keep."""
+    return kv_bytes * (num_stages - 1) / num_stages
+
 
 LEAST_GAIN = 1.25
 """A lever with more memory is chosen if the best one without costs at least so many times its token-seconds.
@@ -168,3 +283,99 @@ def _let_pass(waiting: float, rise: float, seconds: float) -> tuple[float, float
     if waiting + rise * seconds >= 0:
         return waiting + rise * seconds, (waiting + rise * seconds / 2) * seconds
     return 0.0, waiting * waiting / (-2 * rise)
+
+
+MOST_SAMPLES = 600
+"""Most intervals, of all instances, from which a step's time is learned: a minute of two instances."""
+
+BLIND_BASE = 0.5
+"""Assumed part of a step's time that does not depend on streams, while all steps seen have about one size."""
+
+LEAST_SPREAD, LEAST_SAMPLES = 1.5, 20
+"""Least ratio of most to fewest streams, and least number of samples, for a line through the samples."""
+
+RECENT_S, LONG_S = 5.0, 120.0
+"""Windows for arrivals now, and in the long run."""
+
+MOST_ARRIVALS = 10_000
+FIRST_OUTPUT_TOKENS = 128.0
+"""Assumed output tokens of a request while none has ended."""
+
+FORGETTING = 0.05
+"""Weight of the last request's output in the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counters of an instance at one moment.
+
+    Attributes:
+        now: Seconds of any monotonic clock.
+        num_steps: Since its start, and
+        num_tokens: output tokens of these.
+        num_running: Requests in memory.
+    """
+
+    now: float
+    num_steps: int
+    num_tokens: int
+    num_running: int
+
+
+class StepMeter:
+    """Learns the time of a step from the differences of two reports between which an instance was busy."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Progress] = {}
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
+
+    def note(self, instance: int, progress: Progress) -> None:
+        """Add a report. If counters fell, the instance was restarted: the report only starts a new interval."""
+        last = self._last.get(instance)
+        self._last[instance] = progress
+        if last is None or not (last.num_running and progress.num_running):
+            return
+        num_steps, num_tokens = progress.num_steps - last.num_steps, progress.num_tokens - last.num_tokens
+        if num_steps > 0 and num_tokens > 0:
+            self._samples.append((num_tokens / num_steps, (progress.now - last.now) / num_steps))
+
+    def forget(self, instance: int) -> None:
+        """Drop the last report of an instance that has ended or joined a group."""
+        self._last.pop(instance, None)
+
+    def step(self) -> StreamStep | None:
+        """The time of a step as a function of its streams; None without samples."""
+        if not self._samples:
+            return None
+        streams = [one for one, _ in self._samples]
+        mean_streams = sum(streams) / len(streams)
+        mean_s = sum(seconds for _, seconds in self._samples) / len(self._samples)
+        token_s = (1 - BLIND_BASE) * mean_s / mean_streams
+        if len(streams) >= LEAST_SAMPLES and max(streams) >= LEAST_SPREAD * min(streams):
+            token_s = min(max(0.0, find_slope(self._samples)), mean_s / mean_streams)
+        return StreamStep(base_s=mean_s - token_s * mean_streams, token_s=token_s)
+
+
+class ArrivalMeter:
+    """Learns the arrival rate of requests, in output tokens per second."""
+
+    def __init__(self) -> None:
+        self.output_tokens = FIRST_OUTPUT_TOKENS
+        """Mean output tokens of recently ended requests."""
+        self._arrivals: deque[float] = deque(maxlen=MOST_ARRIVALS)
+        self._begun_s: float | None = None
+
+    def note_arrival(self, now: float) -> None:
+        """Count an arrival."""
+        self._begun_s = now if self._begun_s is None else self._begun_s
+        self._arrivals.append(now)
+
+    def note_end(self, num_output_tokens: int) -> None:
+        """Learn from the output of a request that ended."""
+        self.output_tokens += FORGETTING * (num_output_tokens - self.output_tokens)
+
+    def tokens_per_s(self, now: float, window_s: float) -> float:
+        """Output tokens that arrived per second in the last ``window_s``, or since the first request."""
+        seen_s = min(window_s, now - (now if self._begun_s is None else self._begun_s))
+        count = sum(arrival > now - window_s for arrival in self._arrivals)
+        return count / max(seen_s, 1.0) * self.output_tokens

@@ -8,17 +8,15 @@ from floodplain.core.plan import Chunk, Decision, PrefillChunk, StepPlan, TableU
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import View
-from floodplain.runtime.arrivals import Arrivals
-from floodplain.runtime.departures import Departures
 from floodplain.runtime.state import LoopState
+from floodplain.runtime.swaps import Swaps
 
 
 class PlanBuilder:
     """Applies decisions to the loop's state; InvariantError for one that the view did not allow."""
 
-    def __init__(self, state: LoopState, departures: Departures, arrivals: Arrivals) -> None:
-        self._state = state
-        self._departures, self._arrivals = departures, arrivals
+    def __init__(self, state: LoopState, swaps: Swaps) -> None:
+        self._state, self._swaps = state, swaps
         self._last_decodes: tuple[SeqId, ...] = ()
         self._admitted: set[SeqId] = set()  # the executor knows their requests
         self._tables: list[TableUpdate] = []
@@ -57,17 +55,17 @@ class PlanBuilder:
 
         Prefixes that are about to be fetched are held meanwhile, so that swap-outs do not take their slots.
         """
-        held = self._arrivals.hold_prefixes([order.seq_id for order in decision.resumptions])
-        moves = [self._departures.preempt(order, now) for order in decision.preemptions]
+        held = self._swaps.hold_prefixes([order.seq_id for order in decision.resumptions])
+        moves = [self._swaps.preempt(order, now) for order in decision.preemptions]
         cached = {row.seq_id: row.num_cached_tokens for row in view.waiting} if decision.admissions else {}
         for admission in decision.admissions:
             self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING), cached.get(admission.seq_id, 0))
-        moves += [self._arrivals.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
+        moves += [self._swaps.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
         for backup in held:
             self._state.backups.release(backup)
-        moves += [self._departures.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
+        moves += [self._swaps.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
         if decision.prefix_backup is not None:
-            moves.append(self._departures.save_prefixes(decision.prefix_backup))
+            moves.append(self._swaps.save_prefixes(decision.prefix_backup))
         return [move for move in moves if move is not None]
 
     # -- decodes ---------------------------------------------------------------------------------------------------

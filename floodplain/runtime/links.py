@@ -14,7 +14,7 @@ from typing import Any
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.core.transfers import TransferLedger
 from floodplain.core.view import TierView
-from floodplain.runtime.line import Line
+from floodplain.runtime.prices import Line
 
 _NOISE = 1.0
 """Relative deviation of a copy from its price: on a busy processor copies wait for a core."""

@@ -26,10 +26,9 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.arrivals import Arrivals
-from floodplain.runtime.departures import Departures
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import Counters, LoopState
+from floodplain.runtime.swaps import Swaps
 from floodplain.runtime.view import ViewBuilder
 
 
@@ -49,9 +48,9 @@ class Loop:
         self.policy = policy
         self._rng = Random(seed)
         self.relocations = Relocations(state)
-        self._departures, self._arrivals = Departures(state), Arrivals(state)
+        self._swaps = Swaps(state)
         self._views = ViewBuilder(state)
-        self._plans = PlanBuilder(state, self._departures, self._arrivals)
+        self._plans = PlanBuilder(state, self._swaps)
         self._steps: deque[_Outstanding] = deque()
         self._last_end_s = -inf
         self._ended: list[Sequence] = []  # finished, but outstanding steps still touch their blocks
@@ -216,10 +215,7 @@ class Loop:
             InvariantError: It is not in flight.
         """
         move, missing = self.state.transfers.end(transfer_id, lost)
-        if move.cargo is None:
-            self._departures.settle(move.transfer)
-        else:
-            self._arrivals.settle(move.cargo, lost, now)
+        self._swaps.settle(move, lost, now)
         if missing:
             self.state.drop_lost(missing)
             self.state.counters.num_failed_transfers += 1
@@ -238,7 +234,7 @@ class Loop:
             if not moved.keys().isdisjoint(seq.blocks):
                 seq.blocks = [moved.get(block, block) for block in seq.blocks]
                 self.state.stale_tables.add(seq.seq_id)
-        self._arrivals.remap_blocks(moved)
+        self._swaps.remap_blocks(moved)
 
     @property
     def counters(self) -> Counters:
@@ -257,7 +253,7 @@ class Loop:
             InvariantError: One is broken.
         """
         state = self.state
-        state.ledger.check_integrity(state.block_tables() + self._arrivals.shared_tables())
+        state.ledger.check_integrity(state.block_tables() + self._swaps.shared_tables())
         state.backups.check_integrity()
         groups = [state.running, state.swapped, state.loading]
         for group in groups:

@@ -24,8 +24,7 @@ from floodplain.policy.base import Policy
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.links import Links
 from floodplain.runtime.prices import StepPrices
-from floodplain.runtime.queue import WaitingQueue
-from floodplain.runtime.retries import Retries
+from floodplain.runtime.queue import Retries, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,7 @@ class LoopState:
         """Blocks that requests cannot use yet, but that will be free or owned: a group's members have them, or KV is
         being copied into them."""
         self.held_tables: dict[object, tuple[BlockId, ...]] = {}
-        """References to blocks that another loop copies, by holder (``runtime.migration``)."""
+        """References to blocks that another loop copies, by holder (``runtime.handover``)."""
         self.num_incoming_blocks = 0
         """Loading blocks that are filled from another loop."""
         self.row_changes: ChangeLog[SeqId] = ChangeLog()

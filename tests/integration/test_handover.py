@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.kv_sources import find_slot
 from floodplain.core.request import FinishReason, Request
+from floodplain.core.tiers import find_slot
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import OpenedEngine, open_engine
 from floodplain.engine.config import EngineConfig

@@ -14,8 +14,7 @@ from floodplain.cost.model_shape import SHAPES
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.cost.step_time import StepCost, StepTimer, StepWork
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.lookahead import Piece, cut, halve, most_tokens, total_cost
-from floodplain.policy.microbatch import MicrobatchRule, Split
+from floodplain.policy.microbatch import MicrobatchRule, Piece, Split, cut, halve, most_tokens, total_cost
 from floodplain.sim.pipeline import PipelineRun, run_pipeline
 from tests.support.examples import examples
 from tests.support.loops import make_loop, make_request

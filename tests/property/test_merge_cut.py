@@ -8,7 +8,7 @@ from itertools import combinations, pairwise, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.core.merge_cut import MergeCut, cut_merge
+from floodplain.core.group_sizes import MergeCut, cut_merge
 from tests.support.examples import examples
 
 Held = tuple[list[range], int]

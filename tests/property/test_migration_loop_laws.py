@@ -12,7 +12,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.policy.registry import make_policy
-from floodplain.runtime.migration import Incoming, Outgoing, Stopped
+from floodplain.runtime.handover import Incoming, Outgoing, Stopped
 from tests.support.driver import Driver
 from tests.support.examples import examples
 from tests.support.loops import AheadPolicy, make_loop

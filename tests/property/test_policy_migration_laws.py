@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.policy import migration
-from floodplain.policy.dispatch import InstanceView, freeness
-from floodplain.policy.migration import (
+from floodplain.policy import dispatch
+from floodplain.policy.dispatch import (
     COOL_S,
     HIGH_FREENESS,
     LOW_FREENESS,
     MOST_UNDER_WAY,
+    InstanceView,
     MovableRequest,
     MovePlan,
     choose_move,
+    freeness,
 )
 from tests.support.examples import examples
 
@@ -92,7 +93,7 @@ def test_the_freeness_of_the_fullest_instance_never_falls(world: World) -> None:
 
 def test_without_a_gap_between_the_thresholds_a_request_goes_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the law above finds a policy without a gap between its thresholds."""
-    monkeypatch.setattr(migration, "HIGH_FREENESS", -1000.0)
+    monkeypatch.setattr(dispatch, "HIGH_FREENESS", -1000.0)
     world = World({1: 35, 2: 35}, {1: {0: 30}, 2: {1: 30}})
     for _ in world.run():
         pass

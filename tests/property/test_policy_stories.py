@@ -19,12 +19,12 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Decision, Reason
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.base import SharingPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.paced import STEPS_BESIDE
+from floodplain.policy.ranking import slice_for
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import SharingPolicy
-from floodplain.policy.slices import slice_for
 from floodplain.policy.swap import SwapBudget
 from floodplain.policy.turn import _Turn
 from tests.support.bursts import Machine, Recorder, begin, burst, make_burst

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cost.relief import DropCost, StreamStep, TurnCost, exchanged_bytes
 from floodplain.policy.relief import (
     CALM_PART,
     LEAST_GAIN,
@@ -17,11 +16,15 @@ from floodplain.policy.relief import (
     MOST_S,
     TURN_LIMIT,
     TURNS,
+    DropCost,
     Lever,
     Offer,
     Overload,
     ReliefReason,
+    StreamStep,
+    TurnCost,
     choose_relief,
+    exchanged_bytes,
     expect_s,
     token_seconds,
 )

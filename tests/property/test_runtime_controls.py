@@ -14,10 +14,9 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
 from floodplain.core.sequence import Sequence
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.arrivals import Arrivals
-from floodplain.runtime.departures import Departures
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Arrival, LoopState
+from floodplain.runtime.swaps import Swaps
 from tests.support.loops import FakeExecutor
 from tests.support.stories import make_story_loop, tell
 
@@ -115,7 +114,7 @@ def a_loop_that_forgets_which_block_was_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def a_loop_that_keeps_an_old_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Departures, "_tail_key", lambda self, seq: seq.root)
+    monkeypatch.setattr(Swaps, "_tail_key", lambda self, seq: seq.root)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ def a_loop_that_forgets_stale_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_loop_that_forgets_loading_requests_when_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arrivals, "remap_blocks", lambda self, moved: None)
+    monkeypatch.setattr(Swaps, "remap_blocks", lambda self, moved: None)
 
 
 def a_loop_that_loses_what_a_postponed_plan_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockState
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId

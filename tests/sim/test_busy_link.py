@@ -16,9 +16,9 @@ import pytest
 from floodplain.core.plan import Reason
 from floodplain.policy import fair, paced
 from floodplain.policy.paced import STEPS_BESIDE
+from floodplain.policy.ranking import LINK_USE, Slice
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.slices import LINK_USE, Slice
 from tests.support.bursts import LINE, Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE as QUICK
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.view import View
+from floodplain.policy.base import SharingPolicy
 from floodplain.policy.fair import FairPolicy
 from floodplain.policy.ranking import Ranking, live_rows
-from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.turn import _Turn
 from tests.support.turns import Teller, make_story
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from floodplain.core.plan import Reason
-from floodplain.policy.batching import wants_one_token
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings
+from floodplain.policy.turn import wants_one_token
 from tests.support.bursts import Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE, MAX_GAP_S, NUM_PROMPT, UNCROWDED, longest_step_s, overload
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from floodplain.policy import batching
+from floodplain.policy import turn
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Run, burst, make_burst
@@ -105,7 +105,7 @@ def test_long_prompts_lengthen_silence_by_their_share_and_a_turn_at_most(factor:
 
 @pytest.mark.slow
 def test_without_their_share_prompts_make_steps_long_and_silence_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "prefill_cap", lambda view, share: view.max_batched_tokens)
+    monkeypatch.setattr(turn, "prefill_cap", lambda view, share: view.max_batched_tokens)
     run = overload.__wrapped__(*CASES[1])
     assert max(steps_in_turns_s(run)) > 5 * step_bound_s()
     assert run.max_gap_s > silence_bound_s()

@@ -14,12 +14,12 @@ import pytest
 from floodplain.core.plan import BackupOrder, Decision, TransferKind
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.base import SharingPolicy
 from floodplain.policy.cfs import CfsPolicy
 from floodplain.policy.fair import FairPolicy
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.swap import SwapBudget
 from tests.support.bursts import LINE, Machine, Recorder, Run, burst, make_burst
 

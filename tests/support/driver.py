@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from random import Random
 
-from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockState
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Transfer, Wait
 from floodplain.core.request import FinishReason, OrderKey, Request, SeqId

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from floodplain.core import shrink as shrinking
-from floodplain.core.block_state import BlockState
-from floodplain.core.blocks import BlockLedger
+from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from tests.support.ledger_model import LedgerModel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockState
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.shrink import ShrinkPlan

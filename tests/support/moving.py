@@ -16,7 +16,7 @@ from floodplain.cluster.router.router import Router
 from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.messages import Welcome, pack, read_router_message
-from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockState
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import ByteTokenizer

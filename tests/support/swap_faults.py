@@ -18,7 +18,7 @@ from floodplain.core.transfers import InFlight, TransferLedger
 from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.memory.transfer import CopyResult
-from floodplain.runtime.arrivals import Arrivals
+from floodplain.runtime.swaps import Swaps
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 
@@ -46,9 +46,9 @@ def _unpin_only_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that an inbound copy still writes are owned at once. All other books are correct."""
-    resume = Arrivals.resume
+    resume = Swaps.resume
 
-    def hasty(self: Arrivals, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
+    def hasty(self: Swaps, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
         transfer = resume(self, seq_id, reason, now)
         if transfer is not None:
             move = self._state.transfers[transfer.transfer_id]
@@ -57,8 +57,8 @@ def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
             move.cargo = replace(move.cargo, table=())
         return transfer
 
-    monkeypatch.setattr(Arrivals, "resume", hasty)
-    monkeypatch.setattr(Arrivals, "settle", lambda self, arrival, lost, now: None)
+    monkeypatch.setattr(Swaps, "resume", hasty)
+    monkeypatch.setattr(Swaps, "_settle_in", lambda self, arrival, lost, now: None)
 
 
 def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +69,9 @@ def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> tuple[InFlight[object], tuple[Backup, ...]]:
         return end(self, transfer_id, () if self[transfer_id].is_inbound else lost)
 
-    settle = Arrivals.settle
+    settle = Swaps._settle_in
     monkeypatch.setattr(TransferLedger, "end", end_well)
-    monkeypatch.setattr(Arrivals, "settle", lambda self, arrival, lost, now: settle(self, arrival, (), now))
+    monkeypatch.setattr(Swaps, "_settle_in", lambda self, arrival, lost, now: settle(self, arrival, (), now))
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The state machine in which real bytes meet all their books; laws in test_swap_bytes.py.
 
-It does the work of ``runtime/departures.py`` and ``runtime/arrivals.py`` without sequences and policies.
+It does the work of ``runtime/swaps.py`` without sequences and policies.
 Preconditions keep it from idling: bringing one block back takes five steps in the right order.
 """
 

@@ -19,10 +19,9 @@ from floodplain.cluster.sums import StatsTable
 from floodplain.cluster.wire.group_messages import GroupOrder, Prepare
 from floodplain.core.group_sizes import GroupSizes
 from floodplain.core.groups import GroupState
-from floodplain.cost.relief import StreamStep
 from floodplain.engine.outputs import EngineStats
 from floodplain.model.weights.open_model import open_model
-from floodplain.policy.load_rates import ArrivalMeter, Progress, StepMeter
+from floodplain.policy.relief import ArrivalMeter, Progress, StepMeter, StreamStep
 from tests.support.cluster_peers import FACTS
 from tests.support.fake_server import Asked, serving, whole
 from tests.support.loops import make_request

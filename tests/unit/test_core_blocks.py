@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from floodplain.core.block_state import BlockState
-from floodplain.core.blocks import BlockLedger
+from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.view import Prices, SequenceView, View
-from floodplain.policy.batching import UNPRICED_PREFILL, TokenBudget, prefill_cap
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings
+from floodplain.policy.turn import UNPRICED_PREFILL, TokenBudget, prefill_cap
 from tests.support.examples import examples
 from tests.support.views import make_view, prompt, stream, waiting
 

@@ -11,13 +11,13 @@ from floodplain.core.plan import Decision, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
+from floodplain.policy.base import SharingPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.ranking import Ranking, live_rows
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings
-from floodplain.policy.sharing import SharingPolicy
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 SLICE = 4

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Reason
 from floodplain.core.view import Prices
+from floodplain.policy.ranking import LINK_USE, Slice, slice_for
 from floodplain.policy.settings import SharingSettings, settings_for
-from floodplain.policy.slices import LINK_USE, Slice, slice_for
 from tests.support.examples import examples
 from tests.support.views import host, make_view
 

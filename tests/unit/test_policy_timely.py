@@ -11,12 +11,11 @@ import pytest
 from floodplain.core.goals import Goals
 from floodplain.core.plan import Reason
 from floodplain.core.view import Demand, Prices, SequenceView, View
-from floodplain.policy.admission import MOST_HEADS
 from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SLICE_STEPS, settings_for
-from floodplain.policy.timely import TimelyPolicy
+from floodplain.policy.timely import MOST_HEADS, TimelyPolicy
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
 NOW = 100.0

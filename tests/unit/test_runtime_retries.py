@@ -8,9 +8,9 @@ import pytest
 
 from floodplain.core.request import FinishReason, Request
 from floodplain.policy.registry import make_policy
-from floodplain.runtime import retries
+from floodplain.runtime import queue
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.retries import RETRY_S, Retries
+from floodplain.runtime.queue import RETRY_S, Retries
 from tests.support.bursts import Machine
 from tests.support.loops import make_request
 
@@ -44,7 +44,7 @@ def test_a_place_is_kept_for_a_bounded_time() -> None:
 
 
 def test_the_oldest_places_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "MOST_PLACES", 2)
+    monkeypatch.setattr(queue, "MOST_PLACES", 2)
     kept = Retries()
     sent = [later(float(number), prompt_token_ids=(number,)) for number in range(3)]
     for one in sent:

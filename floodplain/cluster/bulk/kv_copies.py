@@ -17,7 +17,7 @@ import torch
 from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
 from floodplain.cluster.bulk.server import NotServed
 from floodplain.core.errors import PeerLost
-from floodplain.core.kv_sources import find_slot
+from floodplain.core.tiers import find_slot
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.group_memory import GroupMemory
 from floodplain.memory.kv_pool import KVPool
@@ -80,7 +80,7 @@ class RequestCopy:
     """One request's KV that is to be copied.
 
     Attributes:
-        sources: Its blocks or swap slots at the member that has them (``core.kv_sources``).
+        sources: Its blocks or swap slots at the member that has them (``core.tiers``).
         targets: The local blocks to copy into, in the same order.
         layers: By address of a bulk server: the layers to copy from it.
     """

@@ -11,9 +11,8 @@ from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
-from floodplain.core.kv_sources import find_slot
-from floodplain.core.merge_cut import cut_merge
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, cut_merge, size_group
+from floodplain.core.tiers import find_slot
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 
@@ -76,7 +75,7 @@ _PLAIN: tuple[Callable[[int, int], wire.GroupOrder], ...] = (wire.Prepare, wire.
 class Traveller:
     """A request at the member ``place``, the KV of whose ``num_computed`` leading tokens moves between members.
 
-    ``blocks`` have the group's ids; each of ``sources`` is the same block, or a swap slot (``core.kv_sources``).
+    ``blocks`` have the group's ids; each of ``sources`` is the same block, or a swap slot (``core.tiers``).
     """
 
     entry: Entry

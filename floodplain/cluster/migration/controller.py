@@ -1,6 +1,6 @@
 """The router's side of migrations: moves running requests from one instance to another with their KV.
 
-``policy.migration`` chooses requests, ``MigrationTable`` the next action; this sends it, and moves requests in the
+``policy.dispatch`` chooses requests, ``MigrationTable`` the next action; this sends it, and moves requests in the
 router's table. A request that neither end can resume is recomputed from the router's tokens, as after the end of an
 instance.
 """
@@ -30,8 +30,7 @@ from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 from floodplain.core.ranges import MAX_TOKEN_ID
-from floodplain.policy.dispatch import InstanceView, freeness
-from floodplain.policy.migration import LOW_FREENESS, MovableRequest, apply_move, choose_move
+from floodplain.policy.dispatch import LOW_FREENESS, InstanceView, MovableRequest, apply_move, choose_move, freeness
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from floodplain.engine.build import open_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.memory.kv_pool import KVPool
-from floodplain.runtime.migration import Incoming, Outgoing, Stopped
+from floodplain.runtime.handover import Incoming, Outgoing, Stopped
 from floodplain.web.listen import bind
 
 T = TypeVar("T")

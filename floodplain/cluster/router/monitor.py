@@ -19,11 +19,23 @@ from floodplain.cluster.sums import StatsTable
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
-from floodplain.cost.relief import DropCost, exchanged_bytes
 from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
 from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
-from floodplain.policy.load_rates import LONG_S, RECENT_S, ArrivalMeter, Progress, StepMeter
-from floodplain.policy.relief import Lever, Offer, Overload, ReliefDecision, choose_relief, expect_s
+from floodplain.policy.relief import (
+    LONG_S,
+    RECENT_S,
+    ArrivalMeter,
+    DropCost,
+    Lever,
+    Offer,
+    Overload,
+    Progress,
+    ReliefDecision,
+    StepMeter,
+    choose_relief,
+    exchanged_bytes,
+    expect_s,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ def check_report(
 ) -> str | None:
     """Why a paused member cannot join those of ``others``, by its report; None if it can.
 
-    ``integers`` are sources of its rows' blocks (``core.kv_sources``).
+    ``integers`` are sources of its rows' blocks (``core.tiers``).
     """
     if len(report.param_pages) != num_layers or not max(report.param_pages):
         raise WireError("a member has other layers than the model")

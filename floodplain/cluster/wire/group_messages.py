@@ -94,7 +94,7 @@ class Drop(GroupMessage):
 class Fetch(GroupMessage):
     """Copy these requests' KV, in the kept layers, from their places. Answered by ``Copied`` for each.
 
-    Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
+    Beside it: their blocks by the group's ids, then the source of each (``core.tiers``): the same block at the
     request's place, or a slot of that member's swap space. For its own requests a member copies slots only.
     ``addresses`` are bulk servers by place; ``sources`` has, for each place and layer of the model, the place that has
     this layer's KV of the place's requests.
@@ -198,7 +198,7 @@ Pages = Annotated[int, Range(0, 2**40)]
 class KvRow:
     """One request in a member's step loop. The KV of ``num_computed`` leading tokens is in ``num_blocks`` blocks.
 
-    The sources of the blocks (``core.kv_sources``) are beside the message, row after row.
+    The sources of the blocks (``core.tiers``) are beside the message, row after row.
     """
 
     ticket: int
