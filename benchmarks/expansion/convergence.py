@@ -1,7 +1,7 @@
 """How the expansion settles, and what a token waits: ``python -m benchmarks.expansion.convergence`` (3 minutes).
 
 Two rules choose the expansion of the same engine under more requests than it can hold, and in the middle the link
-becomes half as fast: ours (``policy.expansion``) and Pie's (``policy.pie_expansion``; arXiv 2411.09317, section 5.5).
+becomes half as fast: ours (``policy.expansion``) and Pie's (``pie_expansion``; arXiv 2411.09317, section 5.5).
 Then the latency per token in its two parts at fixed expansions and with ours (section 5.6): queueing is the time off
 the device, compute the time on it, both over the output tokens. Writes ``convergence.json`` and ``convergence.png``.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.expansion.convergence_chart import draw
+from benchmarks.expansion.pie_expansion import PieExpansion
 from benchmarks.expansion.run import HERE, make_requests, measure_memory_bandwidth
 from benchmarks.expansion.ways import Way
 from benchmarks.fairness.lane import Lane, run_in_turns
@@ -30,7 +31,6 @@ from floodplain.engine.shell import Engine
 from floodplain.files.results import write_result
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
-from floodplain.policy.pie_expansion import PieExpansion
 from floodplain.workload.records import LoadRequest
 
 LENGTHS = "sharegpt"

@@ -1,6 +1,6 @@
 """When it pays to let layers of the KV cache stream: the closed form, and the engine's loop in virtual time beside it.
 
-python benchmarks/expansion/formula.py --out benchmarks/expansion     # a minute; writes formula.md and formula.png
+python -m benchmarks.expansion.formula --out benchmarks/expansion     # a minute; writes formula.md and formula.png
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from loop_check import Checked, check
-
+from benchmarks.expansion.loop_check import Checked, check
 from floodplain.cost.expansion import best_expansion, best_places, expansion_gain
 from floodplain.cost.link import GB, LINKS
 from floodplain.cost.model_shape import ModelShape, shape_named

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.layer_places import every_place
@@ -15,10 +16,7 @@ from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor, VirtualLinks
-from floodplain.sim.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
-from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 
 NUM_BLOCKS, BLOCK_TOKENS = 600, 16
 """Of the pool without streams: some 60 requests at a time. Only ratios count, so it stands for a pool of any size."""
@@ -58,7 +56,7 @@ def _serve(num_layers: int, weights_per_pool: float, link_ratio: float, *, adapt
     every = tuple(every_place(num_layers))
     costs = ExpandingCosts(weights_s=weights_per_pool * POOL_S, block_s=POOL_S / NUM_BLOCKS, link_ratio=link_ratio)
     pool = ExpandingPool(loop, every, costs, ExpansionPolicy(every, NUM_BLOCKS) if adapts else None)
-    instance = VirtualInstance(environment, loop, VirtualExecutor(pool.step_time_s, VirtualLinks({}, 1)))
+    instance = VirtualInstance(environment, loop, pool.step_time_s, VirtualLinks({}, 1))
     instance.on_boundary = pool.at_boundary
     dice, num_requests = Random(1), 0
     while len(pool.steps) < NUM_STEPS:

@@ -1,4 +1,4 @@
-"""Pie's own way in the engine: whole layers go out and come in, as ``policy.pie_fifo`` decides. The baseline.
+"""Pie's own way in the engine: whole layers go out and come in, as ``pie_fifo`` decides. The baseline.
 
 Layers have no copies that stay: one that leaves the device is copied out whole, all blocks with content, and takes a
 place in the host's memory; one that returns is copied in whole. One copy a direction is under way at a time. Memory on
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.expansion.pie_fifo import PieFifo
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
 from floodplain.memory.host.layer_line import HostClock
 from floodplain.memory.layer_line import LayerLine, LineStats, StepClock, Ticket
 from floodplain.memory.layer_slots import LayerSlots
-from floodplain.policy.pie_fifo import PieFifo
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ways import LINE, PCIE, Way
 
 from floodplain.files.results import write_result
 from floodplain.policy.settings import SharingSettings, settings_for
-from floodplain.sim.executor import StepLine
+from floodplain.sim.instance import StepLine
 
 LINE_PATIENCE = SharingSettings().line_patience
 POLICIES = ("fcfs", "cfs", "fair", "paced", "timely")

@@ -13,7 +13,7 @@ import numpy as np
 from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.sim.executor import StepLine
+from floodplain.sim.instance import StepLine
 from floodplain.workload.arrivals import Phase, phase_arrivals
 from floodplain.workload.lengths import Lengths, chat_like
 

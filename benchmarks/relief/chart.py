@@ -1,6 +1,6 @@
 """Draws result.json: what turns and a drop make of tokens per second and mean E2E, beside waiting replicas.
 
-python benchmarks/relief/chart.py      # writes result.png
+python -m benchmarks.relief.chart      # writes result.png
 """
 
 from __future__ import annotations

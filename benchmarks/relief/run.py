@@ -1,6 +1,6 @@
 """Which lever relieves which overload, in virtual time; see README.md. The same arguments give the same table.
 
-python benchmarks/relief/run.py --out benchmarks/relief/result.json      # minutes of one core
+python -m benchmarks.relief.run --out benchmarks/relief/result.json      # minutes of one core
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cells import CELLS, Cell
-from ways import WAYS, decide, run
-
+from benchmarks.relief.cells import CELLS, Cell
+from benchmarks.relief.ways import WAYS, decide, run
 from benchmarks.run_columns import COLUMNS
 from floodplain.files.results import write_result
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from cells import (
+from benchmarks.relief.cells import (
     BLOCK_TOKENS,
     COST,
     GOALS_S,
@@ -19,7 +20,8 @@ from cells import (
     TOKEN_BYTES,
     Cell,
 )
-
+from benchmarks.relief.cluster import VirtualCluster, serve_cluster
+from benchmarks.relief.regrouping import GroupLink, Regrouping
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepTimer
@@ -30,16 +32,12 @@ from floodplain.policy.relief import (
     Lever,
     Offer,
     Overload,
-    TurnCost,
+    StreamStep,
     choose_relief,
     exchanged_bytes,
     expect_s,
 )
-from floodplain.sim.cluster import VirtualCluster, serve_cluster
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor, VirtualLinks
-from floodplain.sim.instance import VirtualInstance
-from floodplain.sim.regrouping import GroupLink, Regrouping
+from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from floodplain.sim.serving import VirtualDevice
 
 SWAP_POOLS = 4
@@ -96,7 +94,7 @@ def _make_turning(environment: Environment, cell: Cell, index: int) -> VirtualIn
     )
     links = VirtualLinks({Tier.HOST: link}, model.config.block_bytes)
     loop = device.make_loop(make_policy("paced"), seed=index)
-    return VirtualInstance(environment, loop, VirtualExecutor(step_time_s, links))
+    return VirtualInstance(environment, loop, step_time_s, links)
 
 
 def decide(cell: Cell, load: ClusterLoad, *, is_known: bool) -> dict[str, Any]:
@@ -120,6 +118,41 @@ def decide(cell: Cell, load: ClusterLoad, *, is_known: bool) -> dict[str, Any]:
     decision = choose_relief(overload, make_offers(cell))
     prices = {lever.value: round(price) for lever, price in decision.prices.items()}
     return {"lever": decision.lever.value, "reason": decision.reason.value, "prices": prices}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """The KV that streams move when they take turns.
+
+    Attributes:
+        kv_bytes: KV of a stream in the middle of its life.
+        context_tokens: Tokens of this KV.
+        slice_tokens: Tokens that a stream generates in a turn.
+        turning: Share of the memory for streams that take turns; the rest is for streams that run to their end.
+    """
+
+    kv_bytes: float
+    context_tokens: float
+    slice_tokens: float
+    turning: float = 0.6
+
+    def swap_tokens_per_s(self, tokens_per_s: float, bandwidth: float) -> float:
+        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth``.
+
+        Copies overlap with steps until the link is saturated; then it limits the streams that take turns.
+
+        Args:
+            tokens_per_s: Tokens per second without turns.
+            bandwidth: Bytes per second of the link.
+        """
+        wanted = self.turning * tokens_per_s
+        possible = bandwidth / self.kv_bytes * self.slice_tokens
+        return tokens_per_s - wanted + min(wanted, possible)
+
+    def recompute_tokens_per_s(self, step: StreamStep, num_streams: float) -> float:
+        """Tokens per second if each turn begins with recomputing the whole context."""
+        again_s = self.turning * self.context_tokens * step.prompt_token_s / self.slice_tokens
+        return num_streams / (step.base_s + num_streams * (step.token_s + again_s))
 
 
 def make_offers(cell: Cell) -> list[Offer]:

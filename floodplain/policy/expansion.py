@@ -5,7 +5,7 @@ needed. Each recent step is judged by itself: steps of decodes alone are shorter
 step cannot be used in a short one. The stall of a step is predicted from its time without stalls, the time of a load,
 and which layers stream (``cost.expansion``).
 
-Pie (arXiv 2411.09317) finds the number by trial: ``policy.pie_expansion``.
+Pie (arXiv 2411.09317) finds the number by trial.
 """
 
 from __future__ import annotations

@@ -66,41 +66,6 @@ class StreamStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnCost:
-    """The KV that streams move when they take turns.
-
-    Attributes:
-        kv_bytes: KV of a stream in the middle of its life.
-        context_tokens: Tokens of this KV.
-        slice_tokens: Tokens that a stream generates in a turn.
-        turning: Share of the memory for streams that take turns; the rest is for streams that run to their end.
-    """
-
-    kv_bytes: float
-    context_tokens: float
-    slice_tokens: float
-    turning: float = 0.6
-
-    def swap_tokens_per_s(self, tokens_per_s: float, bandwidth: float) -> float:
-        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth``.
-
-        Copies overlap with steps until the link is saturated; then it limits the streams that take turns.
-
-        Args:
-            tokens_per_s: Tokens per second without turns.
-            bandwidth: Bytes per second of the link.
-        """
-        wanted = self.turning * tokens_per_s
-        possible = bandwidth / self.kv_bytes * self.slice_tokens
-        return tokens_per_s - wanted + min(wanted, possible)
-
-    def recompute_tokens_per_s(self, step: StreamStep, num_streams: float) -> float:
-        """Tokens per second if each turn begins with recomputing the whole context."""
-        again_s = self.turning * self.context_tokens * step.prompt_token_s / self.slice_tokens
-        return num_streams / (step.base_s + num_streams * (step.token_s + again_s))
-
-
-@dataclass(frozen=True, slots=True)
 class DropCost:
     """The cost of a drop before it gains.
 

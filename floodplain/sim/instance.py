@@ -1,20 +1,121 @@
-"""One engine in virtual time: the loop and driver of the engine's shell with a virtual clock."""
+"""One engine in virtual time: the loop and driver of the engine's shell with a virtual clock, device and links."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
 
+from floodplain.core.errors import InvariantError
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.request import Request, SeqId
+from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor
+
+DUMMY_TOKEN = 0
+"""The token that every step samples. Requests end by ``max_tokens``; only prompts make contents differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """The time of a step as a linear function of its work (least squares over measured steps).
+
+    Attributes:
+        base_s: Seconds of any step.
+        decode_s: Seconds for each decode.
+        prefill_token_s: Seconds for each token of a prompt.
+    """
+
+    base_s: float
+    decode_s: float
+    prefill_token_s: float
+
+    def time_s(self, plan: StepPlan) -> float:
+        """Seconds of a plan; 0 for a plan that only moves KV."""
+        num_decodes, num_prefill = plan.count_work()
+        if not (num_decodes or num_prefill):
+            return 0.0
+        return self.base_s + self.decode_s * num_decodes + self.prefill_token_s * num_prefill
+
+
+class VirtualLinks:
+    """Links on which copies of one direction run one at a time; the two directions are independent.
+
+    Args:
+        links: Links by the tier at their far end; the caller may change them during the simulation.
+        block_bytes: Bytes of one KV block.
+    """
+
+    def __init__(self, links: Mapping[Tier, Link], block_bytes: int) -> None:
+        self._links = links
+        self._times: list[tuple[float, CopyTime]] = []
+        self._block_bytes = block_bytes
+        self._free_at_s: dict[tuple[Tier, Direction], float] = {}
+        self.moved_bytes = dict.fromkeys(TransferKind, 0)
+
+    def start(self, transfer: Transfer, now: float) -> float:
+        """Start a copy; returns the time when it ends. A copy over several tiers ends with the slowest of them."""
+        direction = transfer.kind.direction
+        ends = [now]
+        for tier in {location.tier for location in transfer.locations}:
+            num_blocks = sum(location.tier is tier for location in transfer.locations)
+            link, key = self._links[tier], (tier, direction)
+            duration_s = link.latency_s + num_blocks * self._block_bytes / link.bandwidth
+            self._free_at_s[key] = max(now, self._free_at_s.get(key, 0.0)) + duration_s
+            self._times.append((self._free_at_s[key], CopyTime(tier, direction, 1, num_blocks, duration_s)))
+            self.moved_bytes[transfer.kind] += num_blocks * self._block_bytes
+            ends.append(self._free_at_s[key])
+        return max(ends)
+
+    def take_copy_times(self, now: float) -> list[CopyTime]:
+        """The busy times of links for the copies that ended since the last call."""
+        ended = [copied for end, copied in self._times if end <= now]
+        self._times = [(end, copied) for end, copied in self._times if end > now]
+        return ended
+
+
+def dummy_result(plan: StepPlan) -> StepResult:
+    """One ``DUMMY_TOKEN`` for each sequence that a plan samples."""
+    return StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))
+
+
+Event = Callable[[], object]
+
+
+class Environment:
+    """Virtual time and its events. Events at the same time run in the order of scheduling.
+
+    Attributes:
+        now: Seconds since the start of the simulation.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Event]] = []
+        self._order = count()
+
+    def schedule(self, when_s: float, event: Event) -> None:
+        """Run ``event`` at ``when_s``.
+
+        Raises:
+            InvariantError: That time has passed.
+        """
+        if not when_s >= self.now:
+            raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
+        heapq.heappush(self._events, (when_s, next(self._order), event))
+
+    def run(self, until_s: float = float("inf")) -> None:
+        """Run all events up to ``until_s``, those that they schedule included."""
+        while self._events and self._events[0][0] <= until_s:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
 
 
 class VirtualInstance:
-    """A loop with a virtual device, one step at a time.
+    """A loop with a virtual device, one step at a time, which takes ``step_time_s(plan)`` seconds.
 
     Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for
     them, as in ``engine.shell``.
@@ -26,14 +127,16 @@ class VirtualInstance:
         on_boundary: Called when a step has ended, before the next one is planned.
     """
 
-    def __init__(self, environment: Environment, loop: Loop, executor: VirtualExecutor) -> None:
+    def __init__(
+        self, environment: Environment, loop: Loop, step_time_s: Callable[[StepPlan], float], links: VirtualLinks
+    ) -> None:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
         self._environment = environment
-        self._executor = executor
+        self._step_time_s, self._links = step_time_s, links
         self._driver = StepDriver(loop)
         self._is_computing = False
         self._copied: list[tuple[int, tuple[int, ...]]] = []
@@ -56,7 +159,7 @@ class VirtualInstance:
             return
         now = self._environment.now
         copied, self._copied = self._copied, []
-        self._driver.settle(copied, lambda: self._executor.links.take_copy_times(now), now)
+        self._driver.settle(copied, lambda: self._links.take_copy_times(now), now)
         plan = self._driver.next_plan(now)
         if isinstance(plan, StepPlan):
             self._driver.end_wait(now)
@@ -66,13 +169,13 @@ class VirtualInstance:
 
     def _begin(self, plan: StepPlan, now: float) -> None:
         for transfer in plan.transfers:
-            end = self._executor.links.start(transfer, now)
+            end = self._links.start(transfer, now)
             self._environment.schedule(end, lambda transfer_id=transfer.transfer_id: self._on_copied(transfer_id))  # type: ignore[misc]
-        duration = self._executor.step_time_s(plan)
+        duration = self._step_time_s(plan)
         self.busy_s += duration
         if self.on_step is not None:
             self.on_step(plan, now)
-        result = self._executor.execute(plan)
+        result = dummy_result(plan)
         self._is_computing = True
         self._environment.schedule(now + duration, lambda: self._on_computed(result))
 

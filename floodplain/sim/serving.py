@@ -15,9 +15,7 @@ from floodplain.core.tiers import Link, SlotLedger
 from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor, VirtualLinks
-from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +116,9 @@ def serve(
         QueueFull: More requests wait than the device's ``config`` allows.
     """
     environment, peaks = Environment(), Peaks()
-    executor = VirtualExecutor(
-        device.step_time_s, VirtualLinks({device.link.tier: device.link}, device.config.block_bytes)
-    )
+    links = VirtualLinks({device.link.tier: device.link}, device.config.block_bytes)
     loop = device.make_loop(policy, seed)
-    instance = VirtualInstance(environment, loop, executor)
+    instance = VirtualInstance(environment, loop, device.step_time_s, links)
 
     def note(_: StepPlan, now: float) -> None:
         peaks.note(loop.state)

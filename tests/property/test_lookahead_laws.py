@@ -15,9 +15,9 @@ from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.cost.step_time import StepCost, StepTimer, StepWork
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule, Piece, Split, cut, halve, most_tokens, total_cost
-from floodplain.sim.pipeline import PipelineRun, run_pipeline
 from tests.support.examples import examples
 from tests.support.loops import make_loop, make_request
+from tests.support.pipeline_run import PipelineRun, run_pipeline
 
 PIECES = st.lists(st.builds(Piece, st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.expansion.pie_expansion import PieExpansion, PieSettings
 from floodplain.core.layer_places import LayerPlaces, every_place
 from floodplain.cost.expansion import step_stall_s
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionSettings, ExpansionView
-from floodplain.policy.pie_expansion import PieExpansion, PieSettings
 from tests.support.examples import examples
 
 BASE = 200

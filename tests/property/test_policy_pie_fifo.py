@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.expansion.pie_fifo import NUM_BUFFERS, PieFifo, Swap
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
-from floodplain.policy.pie_fifo import NUM_BUFFERS, PieFifo, Swap
 from tests.support.examples import examples
 from tests.support.pie_faults import (
     EvictsTheHottest,

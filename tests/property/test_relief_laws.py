@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.relief.ways import TurnCost
 from floodplain.policy.relief import (
     CALM_PART,
     LEAST_GAIN,
@@ -22,7 +23,6 @@ from floodplain.policy.relief import (
     Overload,
     ReliefReason,
     StreamStep,
-    TurnCost,
     choose_relief,
     exchanged_bytes,
     expect_s,

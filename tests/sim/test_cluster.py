@@ -8,6 +8,9 @@ from random import Random
 
 import pytest
 
+from benchmarks.relief import regrouping
+from benchmarks.relief.cluster import VirtualCluster, VirtualModel, VirtualStages, serve_cluster
+from benchmarks.relief.regrouping import GroupLink, Regrouping, Transition
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -19,13 +22,9 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
-from floodplain.sim import regrouping
-from floodplain.sim.cluster import VirtualCluster, VirtualModel, serve_cluster
-from floodplain.sim.environment import Environment
-from floodplain.sim.pipeline import run_pipeline
-from floodplain.sim.regrouping import GroupLink, Regrouping, Transition
+from floodplain.sim.instance import Environment
 from floodplain.sim.serving import VirtualDevice, serve
-from floodplain.sim.stages import VirtualStages
+from tests.support.pipeline_run import run_pipeline
 
 MODEL = VirtualModel(
     cost=StepCost(base_s=0.02, decode_s=0.0005, prefill_token_s=0.0003),

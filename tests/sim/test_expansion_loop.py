@@ -7,14 +7,12 @@ from random import Random
 
 import pytest
 
+from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
 from floodplain.core.layer_places import every_place
 from floodplain.core.request import Request
 from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor, VirtualLinks
-from floodplain.sim.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
-from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from tests.support.bursts import BLOCK_BYTES, Machine
 from tests.support.loops import make_request
 
@@ -33,7 +31,7 @@ def run(num_blocks: int, requests: list[Request], fixed: int | None = None, half
     costs = ExpandingCosts(weights_s=0.02, block_s=1e-5, token_s=2e-5, link_ratio=0.12)
     places = EVERY if fixed is None else tuple(one for one in EVERY if one.num_streamed == fixed)
     pool = ExpandingPool(loop, places, costs, ExpansionPolicy(EVERY, num_blocks) if fixed is None else None)
-    instance = VirtualInstance(environment, loop, VirtualExecutor(pool.step_time_s, VirtualLinks({}, BLOCK_BYTES)))
+    instance = VirtualInstance(environment, loop, pool.step_time_s, VirtualLinks({}, BLOCK_BYTES))
     instance.on_boundary = pool.at_boundary
     for request in requests:
         environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]

@@ -8,9 +8,9 @@ from math import inf
 
 import pytest
 
+from benchmarks.expansion.pie_expansion import PieExpansion
 from floodplain.cost.expansion import best_places
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
-from floodplain.policy.pie_expansion import PieExpansion
 from tests.support.expansion import EVERY, NUM_LAYERS, Device, Load, Served, serve
 
 NUM_STEPS, SETTLED = 1300, 600

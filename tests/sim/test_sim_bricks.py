@@ -11,8 +11,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Link, Location, Tier
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import DUMMY_TOKEN, StepLine, VirtualExecutor, VirtualLinks
+from floodplain.sim.instance import DUMMY_TOKEN, Environment, StepLine, VirtualLinks, dummy_result
 from tests.support.examples import examples
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -84,8 +83,7 @@ def test_a_plan_that_only_moves_kv_takes_no_time_of_the_device() -> None:
 
 
 def test_there_is_a_token_for_each_that_samples() -> None:
-    executor = VirtualExecutor(LINE.time_s, VirtualLinks({}, 1))
-    result = executor.execute(plan(3, 60, 40))  # the first chunk samples, the second does not
+    result = dummy_result(plan(3, 60, 40))  # the first chunk samples, the second does not
     assert (result.step_id, result.token_ids) == (7, [DUMMY_TOKEN] * 4)
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.expansion.pie_fifo import PieFifo
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.core.plan import Preemption, PreemptionMode, PrefillChunk, Reason, StepPlan
 from floodplain.core.request import SeqId
-from floodplain.policy.pie_fifo import PieFifo
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.sim.layer_copies import LayerLink
-from floodplain.sim.layer_schedule import LayerSchedule, LayerWork
-from floodplain.sim.layer_work import LayeredSteps, LayerShape, PlanWork
-from floodplain.sim.layers import AheadLayers, OnDemandLayers, PieLayers
 from tests.support.bursts import LINE, Machine, Run, begin, make_burst
+from tests.support.layer_steps import (
+    AheadLayers,
+    LayeredSteps,
+    LayerLink,
+    LayerSchedule,
+    LayerShape,
+    LayerWork,
+    OnDemandLayers,
+    PieLayers,
+    PlanWork,
+)
 
 SHAPE = LayerShape(num_layers=6, block_tokens=4, token_bytes=10)
 PLACES = LayerPlaces(6, 4)

@@ -11,17 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.expansion.pie_fifo import PieFifo
 from floodplain.core.errors import InvariantError
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.core.tiers import Direction
 from floodplain.cost.expansion import step_stall_s
-from floodplain.policy.pie_fifo import PieFifo
-from floodplain.sim.layer_copies import LayerCopies, LayerCopy, LayerLink
-from floodplain.sim.layer_schedule import LayerSchedule, LayerSpan, LayerWork, StepCost
-from floodplain.sim.layers import AheadLayers, OnDemandLayers, PieLayers
 from tests.support import layer_faults, pie_faults
 from tests.support.examples import examples
 from tests.support.layer_bytes import Bytes, Fault, bytes_of_fifo, bytes_of_places
+from tests.support.layer_steps import (
+    AheadLayers,
+    LayerCopies,
+    LayerCopy,
+    LayerLink,
+    LayerSchedule,
+    LayerSpan,
+    LayerWork,
+    OnDemandLayers,
+    PieLayers,
+    StepCost,
+)
 
 INSTANT = LayerLink(inbound_bandwidth=float("inf"), outbound_bandwidth=float("inf"))
 

@@ -11,6 +11,8 @@ from functools import cache, partial
 
 import pytest
 
+from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool
+from benchmarks.relief.cluster import VirtualCluster, serve_cluster
 from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan, StepResult, Transfer
@@ -24,11 +26,7 @@ from floodplain.policy.settings import settings_for
 from floodplain.policy.timely import STEPS_BESIDE
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
-from floodplain.sim.cluster import VirtualCluster, serve_cluster
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import DUMMY_TOKEN, VirtualExecutor, VirtualLinks
-from floodplain.sim.expanding import ExpandingCosts, ExpandingPool
-from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.instance import DUMMY_TOKEN, Environment, VirtualInstance, VirtualLinks
 from tests.support import overload
 from tests.support.bursts import BLOCK_BYTES, begin, burst, make_burst
 from tests.support.loops import AheadPolicy
@@ -147,7 +145,7 @@ def expansion(policy: Policy) -> Outcome:
     costs = ExpandingCosts(weights_s=0.01, block_s=1e-5, token_s=3e-4, link_ratio=0.12)
     pool = ExpandingPool(loop, places, costs, ExpansionPolicy(places, MACHINE.num_blocks))
     links = VirtualLinks({MACHINE.link.tier: MACHINE.link}, BLOCK_BYTES)
-    instance = VirtualInstance(environment, loop, VirtualExecutor(pool.step_time_s, links))
+    instance = VirtualInstance(environment, loop, pool.step_time_s, links)
     instance.on_boundary = pool.at_boundary
     for request in make_requests(2.8, 420):
         environment.schedule(request.arrival_s, partial(instance.submit, request))
@@ -201,8 +199,7 @@ def serve_by_two(policy: Policy, requests: list[Request]) -> list[Outcome]:
     outcomes = [Outcome([]), Outcome([])]
     for outcome in outcomes:
         links = VirtualLinks({MACHINE.link.tier: MACHINE.link}, BLOCK_BYTES)
-        executor = VirtualExecutor(MACHINE.line.time_s, links)
-        engine = VirtualInstance(cluster.environment, MACHINE.make_loop(policy), executor)
+        engine = VirtualInstance(cluster.environment, MACHINE.make_loop(policy), MACHINE.line.time_s, links)
         engine.on_step = lambda plan, _, outcome=outcome: outcome.step_s.append(MACHINE.line.time_s(plan))  # type: ignore[misc]
         cluster.join(engine)
         engines.append(engine)

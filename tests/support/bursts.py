@@ -20,9 +20,7 @@ from floodplain.core.view import View
 from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import StepLine, VirtualExecutor, VirtualLinks
-from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.instance import Environment, StepLine, VirtualInstance, VirtualLinks
 from tests.support.loops import EOS, make_request
 
 BLOCK_BYTES = 1024
@@ -178,8 +176,8 @@ def begin(
     """Return a run with all arrivals scheduled; steps take the time of the machine's line, or ``step_time_s``."""
     environment = Environment()
     links = {Tier.HOST: machine.link}
-    executor = VirtualExecutor(step_time_s or machine.line.time_s, VirtualLinks(links, BLOCK_BYTES))
-    instance = VirtualInstance(environment, machine.make_loop(policy, seed), executor)
+    times, lines = step_time_s or machine.line.time_s, VirtualLinks(links, BLOCK_BYTES)
+    instance = VirtualInstance(environment, machine.make_loop(policy, seed), times, lines)
     run = Run(instance, environment, links)
     instance.on_step = lambda plan, now: run.steps.append((now, plan))
     for request in requests:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.expansion.pie_fifo import PieFifo
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.core.tiers import Direction
-from floodplain.policy.pie_fifo import PieFifo
-from floodplain.sim.layer_schedule import LayerSpan
+from tests.support.layer_steps import LayerSpan
 
 Place = tuple[str, int]
 Content = tuple[int, int]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from floodplain.sim.layer_copies import LayerCopy
-from floodplain.sim.layer_schedule import LayerWork
-from floodplain.sim.layers import AheadLayers
+from tests.support.layer_steps import AheadLayers, LayerCopy, LayerWork
 
 
 class WaitsForNoLoad(AheadLayers):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.expansion.pie_fifo import PieFifo, Swap
 from floodplain.core.tiers import Direction
-from floodplain.policy.pie_fifo import PieFifo, Swap
 
 
 class SwitchesAtStart(PieFifo):

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.cost.expansion import best_expansion, best_places, critical_paths, expansion_gain, step_stall_s
-from floodplain.sim.layer_copies import LayerLink
-from floodplain.sim.layer_schedule import LayerWork
-from floodplain.sim.layers import AheadLayers
 from tests.support.examples import examples
+from tests.support.layer_steps import AheadLayers, LayerLink, LayerWork
 
 
 @st.composite
@@ -26,7 +24,7 @@ def streaming(draw: st.DrawFn) -> LayerPlaces:
 @given(streaming(), st.floats(0.01, 1.0), st.integers(1, 10_000))
 @settings(max_examples=examples(100))
 def test_stall_is_that_of_a_walk_through_the_layers(places: LayerPlaces, step_s: float, num_bytes: int) -> None:
-    """``sim.layers`` simulates a step event by event, without critical paths."""
+    """``layer_steps`` simulates a step event by event, without critical paths."""
     walk = AheadLayers(places, LayerLink(inbound_bandwidth=1e5, outbound_bandwidth=float("inf")))
     compute_s = (step_s / places.num_layers,) * places.num_layers
     walked = walk.step(LayerWork(compute_s, read_bytes=num_bytes, written_bytes=0, held_bytes=0))

@@ -11,7 +11,7 @@ from floodplain.core.plan import PrefillChunk, StepPlan
 from floodplain.core.request import SeqId
 from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, WorkMeter, read_cost
 from floodplain.policy.registry import POLICIES, make_policy
-from floodplain.sim.executor import StepLine
+from floodplain.sim.instance import StepLine
 from tests.support.bursts import LINE, Machine, begin, make_burst
 from tests.support.examples import examples
 

@@ -41,7 +41,7 @@ class ExpandingStep:
 
 
 class ExpandingPool:
-    """The loop's pool. ``step_time_s`` is for a ``VirtualExecutor``, ``at_boundary`` for a ``VirtualInstance``.
+    """The loop's pool. ``step_time_s`` and ``at_boundary`` are for a ``VirtualInstance``.
 
     Args:
         loop: An empty loop, whose pool is that without streamed layers.

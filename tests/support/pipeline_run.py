@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.plan import StepPlan
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
-from floodplain.sim.executor import DUMMY_TOKEN
+from floodplain.sim.instance import dummy_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +57,5 @@ def run_pipeline(loop: Loop, stage_times: Callable[[StepPlan], Sequence[float]])
             num_steps += 1
         end_s, plan = under_way.popleft()
         now = max(now, end_s)
-        driver.complete(StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled)), now)
+        driver.complete(dummy_result(plan), now)
     return PipelineRun(now, tuple(busy_s), num_steps)
