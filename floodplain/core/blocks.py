@@ -151,10 +151,6 @@ class BlockLedger:
         is_held = not self._pins.keys().isdisjoint(range(first, first + num_blocks))
         return num_present, num_used, is_held or states.count(_OWNED) < num_used
 
-    def is_pinned(self, block: BlockId) -> bool:
-        """Whether an outbound copy reads a block."""
-        return block in self._pins
-
     def count_states(self) -> dict[BlockState, int]:
         """Number of blocks in each state, in constant time. Approximate on another thread than the step's."""
         counts = {

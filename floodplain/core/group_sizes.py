@@ -124,18 +124,6 @@ def count_restore_quanta(report: MemberReport, kept: range) -> int:
     return min(report.max_quanta, report.num_kv_pages // (len(kept) * report.quantum_pages))
 
 
-def count_returned_quanta(report: MemberReport, kept: range, num_group_quanta: int) -> int:
-    """Quanta of all layers that a member's own pool can have beside ``num_group_quanta`` in the kept layers.
-
-    Raises:
-        InvariantError: These alone have more pages than there are.
-    """
-    num_pages = report.num_kv_pages - num_group_quanta * len(kept) * report.quantum_pages
-    if num_pages < 0:
-        raise InvariantError(f"{num_group_quanta} quanta of a group have no pages beside all parameters")
-    return num_pages // (len(report.param_pages) * report.quantum_pages)
-
-
 def size_group(
     reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
 ) -> GroupSizes:

@@ -1,4 +1,4 @@
-"""States of a group of instances that share one copy of the parameters: one transition table, and its diagram. Pure.
+"""States of a group of instances that share one copy of the parameters: one transition table. Pure.
 
 Nothing is unmapped before ``DROP``, which takes place only when every member has confirmed what it keeps: before it,
 a member that exits or refuses costs the others a pause. After it, the exit of any member ends all members.
@@ -106,12 +106,3 @@ def advance(state: GroupState, event: GroupEvent) -> GroupState | None:
     if after is None and event not in STALE:
         raise InvariantError(f"a group that is {state} cannot take the event '{event}'")
     return after
-
-
-def diagram() -> str:
-    """The table as a mermaid state diagram, for ``docs/design/018-drop-and-restore.md``."""
-    labels: dict[tuple[GroupState, GroupState], list[str]] = {}
-    for (begin, event), end in TABLE.items():
-        labels.setdefault((begin, end), []).append(event)
-    arrows = [f"    {begin.name} --> {end.name}: {', '.join(events)}" for (begin, end), events in labels.items()]
-    return "\n".join(["stateDiagram-v2", f"    [*] --> {_S.SOLO.name}", *arrows, f"    {_S.OVER.name} --> [*]"])

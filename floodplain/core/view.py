@@ -187,8 +187,7 @@ class View:
         num_draining_blocks: Blocks that will be available when the copies that read them have ended.
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
         depth: The most outstanding steps, this one included.
-        outstanding_tokens: How many tokens each outstanding step computes, oldest first.
-        outstanding_chunks: (first position, tokens) of each prompt's chunk in them.
+        outstanding_chunks: (first position, tokens) of each prompt's chunk in outstanding steps.
         demand: Recent lengths, rates and waits of requests.
     """
 
@@ -211,6 +210,5 @@ class View:
     key_credits: Mapping[str, float] = field(default_factory=dict)
     completion_step: int = -1
     depth: int = 1
-    outstanding_tokens: tuple[int, ...] = ()
     outstanding_chunks: tuple[tuple[int, int], ...] = ()
     demand: Demand = Demand()

@@ -3,7 +3,7 @@
 Merging two groups frees one copy of all layers, whatever their sizes; each request then runs through all stages of the
 new group, and the longest group is the slowest (KunServe, section 4.1). So the number of merges follows from the need,
 and the rest is balance: *longest processing time first* into as many bins as groups are left. The paper merges the two
-smallest groups again and again, which leaves longer groups: ``plan_greedily`` is that baseline.
+smallest groups again and again (Algorithm 6), which leaves longer groups.
 
 Memory helps where requests wait: each merge contains an overloaded group, and calm groups only as its partners.
 """
@@ -113,11 +113,6 @@ def excess_blocks(load: GroupLoad, sizes: DropSizes) -> int:
     return load.num_demanded_blocks - sizes.group_blocks(load.pool_blocks)
 
 
-def find_need(loads: Iterable[GroupLoad], sizes: DropSizes) -> int:
-    """Sum of the missing blocks of all overloaded groups."""
-    return sum(max(0, excess_blocks(load, sizes)) for load in loads)
-
-
 def plan_drop(
     loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
 ) -> DropPlan | None:
@@ -165,28 +160,6 @@ def plan_largest(loads: Sequence[GroupLoad], sizes: DropSizes, most_stages: int 
             if plan.num_gained_blocks > (found.num_gained_blocks if found is not None else 0):
                 found = plan
     return found
-
-
-def plan_greedily(
-    loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
-) -> DropPlan | None:
-    """The paper's plan (Algorithm 6): merge the two groups with the fewest members until enough is gained."""
-    if need_blocks <= 0:
-        return None
-    heap: list[tuple[int, int, tuple[GroupLoad, ...]]]
-    heap = [(load.num_stages, index, (load,)) for index, load in enumerate(loads)]
-    heapq.heapify(heap)
-    order, num_gained = len(heap), 0
-    while num_gained < need_blocks:
-        if len(heap) < 2:
-            return None
-        (stages, _, one), (more, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        if stages + more > min(most_stages, sizes.num_layers):
-            return None
-        num_gained += _gain(one + other, sizes) - _gain(one, sizes) - _gain(other, sizes)
-        heapq.heappush(heap, (stages + more, order, one + other))
-        order += 1
-    return DropPlan(tuple(parts for _, _, parts in sorted(heap) if len(parts) > 1), num_gained)
 
 
 def _rank(loads: Sequence[GroupLoad], sizes: DropSizes) -> tuple[list[GroupLoad], list[GroupLoad]]:

@@ -181,7 +181,6 @@ class ViewBuilder:
             demand=state.demand.now,
             completion_step=state.completion_step,
             depth=state.config.depth,
-            outstanding_tokens=tuple(plan.num_tokens for plan in outstanding),
             outstanding_chunks=tuple(
                 (chunk.start, len(chunk.token_ids)) for plan in outstanding for chunk in plan.prefills
             ),

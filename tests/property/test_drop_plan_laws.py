@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.policy import drop as policy_drop
 from floodplain.policy.drop import (
     DropPlan,
     DropSizes,
     GroupLoad,
     excess_blocks,
-    find_need,
     plan_drop,
-    plan_greedily,
     plan_largest,
 )
 from tests.support.examples import examples
 
 SIZES = DropSizes(num_layers=24, layer_bytes=40_000, block_bytes=1_000)
 POOL = 60
+
+
+def find_need(loads: Iterable[GroupLoad], sizes: DropSizes) -> int:
+    """Return the sum of the missing blocks of all overloaded groups."""
+    return sum(max(0, excess_blocks(load, sizes)) for load in loads)
+
+
+def plan_greedily(
+    loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = 4
+) -> DropPlan | None:
+    """Return the paper's plan (Algorithm 6): merge the two groups with the fewest members until enough is gained."""
+    if need_blocks <= 0:
+        return None
+    heap: list[tuple[int, int, tuple[GroupLoad, ...]]]
+    heap = [(load.num_stages, index, (load,)) for index, load in enumerate(loads)]
+    heapq.heapify(heap)
+    order, num_gained = len(heap), 0
+    while num_gained < need_blocks:
+        if len(heap) < 2:
+            return None
+        (stages, _, one), (more, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        if stages + more > min(most_stages, sizes.num_layers):
+            return None
+        num_gained += (
+            policy_drop._gain(one + other, sizes) - policy_drop._gain(one, sizes) - policy_drop._gain(other, sizes)
+        )
+        heapq.heappush(heap, (stages + more, order, one + other))
+        order += 1
+    return DropPlan(tuple(parts for _, _, parts in sorted(heap) if len(parts) > 1), num_gained)
 
 
 def make_loads(num_stages: Sequence[int], demands: Sequence[int], pool: int = POOL) -> list[GroupLoad]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, count_returned_quanta, size_group
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
 from tests.support.examples import examples
 
 Q = 3  # blocks of a quantum
@@ -153,6 +153,14 @@ def fits(reports: list[MemberReport], kept: list[range], rows: Sequence[HeldRow]
 
 
 @settings(max_examples=examples(150), deadline=None)
+def count_returned_quanta(report: MemberReport, kept: range, num_group_quanta: int) -> int:
+    """Return the quanta of all layers that a member can have beside ``num_group_quanta`` in the kept layers."""
+    num_pages = report.num_kv_pages - num_group_quanta * len(kept) * report.quantum_pages
+    if num_pages < 0:
+        raise InvariantError(f"{num_group_quanta} quanta of a group have no pages beside all parameters")
+    return num_pages // (len(report.param_pages) * report.quantum_pages)
+
+
 @given(story=stories())
 def test_pages_are_never_overdrawn_and_none_is_left_for_one_more(story: Story) -> None:
     reports, kept, rows = story

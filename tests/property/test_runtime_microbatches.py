@@ -53,7 +53,6 @@ class CheckedFcfs(FcfsPolicy):
         followers = {chunk.seq_id for chunk in decision.chunks} & view.outstanding
         assert not {*decision.decodes, *(chunk.seq_id for chunk in decision.admissions)} & view.outstanding
         assert not followers & {row.seq_id for row in view.running if row.is_decoding}
-        assert len(view.outstanding_tokens) < view.depth
         is_working = bool(decision.decodes or decision.chunks or decision.admissions)
         self.num_overlaps += bool(is_working and view.outstanding)
         self.num_followers += len(followers)
