@@ -18,7 +18,7 @@ from floodplain.core.errors import UserError
 from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, read_settings
-from floodplain.plugins.vllm.versions import expect_tested, find_distribution
+from floodplain.plugins.vllm.versions import find_distribution
 from floodplain.policy.goals import GAP_TOKENS
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 
@@ -82,7 +82,6 @@ class VllmConfig:
     peer_memory: int | None = field(
         default=None, metadata={"size": True, "help": "most memory that is borrowed (default: as --swap-memory)"}
     )
-    allow_untested: bool = field(default=False, metadata={"help": "try a version of vLLM that is untested"})
 
 
 def add_parser(verbs: Any) -> None:
@@ -99,12 +98,10 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the command with its secrets masked, then replace this process by it.
 
-    Raises UserError if a flag is out of its range or set here, or no tested vLLM is installed.
+    Raises UserError if a flag is out of its range or set here, or no vLLM is installed.
     """
     config = dataclass_from(args, VllmConfig)
-    name, version = find_distribution()
-    command = build_command(config, args.vllm_flags, find_server(name))
-    expect_tested(version, allow_untested=config.allow_untested, how="pass --allow-untested")
+    command = build_command(config, args.vllm_flags, find_server(find_distribution()[0]))
     say(shlex.join(mask_command(command, os.environ)))
     os.execv(command[0], command)
 
@@ -138,7 +135,7 @@ def _own_flags(config: VllmConfig) -> list[str]:
     swap = config.swap or ("host" if config.coordinator is None else "peer")
     _check_swap(config, swap)
     extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in ("model", "swap")}
-    extra = {name: value for name, value in extra.items() if value is not None and value is not False}
+    extra = {name: value for name, value in extra.items() if value is not None}
     num_bytes = extra.setdefault("swap_memory", DEFAULT_SWAP_BYTES)
     read_settings(extra, are_flags=True)
     if swap in ("none", "vllm"):

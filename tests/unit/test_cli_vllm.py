@@ -222,8 +222,7 @@ def test_what_is_no_secret_is_printed_as_it_is(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("version", "argv", "message"),
     [
-        ("0.31.0", [], "0.32 was: pip install 'vllm==0.32.*', or pass --allow-untested"),
-        (None, [], "vLLM is not installed: pip install 'vllm==0.32.*'"),
+        (None, [], "vLLM is not installed: pip install 'vllm==0.33.*'"),
         ("0.32.0", ["--slice", "0"], "--slice must be between 1 and 10000 steps, not 0"),
         (
             "0.32.0",
@@ -250,10 +249,3 @@ def test_bad_usage_is_one_line(
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not become
-
-
-def test_an_untested_version_is_let_in_on_demand(become: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
-    with pytest.raises(SystemExit):
-        cli.main(["vllm", "serve", "m", "--allow-untested"])
-    assert extra_of(become[0])["allow_untested"] is True

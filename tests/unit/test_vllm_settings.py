@@ -92,7 +92,6 @@ def test_all_names_can_stand_together() -> None:
         "policy": "cfs",
         "swap_memory": "1GiB",
         "seed": 3,
-        "allow_untested": True,
         "slice": 4,
         "pace": 1.0,
         "max_gap": 9.0,
@@ -110,17 +109,12 @@ def test_the_seed_is_a_number() -> None:
     assert read_settings({"seed": 3}).seed == 3
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_allow_untested_does_not_change_the_settings(value: bool) -> None:
-    assert read_settings({"allow_untested": value}) == read_settings({})
-
-
 @pytest.mark.parametrize(
     ("told", "line"),
     [
         (
             {"slices": 3},
-            "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, allow_untested, "
+            "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, "
             "slice, pace, max_gap, ttft_goal, line_patience, coordinator, coordinator_token_file, device_name, "
             "peer_memory",
         ),

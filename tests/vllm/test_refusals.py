@@ -1,31 +1,128 @@
-"""Untested versions of vLLM are refused; the methods of vLLM that the plug-in overrides have their tested form."""
+"""Versions of vLLM that lack what is used are refused; methods that the plug-in overrides have their tested form."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm import compat, compat_blocks, register, versions
+from floodplain.plugins.vllm import compat, compat_blocks, register, scheduler, surface, versions
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from floodplain.plugins.vllm.wires import FloodplainConnector
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
-def test_untested_versions_are_refused_unless_allowed(version: str) -> None:
-    with pytest.raises(UserError, match=f'vLLM {version} was not tested .* "allow_untested": true'):
-        versions.expect_tested(version, allow_untested=False)
-    versions.expect_tested(version, allow_untested=True)
+def test_the_version_here_has_every_name_that_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    versions.expect_usable(versions.find_distribution()[1])
+    assert not caplog.messages
+    assert surface.find_changes() == []
 
 
-def test_the_version_here_was_tried() -> None:
-    versions.expect_tested(versions.find_distribution()[1], allow_untested=False)
-    versions.expect_tested("0.32.0+cpu", allow_untested=False)
+def test_an_untested_version_with_every_name_runs_after_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        versions.expect_usable("0.99.1+cpu")
+    [line] = caplog.messages
+    assert "vLLM 0.99.1+cpu was not tested" in line and "\n" not in line
+
+
+@dataclass
+class Later:
+    """A scheduler of a later vLLM."""
+
+    running: list[str]
+
+    def __init__(self) -> None:
+        self.queue: list[str] = []
+
+    def schedule(self, throttle: bool = False, fast: bool = False) -> None: ...
+
+    def free(self, request: str, when: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("used", "change"),
+    [
+        ({"attributes": "running queue schedule"}, None),
+        ({"attributes": "running waiting"}, "Later.waiting is gone"),
+        ({"called": {"schedule": "throttle"}}, None),
+        ({"called": {"plan": ""}}, "Later.plan is gone"),
+        ({"called": {"free": "request"}}, "Later.free takes ('request', 'when'), and took ('request',)"),
+        ({"called": {"free": "when request"}}, "Later.free takes ('request', 'when'), and took ('when', 'request')"),
+        ({"forwarded": {"free": "request"}}, None),
+        ({"forwarded": {"free": "when"}}, "Later.free takes ('request', 'when'), and took ('when',)"),
+        ({"overridden": {"schedule": "throttle fast"}}, None),
+        ({"overridden": {"schedule": "throttle"}}, "Later.schedule takes ('throttle', 'fast'), and took ('throttle',)"),
+    ],
+)
+def test_a_change_is_named(used: dict[str, Any], change: str | None) -> None:
+    found = surface.find_changes([surface.Used(__name__, "Later", **used)])
+    assert found == ([] if change is None else [change])
+
+
+def test_a_changed_version_is_refused_in_a_line_that_names_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [f"Scheduler.a{number} is gone" for number in range(6)]
+    monkeypatch.setattr(surface, "find_changes", lambda: gone)
+    with pytest.raises(UserError) as refused:
+        versions.expect_usable("0.99.1")
+    assert str(refused.value) == (
+        "vLLM 0.99.1 has changed what floodplain relies on (Scheduler.a0 is gone; Scheduler.a1 is gone;"
+        " Scheduler.a2 is gone; Scheduler.a3 is gone and 2 more): pip install 'vllm==0.33.*'"
+    )
+
+
+def test_the_surface_has_every_name_that_the_plug_in_uses() -> None:
+    """All of the scheduler's own, all of a request's, and every name that is imported."""
+    uses = _Uses()
+    for path in Path(compat.__file__).parent.glob("*.py"):
+        if path.name != "surface.py":
+            uses.visit(ast.parse(path.read_text()))
+    of_vllm = {(one.place, one.name) for one in surface.SURFACE}
+    assert {(place, name) for place, name in uses.imported if place.startswith("vllm.v1")} <= of_vllm
+    ours = {*dir(scheduler.FloodplainScheduler), *uses.set} - {*dir(Scheduler), *_names_of("Scheduler")}
+    assert uses.own - ours <= _names_of("Scheduler") | _names_of("AsyncScheduler"), "of the scheduler"
+    assert uses.of_request <= _names_of("Request")
+    assert len(uses.own) > 50 and len(uses.of_request) > 10
+
+
+class _Uses(ast.NodeVisitor):
+    """Names that the plug-in's scheduler reads of itself, that are read of requests, and that are imported."""
+
+    def __init__(self) -> None:
+        self.own: set[str] = set()
+        self.set: set[str] = set()
+        self.of_request: set[str] = set()
+        self.imported: set[tuple[str, str]] = set()
+        self._is_scheduler = False
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.imported |= {(node.module or "", one.name) for one in node.names}
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._is_scheduler = node.name in ("SteeredScheduler", "FloodplainScheduler")
+        self.generic_visit(node)
+        self._is_scheduler = False
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        owner = ast.unparse(node.value)
+        if self._is_scheduler and owner in ("self", "super()") and node.attr != "__init__":
+            is_new = isinstance(node.ctx, ast.Store) and node.attr not in _names_of("Scheduler")
+            (self.set if is_new else self.own).add(node.attr)
+        elif owner.split(".")[-1] == "request":
+            self.of_request.add(node.attr)
+        self.generic_visit(node)
+
+
+def _names_of(name: str) -> set[str]:
+    found = [one for one in surface.SURFACE if one.name == name]
+    return {word for one in found for word in (*one.called, *one.overridden, *one.forwarded, *one.attributes.split())}
 
 
 def test_every_method_that_vllm_calls_has_its_signature() -> None:

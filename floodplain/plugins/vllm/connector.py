@@ -14,7 +14,7 @@ from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals
 from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.plugins.vllm.settings import find_extra, read_alone, read_settings
 from floodplain.plugins.vllm.support import expect_supported, names_connector, names_scheduler
-from floodplain.plugins.vllm.versions import expect_tested, find_distribution
+from floodplain.plugins.vllm.versions import expect_usable, find_distribution
 
 if TYPE_CHECKING:
     from floodplain.plugins.vllm.wires import FloodplainConnector as FloodplainConnector
@@ -60,7 +60,6 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         UserError: One line that says what to change.
     """
-    extra = find_extra(vllm_config)
-    settings = (read_settings if names_connector(vllm_config) else read_alone)(extra)
-    expect_tested(find_distribution()[1], allow_untested=bool(extra.get("allow_untested")))
+    settings = (read_settings if names_connector(vllm_config) else read_alone)(find_extra(vllm_config))
+    expect_usable(find_distribution()[1])
     expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep())

@@ -26,14 +26,14 @@ _SHARING = {
 """Names of flags, and the fields of ``SharingSettings`` that they set."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
+    "policy": str, "swap_memory": (int, str), "seed": int,
     "slice": int, "pace": (int, float), "max_gap": (int, float), "ttft_goal": (int, float),
     "line_patience": (int, float),
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
 """Every setting, and its allowed types."""
 
-ALONE = ("policy", "seed", "allow_untested", *_SHARING)
+ALONE = ("policy", "seed", *_SHARING)
 """Settings of the scheduler without our connector."""
 
 _BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
@@ -120,7 +120,7 @@ def read_settings(
     for name, value in extra.items():
         if name not in _TYPES:
             raise UserError(f"{where} has {name!r}, which is none of {', '.join(_TYPES)}")
-        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
+        if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
             raise UserError(f"{where} has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
     if policy not in POLICIES:

