@@ -16,8 +16,10 @@ from random import Random
 from statistics import median, quantiles
 from typing import Any
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.request import SeqId
-from floodplain.core.view import Prices
+from floodplain.core.view import Demand, Prices
+from floodplain.plugins.vllm.books import Tables
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.lobby import Lobby
@@ -30,8 +32,8 @@ from floodplain.policy.registry import make_policy
 BOUND_MS = 0.5
 BLOCK_TOKENS, BLOCK_BYTES = 16, 2**19
 NUM_RUNNING, NUM_OWN_BLOCKS = 256, 250
-LIMITS = Limits(num_blocks=100_000, block_tokens=BLOCK_TOKENS, max_batched_tokens=8192, max_num_seqs=NUM_RUNNING,
-                max_model_len=32_768)  # fmt: skip
+LIMITS = Limits(num_blocks=100_000, groups=(CacheGroup(BLOCK_TOKENS),), max_batched_tokens=8192,
+                max_num_seqs=NUM_RUNNING, max_model_len=32_768)  # fmt: skip
 LOADS = ((0, 0), (1_000, 0), (10_000, 0), (1_000, 625), (10_000, 625))
 """Waiting requests, and blocks of a prefix that they and all running requests share."""
 
@@ -39,10 +41,10 @@ LOADS = ((0, 0), (1_000, 0), (10_000, 0), (1_000, 625), (10_000, 625))
 class Block:
     """As vLLM's."""
 
-    __slots__ = ("block_id", "ref_cnt")
+    __slots__ = ("block_id", "is_null", "ref_cnt")
 
     def __init__(self, block_id: int, ref_cnt: int = 1) -> None:
-        self.block_id, self.ref_cnt = block_id, ref_cnt
+        self.block_id, self.ref_cnt, self.is_null = block_id, ref_cnt, False
 
 
 class FakeRequest:
@@ -75,7 +77,7 @@ class FakeBlocks:
 
     def __init__(self, prefix: Sequence[Block], hashes: Sequence[bytes]) -> None:
         self._by_hash = dict(zip(hashes, prefix, strict=True))
-        self.tables: dict[str, list[Block]] = {}
+        self.by_request: dict[str, list[Block]] = {}
         self._num_given = len(prefix)
         self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._by_hash.get)
 
@@ -83,20 +85,20 @@ class FakeBlocks:
         """So many more blocks for a request, which are cached when they are full."""
         blocks = [Block(self._num_given + index) for index in range(num_blocks)]
         self._num_given += num_blocks
-        self.tables.setdefault(request.request_id, []).extend(blocks)
+        self.by_request.setdefault(request.request_id, []).extend(blocks)
         self._prefixes.note_cached(b"%d" % self._num_given)
 
     def count_free(self) -> int:
         """See ``rows.Blocks``."""
         return max(0, LIMITS.num_blocks - self._num_given)
 
-    def table(self, request_id: str) -> Sequence[Block]:
+    def tables(self, request_id: str) -> Tables:
         """See ``rows.Blocks``."""
-        return self.tables.get(request_id, ())
+        return [self.by_request.get(request_id, ())]
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
         """See ``rows.Blocks``."""
-        return self._exclusive.count(seq_id, table)
+        return self._exclusive.count(seq_id, tables[0])
 
     def take_changed(self) -> Set[SeqId]:
         """See ``rows.Blocks``."""
@@ -116,20 +118,20 @@ def measure(policy_name: str, num_waiting: int, num_prefix: int, num_steps: int)
     """Milliseconds of each step's view, and of its decision."""
     hashes = [b"prefix-%d" % index for index in range(num_prefix)]
     prefix = [Block(index, NUM_RUNNING) for index in range(num_prefix)]
-    desk, blocks = SwapDesk(PluginSettings(), BLOCK_BYTES, BLOCK_TOKENS, 1), FakeBlocks(prefix, hashes)
+    desk, blocks = SwapDesk(PluginSettings(), BLOCK_BYTES, LIMITS.groups, 1), FakeBlocks(prefix, hashes)
     policy = make_policy(policy_name)
     lobby = Lobby(desk.roster, policy.waiting_key, policy.waiting_window)
     outlook = Outlook(LIMITS, blocks, desk, lobby)
     shared, own = num_prefix * BLOCK_TOKENS, NUM_OWN_BLOCKS * BLOCK_TOKENS
     requests = [FakeRequest(number, shared + own - number % BLOCK_TOKENS, hashes) for number in range(NUM_RUNNING)]
-    running = tuple([desk.roster.arrive(request) for request in requests])  # type: ignore[arg-type]
+    running = tuple([desk.roster.arrive(request, 0.0) for request in requests])  # type: ignore[arg-type]
     for request in requests:
-        blocks.tables[request.request_id] = list(prefix)
+        blocks.by_request[request.request_id] = list(prefix)
         blocks.give(request, NUM_OWN_BLOCKS)
         request.run()
     waiting = [FakeRequest(NUM_RUNNING + number, shared + 500, hashes) for number in range(num_waiting)]
     for request in waiting:
-        desk.roster.arrive(request)  # type: ignore[arg-type]
+        desk.roster.arrive(request, 0.0)  # type: ignore[arg-type]
     lobby.refresh({request.request_id: request for request in waiting}, lambda _: True)  # type: ignore[misc]
     views_ms, decisions_ms = [], []
     for step in range(num_steps):
@@ -138,13 +140,13 @@ def measure(policy_name: str, num_waiting: int, num_prefix: int, num_steps: int)
             one.note_tokens(now)
         begin_s = time.perf_counter()
         lobby.refresh({}, lambda _: True)
-        view = outlook.view(step, Present(running), is_open=True, prices=Prices(), completion_step=-1)
+        view = outlook.view(step, Present(running), is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
         seen_s = time.perf_counter()
         policy.decide(view, now, Random(0))
         views_ms.append(1e3 * (seen_s - begin_s))
         decisions_ms.append(1e3 * (time.perf_counter() - seen_s))
         for request in requests:
-            if request.num_tokens > len(blocks.table(request.request_id)) * BLOCK_TOKENS:
+            if request.num_tokens > len(blocks.by_request[request.request_id]) * BLOCK_TOKENS:
                 blocks.give(request, 1)
             request.run()
     return views_ms[5:], decisions_ms[5:]  # the first step makes every row

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.hashing import BlockKey
 from floodplain.core.request import OrderKey, SeqId
@@ -179,6 +180,7 @@ class View:
         num_empty_blocks: Available blocks that hold no cached prefix.
         num_blocks: Blocks of the pool, those that will return to it included: any request fits into so many.
         block_tokens: Tokens in a block.
+        groups: Of layers with block tables of their own; empty if all layers share one.
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
@@ -212,3 +214,4 @@ class View:
     depth: int = 1
     outstanding_chunks: tuple[tuple[int, int], ...] = ()
     demand: Demand = Demand()
+    groups: tuple[CacheGroup, ...] = ()

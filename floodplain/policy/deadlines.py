@@ -16,6 +16,7 @@ from floodplain.core.sequence import Status
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.goals import PaceGoals, due_s
+from floodplain.policy.growth import blocks_for
 from floodplain.policy.ranking import live_rows
 from floodplain.policy.settings import SharingSettings
 
@@ -69,7 +70,6 @@ class Deadlines:
         self.turn_s = turn_steps * prices.step_s
         self.most_silence_s = self._goals.most_silence_s(settings.max_gap_s)
         self.most_wait_s = settings.line_patience * demand.longest_wait_s + LINE_GRACE_S
-        self._block_tokens, self._num_blocks = view.block_tokens, view.num_blocks
         self._least_part, self._has_turns = 1 / view.max_num_seqs, bool(view.tiers)
         self._num_foreseen, self._least_left = int(FORESEEN * self._mean_output), self._mean_output / 3
         self._least_presence = self._presence(SILENT_PART * self.most_silence_s / turn_steps)
@@ -198,7 +198,7 @@ class Deadlines:
         return self.line_due_s(row) + LATE_ANSWERS * self._mean_output * self.step_s
 
     def _of_device(self, num_tokens: int) -> float:
-        part = -(-num_tokens // self._block_tokens) / self._num_blocks
+        part = blocks_for(self._view, num_tokens) / self._view.num_blocks
         if part > 1.0:
             return 1.0
         return part if part > self._least_part else self._least_part

@@ -18,7 +18,7 @@ from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Re
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.growth import count_spare_blocks
+from floodplain.policy.growth import blocks_for, count_spare_blocks
 from floodplain.policy.microbatch import MicrobatchRule, can_go_on
 from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 
@@ -109,7 +109,7 @@ class _Step:
         """Start waiting sequences in order, each with as large a chunk as the budget allows."""
         num_free_seqs = self._view.max_num_seqs - len(self._view.running) - len(self._view.loading)
         for row in self._view.waiting[: max(0, num_free_seqs)]:
-            if self._blocks_for(row.num_tokens) - row.num_shared_blocks > self._blocks:
+            if blocks_for(self._view, row.num_tokens) - row.num_shared_blocks > self._blocks:
                 return
             if pays_to_fetch(self._view, row):
                 self._fetch(row)
@@ -118,7 +118,9 @@ class _Step:
             if not num_tokens:
                 return
             self._budget.pay(row.num_cached_tokens, num_tokens)
-            self._blocks -= self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
+            self._blocks -= (
+                blocks_for(self._view, row.num_cached_tokens + num_tokens, num_tokens) - row.num_shared_blocks
+            )
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
     def _fetch(self, row: SequenceView) -> None:
@@ -126,7 +128,7 @@ class _Step:
 
         If another request's copy brings the prefix, only room is kept: the request shares the blocks when they arrive.
         """
-        self._blocks -= self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
+        self._blocks -= blocks_for(self._view, row.num_restorable_tokens) - row.num_shared_blocks
         if row.is_arriving or row.next_copy in self._coming:
             return
         self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
@@ -138,7 +140,7 @@ class _Step:
         others = self._view.running[index + 1 :]
         num_decodes = sum(later.is_decoding and can_go_on(self._view, later) for later in others)
         num_tokens = self._budget.most(row.num_scheduled, row.num_remaining, num_decodes)
-        num_blocks = self._blocks_for(row.num_scheduled + num_tokens) - row.num_blocks
+        num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens, num_tokens) - row.num_blocks
         if num_tokens and self._can_take(num_blocks, index):
             self._chunks.append(Chunk(row.seq_id, num_tokens))
             self._budget.pay(row.num_scheduled, num_tokens)
@@ -168,6 +170,3 @@ class _Step:
         """Whether a loading sequence arrived later than every running one that can still be preempted."""
         latest = self._view.running[self._num_kept - 1]
         return any(row.order_key > latest.order_key for row in self._view.loading)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._view.block_tokens)

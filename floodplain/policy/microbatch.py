@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.growth import blocks_for
 
 ChunkCost = Callable[[int, int], float]
 """``cost(prefix, num_tokens)``: cost of computing ``num_tokens`` that follow ``prefix`` tokens of their sequence.
@@ -239,7 +240,7 @@ def _waiting_pieces(view: View) -> Iterator[Piece]:
     num_free_seqs = max(0, view.max_num_seqs - len(view.running) - len(view.loading))
     num_blocks = view.num_available_blocks
     for row in view.waiting[:num_free_seqs]:
-        num_blocks -= -(-row.num_tokens // view.block_tokens) - row.num_shared_blocks
+        num_blocks -= blocks_for(view, row.num_tokens) - row.num_shared_blocks
         if num_blocks < 0:
             return
         yield Piece(row.num_cached_tokens, row.num_remaining - row.num_cached_tokens)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from floodplain.core.plan import BackupOrder, Preemption, PreemptionMode, Reason
 from floodplain.core.tiers import Tier
 from floodplain.core.view import SequenceView, TierView, View
+from floodplain.policy.growth import full_blocks
 
 SLOTS_FOR_TURNS = 0.25
 """Part of a tier's slots that backups leave to swap-outs."""
@@ -99,7 +100,7 @@ class SwapBudget:
         for row in victims:
             if budget < 1:
                 break
-            num_full = num_computed(self._view, row) // self._view.block_tokens
+            num_full = full_blocks(self._view, num_computed(self._view, row))
             num_blocks = min(num_full - row.num_backed_blocks, budget)
             if num_blocks > 0 and self._copying_pays(row, tier):
                 orders.append(BackupOrder(row.seq_id, num_blocks, tier.tier))
@@ -130,7 +131,7 @@ def copying_pays(view: View) -> bool:
 
 def quick_tiers(view: View, margin: float = 1.0) -> list[TierView]:
     """Tiers that return a mean resident's KV ``margin`` times faster than it is computed; all without prices."""
-    compute_s = view.block_tokens * view.prices.prefill_token_s
+    compute_s = view.block_tokens * view.prices.prefill_token_s / max(1, len(view.groups))
     num_each = max(1.0, (view.num_blocks - view.num_available_blocks) / max(1, len(view.running)))
     return [
         tier for tier in view.tiers

@@ -238,7 +238,7 @@ class _Turn:
     def _schedule_chunk(self, row: SequenceView) -> None:
         is_stream = wants_one_token(self._view, row)
         num_tokens = min(1, self._tokens.num_left) if is_stream else self._tokens.prefill_for(row.num_remaining)
-        num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens) - row.num_blocks
+        num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens, num_tokens) - row.num_blocks
         if not num_tokens or (num_blocks > 0 and not self._take(num_blocks, row)):
             return
         self._chunks.append(Chunk(row.seq_id, num_tokens))

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Reason
 from floodplain.core.tiers import Tier
@@ -40,8 +41,8 @@ class Inside:
         told = {"coordinator": url, "swap_memory": 64 * BLOCK_BYTES, "peer_memory": NUM_PAGES * PAGE_BYTES}
         settings = read_settings(told)
         cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
-        self.worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 64, settings.peer_bytes or 0)
-        self.desk = SwapDesk(settings, BLOCK_BYTES, BLOCK_TOKENS, 1, self.worker.peer)
+        self.worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS), 64, settings.peer_bytes or 0)
+        self.desk = SwapDesk(settings, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, self.worker.peer)
         self.desk.books.bind(Pool(NUM_BLOCKS))
         assert self.desk.borrowing is not None
         self.borrowing: Borrowing = self.desk.borrowing
@@ -112,7 +113,7 @@ def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.Mon
         books, tier = inside.desk.books, inside.borrowing._tier
         inside.arrive()
         one = inside.desk.roster["a"]
-        assert books.swap_out(one, Pool(1).give(1), BLOCK_TOKENS, Reason.SLICE_ENDED, Tier.HOST)
+        assert books.swap_out(one, [Pool(1).give(1)], BLOCK_TOKENS, Reason.SLICE_ENDED, Tier.HOST)
         (transfer,) = books.take_due()
         books.settle(transfer.transfer_id, frozenset())
         with monkeypatch.context() as patch:
@@ -161,15 +162,15 @@ def test_a_token_file_that_is_not_there_is_one_line_and_leaves_nothing() -> None
     before = files_of_this_process()
     told = read_settings({"coordinator": "http://127.0.0.1:1", "coordinator_token_file": "no-such-file"})
     cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
-    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4, 4096)
+    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS), 4, 4096)
     with closing(worker), pytest.raises(UserError, match="no-such-file"):
-        SwapDesk(told, BLOCK_BYTES, BLOCK_TOKENS, 1, worker.peer)
+        SwapDesk(told, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, worker.peer)
     assert files_of_this_process() <= before
 
 
 def test_a_worker_is_found_by_its_engines_name_until_it_is_deleted() -> None:
     cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
-    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4)
+    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS), 4)
     introduce("engine-1", worker)
     assert find_worker("engine-1") is worker and find_worker("engine-2") is None
     worker.close()

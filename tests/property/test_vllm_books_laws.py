@@ -123,7 +123,9 @@ def trusts_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def restores_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = SwapBooks.fetch
-    monkeypatch.setattr(SwapBooks, "fetch", lambda books, one, blocks, *ends: fetch(books, one, blocks[::-1], *ends))
+    monkeypatch.setattr(
+        SwapBooks, "fetch", lambda books, one, blocks, *ends: fetch(books, one, [blocks[0][::-1]], *ends)
+    )
 
 
 def restores_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def swap_out_to_a_neighbour(machine: LeasingMachine, num_slots: int = 6) -> None
     machine.add(0)
     machine.come(0, num_tokens=8)
     request = machine.requests[0]
-    assert machine.books.swap_out(request.tracked, request.blocks, request.num_computed, reason=None, tier=Tier.PEER)  # type: ignore[arg-type]
+    assert machine.books.swap_out(request.tracked, [request.blocks], request.num_computed, reason=None, tier=Tier.PEER)  # type: ignore[arg-type]
     machine._launch(request)
     machine._put_off(request)
     machine.settle(0)

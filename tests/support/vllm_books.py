@@ -22,6 +22,7 @@ class Block:
 
     block_id: int
     ref_cnt: int = 0
+    is_null: bool = False
     content: list[Token | None] = field(default_factory=LOST.copy)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, cast
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Demand, Prices, SequenceView, View
+from floodplain.plugins.vllm.books import Tables
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.lobby import Lobby
@@ -21,8 +23,9 @@ from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
 
+GROUPS = (CacheGroup(BLOCK_TOKENS),)
 NUM_BLOCKS, NUM_SLOTS, NUM_TEXTS, WINDOW = 40, 16, 2, 3
-LIMITS = Limits(NUM_BLOCKS, BLOCK_TOKENS, 64, 16, max_model_len=60)
+LIMITS = Limits(NUM_BLOCKS, GROUPS, 64, 16, max_model_len=60)
 
 
 class FakeRequest:
@@ -91,16 +94,16 @@ class KeptBlocks:
     """Like ``compat_blocks.BlockFinder``."""
 
     def __init__(self, pool: CachingPool, tables: dict[str, list[Block]]) -> None:
-        self.pool, self.tables = pool, tables
+        self.pool, self._tables = pool, tables
 
     def count_free(self) -> int:
         return len(self.pool.free)
 
-    def table(self, request_id: str) -> Sequence[Block]:
-        return self.tables.get(request_id, ())
+    def tables(self, request_id: str) -> Tables:
+        return [self._tables.get(request_id, ())]
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        return self.pool.exclusive.count(seq_id, table)
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
+        return self.pool.exclusive.count(seq_id, tables[0])
 
     def take_changed(self) -> Set[SeqId]:
         return self.pool.exclusive.take_recounted() | self.pool.prefixes.take_forgotten()
@@ -116,8 +119,8 @@ class KeptBlocks:
 class CountedBlocks(KeptBlocks):
     """The oracle: counts and finds everything anew."""
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        return sum(block.ref_cnt == 1 for block in table)
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
+        return sum(block.ref_cnt == 1 for block in tables[0])
 
     def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:
         found: list[Block] = []
@@ -133,7 +136,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
-        self.desk = SwapDesk(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, BLOCK_TOKENS, num_workers=1)
+        self.desk = SwapDesk(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, GROUPS, num_workers=1)
         self.desk.books.bind(self.pool)
         self.lobby = Lobby(self.desk.roster, lambda one: one.order_key, WINDOW)
         self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
@@ -173,7 +176,7 @@ class FakeEngine:
         one.request.num_computed_tokens = max(num_restorable, len(found) * BLOCK_TOKENS)
         if num_restorable > len(found) * BLOCK_TOKENS:
             table = self.tables[one.request.request_id]
-            self.desk.books.fetch(one, table, len(found) * BLOCK_TOKENS, num_restorable)
+            self.desk.books.fetch(one, [table], len(found) * BLOCK_TOKENS, num_restorable)
             self.loading[self.desk.books.take_due()[0].transfer_id] = one
             self.desk.books.take_owners()
         else:
@@ -206,7 +209,7 @@ class FakeEngine:
         if self.running:
             one = self.running[index % len(self.running)]
             table = self.tables[one.request.request_id]
-            self.desk.books.back_up(one, table, one.request.num_computed_tokens, 1 + index % 3, Tier.HOST)
+            self.desk.books.back_up(one, [table], one.request.num_computed_tokens, 1 + index % 3, Tier.HOST)
             self._launch()
 
     def get_late_token(self, index: int) -> None:
@@ -223,7 +226,7 @@ class FakeEngine:
             self.running.remove(one)
             table = self.tables.pop(one.request.request_id)
             if index % 4:
-                self.desk.books.swap_out(one, table, one.request.num_computed_tokens, Reason.SLICE_ENDED)
+                self.desk.books.swap_out(one, [table], one.request.num_computed_tokens, Reason.SLICE_ENDED)
                 self._launch()
             else:
                 self.desk.books.forget(one)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Location, SlotLedger, Tier
@@ -38,7 +39,7 @@ class BooksMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
     def begin(self, num_slots: int, num_blocks: int, num_requests: int = NUM_REQUESTS) -> None:
         self.num_arrived = self.num_resets = 0
-        self.pool, self.books = Pool(num_blocks), SwapBooks(self._make_slots(num_slots), BLOCK_TOKENS)
+        self.pool, self.books = Pool(num_blocks), SwapBooks(self._make_slots(num_slots), [CacheGroup(BLOCK_TOKENS)])
         self.books.bind(self.pool)
         self.requests: list[LiveRequest] = []
         self.flights: list[Flight] = []
@@ -63,7 +64,7 @@ class BooksMachine(RuleBasedStateMachine):
         request.blocks, request.num_computed = [*found, *self.pool.give(num_new)], num_there
         if num_there > num_local:
             request.where = "coming"
-            self.books.fetch(request.tracked, request.blocks, num_local, num_there)
+            self.books.fetch(request.tracked, [request.blocks], num_local, num_there)
             self._launch(request)
         else:
             self._start(request)
@@ -78,7 +79,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(index=INDEX, most=st.integers(1, 3))
     def back_up(self, index: int, most: int) -> None:
         request = self._pick(index, "on")
-        self.books.back_up(request.tracked, request.blocks, request.num_computed, most, self._pick_tier(most))
+        self.books.back_up(request.tracked, [request.blocks], request.num_computed, most, self._pick_tier(most))
         self._launch(request)
 
     @needs_a_request("on")
@@ -90,9 +91,11 @@ class BooksMachine(RuleBasedStateMachine):
             num_missing = -(-request.num_computed // BLOCK_TOKENS) - len(request.tracked.backups)
             has_room = num_missing <= sum(map(self.books.backups.num_available, self.books.backups.slots))
             tier = self._pick_tier(request.num_tokens)
-            kept = self.books.swap_out(request.tracked, request.blocks, request.num_computed, Reason.SLICE_ENDED, tier)
+            kept = self.books.swap_out(
+                request.tracked, [request.blocks], request.num_computed, Reason.SLICE_ENDED, tier
+            )
             assert kept == (request.num_computed > 0 and has_room)
-            assert kept or not (request.tracked.backups or request.tracked.tail)
+            assert kept or not (request.tracked.backups or request.tracked.rest)
         else:
             self.books.forget(request.tracked)
         self._launch(request)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Decision, Reason, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.core.view import View
@@ -29,7 +30,7 @@ class Office:
 
     def __init__(self, num_workers: int, num_slots: int = 32) -> None:
         settings = PluginSettings(swap_bytes=num_slots * BLOCK_BYTES + BLOCK_BYTES - 1)
-        self.desk = SwapDesk(settings, BLOCK_BYTES, BLOCK_TOKENS, num_workers)
+        self.desk = SwapDesk(settings, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], num_workers)
         self.pool = Pool(64)
         self.desk.books.bind(self.pool)
         self.names = (f"request-{number}" for number in count())
@@ -41,7 +42,7 @@ class Office:
     def send_away(self) -> tuple[TrackedRequest, list[Block], int]:
         """Swap out a request with ten tokens: the request, its blocks, and the copy that began."""
         one, blocks = self.arrive(), self.pool.give(3)
-        assert self.desk.books.swap_out(one, blocks, 10, Reason.SLICE_ENDED)
+        assert self.desk.books.swap_out(one, [blocks], 10, Reason.SLICE_ENDED)
         self.pool.free_blocks(blocks)
         (transfer,) = self.desk.take_orders(is_idle=False).transfers
         return one, blocks, transfer.transfer_id
@@ -93,7 +94,7 @@ def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, 
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
     office.tell({copy: (2, NONE)})
-    office.desk.books.fetch(one, office.pool.give(3), 0, 10)
+    office.desk.books.fetch(one, [office.pool.give(3)], 0, 10)
     orders = office.desk.take_orders(is_idle=True)
     (transfer,) = orders.transfers
     assert transfer.kind is TransferKind.SWAP_IN
@@ -142,7 +143,7 @@ def test_slots_are_whole_blocks_of_what_was_given() -> None:
     assert Office(num_workers=1, num_slots=5).desk.books.backups.num_available(Tier.HOST) == 5
     office = Office(num_workers=1, num_slots=0)
     one = office.arrive()
-    assert not office.desk.books.swap_out(one, office.pool.give(1), 3, Reason.SLICE_ENDED)
+    assert not office.desk.books.swap_out(one, [office.pool.give(1)], 3, Reason.SLICE_ENDED)
     assert (office.desk.books.num_refused, len(office.desk.books.transfers)) == (1, 0)
 
 

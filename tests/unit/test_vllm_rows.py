@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import Demand, Prices, SequenceView, TierView
-from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.books import SwapBooks, Tables
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.outlook import Outlook, Present
@@ -27,27 +28,27 @@ from floodplain.runtime.links import Links
 from tests.support.vllm_books import Block, Pool
 
 TOKENS, STEP, NEVER = 4, 100, 2**62
-LIMITS = Limits(num_blocks=32, block_tokens=TOKENS, max_batched_tokens=64, max_num_seqs=8, max_model_len=64)
+LIMITS = Limits(num_blocks=32, groups=(CacheGroup(TOKENS),), max_batched_tokens=64, max_num_seqs=8, max_model_len=64)
 
 
 class World:
     """Fake ``Blocks``, with requests of ten prompt tokens that may generate twenty."""
 
     def __init__(self, num_slots: int = 16) -> None:
-        self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks([SlotLedger(Tier.HOST, num_slots)], TOKENS)
+        self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks([SlotLedger(Tier.HOST, num_slots)], LIMITS.groups)
         self.books.bind(self.pool)
-        self.tables: dict[str, list[Block]] = {}
+        self.by_request: dict[str, list[Block]] = {}
         self.by_content: dict[bytes, Block] = {}
         self.make = RowMaker(LIMITS, self, self.books, STEP)
 
     def count_free(self) -> int:
         return len(self.pool.free)
 
-    def table(self, request_id: str) -> Sequence[Block]:
-        return self.tables.get(request_id, ())
+    def tables(self, request_id: str) -> Tables:
+        return [self.by_request.get(request_id, ())]
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Block]) -> int:
-        return sum(block.ref_cnt == 1 for block in table)
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
+        return sum(block.ref_cnt == 1 for block in tables[0])
 
     def take_changed(self) -> Set[SeqId]:
         return frozenset()
@@ -71,14 +72,14 @@ class World:
 
     def run(self, one: TrackedRequest, num_computed: int) -> list[Block]:
         """Put a request on the device with so many computed tokens."""
-        blocks = self.tables[one.request.request_id] = self.pool.give(-(-num_computed // TOKENS))
+        blocks = self.by_request[one.request.request_id] = self.pool.give(-(-num_computed // TOKENS))
         one.request.num_computed_tokens = num_computed
         return blocks
 
     def send_away(self, one: TrackedRequest, *, swaps: bool = True) -> None:
-        blocks = self.tables.pop(one.request.request_id)
+        blocks = self.by_request.pop(one.request.request_id)
         if swaps:
-            self.books.swap_out(one, blocks, one.request.num_computed_tokens, Reason.SLICE_ENDED)
+            self.books.swap_out(one, [blocks], one.request.num_computed_tokens, Reason.SLICE_ENDED)
         else:
             self.books.forget(one)
         self.pool.free_blocks(blocks)
@@ -118,7 +119,7 @@ def test_a_decoding_row_has_the_step_that_needs_a_block_and_its_end(
     num_blocks, num_computed = len(world.run(one, 9 + num_output)), 9 + num_output
     cast(Any, one.request).num_tokens -= num_ahead
     cast(Any, one.request).num_output_placeholders = num_ahead
-    limits = Limits(LIMITS.num_blocks, TOKENS, 64, 8, max_model_len=max_len)
+    limits = Limits(LIMITS.num_blocks, LIMITS.groups, 64, 8, max_model_len=max_len)
     row = RowMaker(limits, world, world.books, STEP).running(one)
     step, num_tokens, due_step = STEP, 10 + num_output, None
     while num_tokens < min(10 + max_tokens, max_len):  # as vLLM runs it from then on, one token in every step
@@ -147,7 +148,7 @@ def test_a_request_whose_last_token_is_on_its_way_is_not_preempted() -> None:
     for one, num_ahead in zip(ones, (15, 16), strict=True):  # of 20 tokens
         world.run(one, 13 + num_ahead)
         cast(Any, one.request).num_output_placeholders = num_ahead
-    desk = SwapDesk(PluginSettings(swap_bytes=800), 8, TOKENS, num_workers=1)
+    desk = SwapDesk(PluginSettings(swap_bytes=800), 8, LIMITS.groups, num_workers=1)
     outlook = Outlook(LIMITS, world, desk, Lobby(desk.roster, lambda one: one.order_key, 4))
     held, gone = world.pool.give(3), world.pool.give(2)
     world.pool.touch(held[:1])
@@ -181,7 +182,7 @@ def test_blocks_that_others_or_copies_hold_are_not_its_own() -> None:
     blocks = world.run(one, 17)
     assert world.make.running(one).exclusive_blocks == 5
     world.pool.touch(blocks[:1])
-    world.books.back_up(one, blocks, 17, most=3, tier=Tier.HOST)
+    world.books.back_up(one, [blocks], 17, most=3, tier=Tier.HOST)
     row = world.make.running(one)
     assert (row.num_blocks, row.exclusive_blocks, row.num_backed_blocks) == (5, 2, 3)
     assert not row.is_leaving, "a running request is on the device, whatever is written behind"
@@ -261,7 +262,7 @@ def test_a_victim_is_swapped_at_once_and_resumable_after_its_copies() -> None:
 def test_blocks_written_behind_are_restorable_while_the_rest_is_copied() -> None:
     world = World()
     one = world.arrive(num_output=4)
-    world.books.back_up(one, world.run(one, 13), 13, most=2, tier=Tier.HOST)
+    world.books.back_up(one, [world.run(one, 13)], 13, most=2, tier=Tier.HOST)
     world.settle()
     world.send_away(one)
     row = world.make.absent(one)
@@ -282,7 +283,7 @@ def test_a_swapped_request_needs_no_copy_of_blocks_on_the_device(num_cached: int
 def test_what_is_on_the_device_beyond_the_copies_counts_as_restorable() -> None:
     world = World()
     one = world.arrive(num_output=4)
-    world.books.back_up(one, world.run(one, 13), 13, most=1, tier=Tier.HOST)
+    world.books.back_up(one, [world.run(one, 13)], 13, most=1, tier=Tier.HOST)
     world.settle()
     world.send_away(one)
     world.settle(ok=False)
@@ -316,7 +317,7 @@ def test_a_loading_request_holds_its_blocks() -> None:
     world.run(one, 13)
     world.send_away(one)
     world.settle()
-    world.books.fetch(one, world.run(one, 13), 0, 13)
+    world.books.fetch(one, [world.run(one, 13)], 0, 13)
     row = world.make.loading(one)
     assert (row.status, row.num_blocks, row.num_backed_blocks, row.is_leaving) == (Status.LOADING, 4, 3, False)
     assert (row.is_decoding, row.num_scheduled, row.num_generated(STEP)) == (False, 0, 4)
@@ -333,6 +334,6 @@ def test_swap_space_is_seen_with_what_its_link_costs() -> None:
     links = Links([Link(Tier.HOST, bandwidth=1000.0, latency_s=0.25)], 500)
     assert links.view_tiers(world.books.transfers) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
     world.settle()
-    world.books.fetch(one, world.run(one, 13), 4, 13)
+    world.books.fetch(one, [world.run(one, 13)], 4, 13)
     assert links.view_tiers(world.books.transfers) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
     assert links.view_tiers(World(num_slots=0).books.transfers) == ()

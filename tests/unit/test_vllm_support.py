@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
+from floodplain.plugins.vllm.compat_names import count_block_bytes, find_groups
 from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
 from floodplain.plugins.vllm.support import (
@@ -89,10 +90,6 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
     [
         ({"scheduler_config__enable_chunked_prefill": False}, "leave --no-enable-chunked-prefill out"),
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
-        (
-            {"scheduler_config__disable_hybrid_kv_cache_manager": False},
-            "leave --no-disable-hybrid-kv-cache-manager out",
-        ),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "leave --enable-lora out"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
@@ -102,8 +99,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_config__runner_type": "pooling"}, "pooling models"),
         ({"model_config__is_diffusion": True}, "diffusion models"),
-        ({"model_config__is_hybrid": True}, "state-space layers"),
-        ({"model_config__is_attention_free": True}, "state-space layers"),
+        ({"model_config__is_attention_free": True}, "models without attention have no KV to swap"),
         ({"cache_config__kv_offloading_size": 4.0}, "leave --kv-offloading-size out"),
         ({"cache_config__cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: use one of auto,"),
         ({"kv_transfer_config__kv_connector": "MultiConnector"}, "MultiConnector is not supported"),
@@ -162,47 +158,65 @@ def test_a_configuration_that_names_nothing_of_ours_is_none_of_ours() -> None:
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def make_spec(kind: str, page_bytes: int = 100) -> Any:
-    return type(kind, (), {"page_size_bytes": page_bytes})()
+def make_spec(kind: str, **facts: Any) -> Any:
+    return type(kind, (), {"block_size": 16, **facts})()
 
 
-def make_group(spec: Any, num_layers: int = 3) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{number}" for number in range(num_layers)])
-
-
-def make_mixed(kinds: list[str]) -> SimpleNamespace:
+def make_mixed(*specs: Any) -> SimpleNamespace:
     """The spec of a group whose layers have different sizes."""
-    return SimpleNamespace(
-        kv_cache_specs={str(number): make_spec(kind, 100 + number) for number, kind in enumerate(kinds)},
-        page_size_bytes=10**6,
-    )
+    return SimpleNamespace(kv_cache_specs={str(number): spec for number, spec in enumerate(specs)}, block_size=16)
 
 
-@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
-def test_full_attention_is_supported(kind: str) -> None:
-    group = make_group(make_spec(kind))
-    assert find_cache_problem([group]) is None
-    assert count_block_bytes(group) == 300
+def make_cache(*specs: Any) -> SimpleNamespace:
+    tensors = [SimpleNamespace(size=24_000)] * 3  # each has all of the memory
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(num_blocks=80, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
-def test_a_block_of_layers_of_several_sizes_is_their_sum() -> None:
-    group = make_group(make_mixed(["FullAttentionSpec"] * 3))
-    assert find_cache_problem([group]) is None
-    assert count_block_bytes(group) == 100 + 101 + 102
+FULL, WINDOW = make_spec("FullAttentionSpec"), make_spec("SlidingWindowSpec", sliding_window=50)
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("specs", "groups"),
     [
-        ([make_group(make_spec("FullAttentionSpec"))] * 2, "one kind of attention is supported, and this model has 2"),
-        ([make_group(make_spec("SlidingWindowSpec"))], "this model keeps SlidingWindowSpec"),
-        ([make_group(make_spec("MambaSpec"))], "this model keeps MambaSpec"),
-        ([make_group(make_mixed(["FullAttentionSpec", "ChunkedLocalAttentionSpec"]))], "ChunkedLocalAttentionSpec"),
-        ([], "this model has 0"),
+        ([FULL], [CacheGroup(16)]),
+        ([make_spec("MLAAttentionSpec")], [CacheGroup(16)]),
+        ([make_mixed(FULL, FULL)], [CacheGroup(16)]),
+        ([WINDOW], [CacheGroup(16, CacheKind.WINDOW, 5)]),
+        ([FULL, WINDOW], [CacheGroup(16), CacheGroup(16, CacheKind.WINDOW, 5)]),
+        ([make_spec("SlidingWindowSpec", sliding_window=49)], [CacheGroup(16, CacheKind.WINDOW, 4)]),
+        (
+            [FULL, make_spec("MambaSpec", block_size=512, mamba_cache_mode="none")],
+            [CacheGroup(16), CacheGroup(512, CacheKind.STATE, 1)],
+        ),
+        ([make_spec("MambaSpec", mamba_cache_mode="align")], [CacheGroup(16, CacheKind.STATE, 2)]),
+        (
+            [make_spec("ChunkedLocalAttentionSpec", attention_chunk_size=32, block_size=8), FULL],
+            [CacheGroup(8, CacheKind.WINDOW, 5), CacheGroup(16)],
+        ),
+        ([make_mixed(WINDOW, make_spec("SlidingWindowSpec", sliding_window=1))], [CacheGroup(16, CacheKind.WINDOW, 5)]),
     ],
 )
-def test_other_kinds_of_cache_are_refused_by_name(groups: list[Any], message: str) -> None:
-    assert message in str(find_cache_problem(groups))
+def test_what_groups_of_layers_keep_is_read_from_vllm(specs: list[Any], groups: list[CacheGroup]) -> None:
+    assert find_groups(make_cache(*specs)) == tuple(groups)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [[make_spec("RSWASpec")], [FULL, make_spec("CrossAttentionSpec")], [make_mixed(FULL, make_spec("RSWASpec"))]],
+)
+def test_other_kinds_of_cache_are_refused_by_name(specs: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"this model keeps .*(RSWA|CrossAttention)Spec.*: serve it without floodplain"):
+        find_groups(make_cache(*specs))
+
+
+def test_states_of_all_tokens_are_refused() -> None:
+    with pytest.raises(UserError, match="leave --mamba-cache-mode all out"):
+        find_groups(make_cache(make_spec("MambaSpec", mamba_cache_mode="all")))
+
+
+def test_a_block_has_its_part_of_the_memory_that_all_groups_share() -> None:
+    assert count_block_bytes(make_cache(FULL, WINDOW)) == 300
 
 
 # -- how a refusal ends a process --------------------------------------------------------------------------------------

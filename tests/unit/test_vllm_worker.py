@@ -79,7 +79,7 @@ def finish(worker: SwapWorker) -> tuple[set[str], set[str], WorkerReport]:
 
 
 def make_worker(caches: dict[str, torch.Tensor], num_slots: int = 8) -> SwapWorker:
-    return SwapWorker(CacheBlocks(caches, BLOCKS, TOKENS), num_slots)
+    return SwapWorker(CacheBlocks(caches, BLOCKS), num_slots)
 
 
 @pytest.fixture
@@ -118,14 +118,14 @@ def test_swapped_blocks_return_in_other_blocks_bit_by_bit(make: Callable[[int], 
 
 @pytest.mark.parametrize("make", SHAPES)
 def test_a_slot_has_room_for_a_block_of_all_layers(make: Callable[[int], torch.Tensor]) -> None:
-    layout = CacheBlocks({str(seed): make(seed) for seed in range(3)}, BLOCKS, TOKENS).layout
+    layout = CacheBlocks({str(seed): make(seed) for seed in range(3)}, BLOCKS).layout
     assert layout.block_bytes == 3 * 2 * SIZE * 2
     assert layout.num_layers == (6 if make is apart else 3), "K and V that lie apart are two parts"
 
 
 def test_caches_are_seen_and_not_copied() -> None:
     cache = permuted(0)
-    words = CacheBlocks({"0": cache}, BLOCKS, TOKENS).words[0]
+    words = CacheBlocks({"0": cache}, BLOCKS).words[0]
     cache[2, 1, 3, 5] = 42.0
     assert words.data_ptr() == cache.data_ptr()
     assert bool((words[2].view(torch.bfloat16) == 42.0).any())
@@ -138,8 +138,8 @@ def test_caches_are_seen_and_not_copied() -> None:
         (together(0).reshape(3, 2, -1), "in which 6 blocks are not found"),
         (together(0).reshape(4, BLOCKS, -1), "in which 6 blocks are not found"),
         (
-            together(0).reshape(2 * BLOCKS, -1)[::2],
-            r"layer has the unsupported strides \(128, 1\) for .* LBNHC and BLNHC",
+            torch.zeros(BLOCKS, 2, 64)[:, :, ::2],
+            r"layer has the unsupported strides \(128, 64, 2\) for .* LBNHC and BLNHC",
         ),
         (together(0).transpose(0, 1).contiguous().transpose(0, 1), "unsupported strides"),
         (together(0)[..., : DIM // 2], "unsupported strides"),
@@ -153,7 +153,7 @@ def test_caches_are_seen_and_not_copied() -> None:
 )
 def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.Tensor, line: str) -> None:
     with pytest.raises(UserError, match=line):
-        CacheBlocks({"layer": cache}, BLOCKS, TOKENS)
+        CacheBlocks({"layer": cache}, BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.
 def test_blocks_that_are_no_whole_pieces_of_a_devices_copies_are_refused(
     caches: dict[str, torch.Tensor], num_bytes: int
 ) -> None:
-    blocks = CacheBlocks(caches, BLOCKS, TOKENS)
+    blocks = CacheBlocks(caches, BLOCKS)
     with pytest.raises(UserError, match=f"do not begin at whole {num_bytes} bytes"):
         blocks.expect_pieces(num_bytes)
     blocks.expect_pieces(4)
@@ -191,7 +191,7 @@ def laid_out(order: str, *, pad: int = 0, num_layers: int = 3) -> dict[str, torc
 )
 def test_blocks_come_back_in_every_layout_in_as_few_pieces_as_it_has(order: str, pad: int, num_pieces: int) -> None:
     caches = laid_out(order, pad=pad)
-    blocks = CacheBlocks(caches, BLOCKS, TOKENS)
+    blocks = CacheBlocks(caches, BLOCKS)
     assert len(blocks.words) == blocks.layout.num_layers == num_pieces
     assert blocks.layout.block_bytes == 4 * (3 * 2 * SIZE + pad)
     kept = {name: cache.clone() for name, cache in caches.items()}
@@ -212,25 +212,25 @@ def test_blocks_come_back_in_every_layout_in_as_few_pieces_as_it_has(order: str,
 
 def test_layers_that_share_their_kv_are_copied_once() -> None:
     caches = laid_out("LBNHC")
-    shared = CacheBlocks(caches | {"layer.3": caches["layer.1"]}, BLOCKS, TOKENS)
+    shared = CacheBlocks(caches | {"layer.3": caches["layer.1"]}, BLOCKS)
     assert [words.data_ptr() for words in shared.words] == [cache.data_ptr() for cache in caches.values()]
 
 
 def test_blocks_that_vllm_splits_for_its_kernels_are_whole_for_copies() -> None:
     whole = together(0)
     split = whole.view(BLOCKS * 2, HEADS, TOKENS, DIM)
-    blocks = CacheBlocks({"layer": split}, BLOCKS, TOKENS)
+    blocks = CacheBlocks({"layer": split}, BLOCKS)
     assert torch.equal(blocks.words[0].view(torch.bfloat16).flatten(), whole.flatten())
 
 
 def test_a_layout_with_heads_outside_of_blocks_is_refused() -> None:
     with pytest.raises(UserError, match=r"layer.0 has the unsupported strides .* LBNHC and BLNHC"):
-        CacheBlocks(laid_out("LHBNC"), BLOCKS, TOKENS)
+        CacheBlocks(laid_out("LHBNC"), BLOCKS)
 
 
 def test_layers_of_several_sizes_are_refused() -> None:
     with pytest.raises(UserError, match="blocks of several sizes"):
-        CacheBlocks({"one": together(0), "other": together(0).float()}, BLOCKS, TOKENS)
+        CacheBlocks({"one": together(0), "other": together(0).float()}, BLOCKS)
 
 
 @pytest.mark.parametrize("block", [-1, BLOCKS])
@@ -326,10 +326,38 @@ def test_reports_merge_in_any_order(one: WorkerReport, two: WorkerReport, three:
     assert (one.ended, two.ended) == before, "merging changes neither"
 
 
-def test_parts_that_are_no_whole_bytes_for_k_and_v_of_a_token_are_refused() -> None:
-    """Slots would be smaller than blocks, and copies would write past them."""
-    with pytest.raises(UserError, match="no whole number of bytes"):
-        CacheBlocks({"layer": torch.zeros(5, 4, 3, dtype=torch.uint8)}, 5, 4)
+@pytest.mark.parametrize("shape", [(5, 4, 3), (5, 1, 4), (5, 3, 20)])
+def test_a_slot_is_as_large_as_a_block_whatever_a_token_takes(shape: tuple[int, ...]) -> None:
+    """In a smaller one copies would write past the end."""
+    layout = CacheBlocks({"layer": torch.zeros(shape, dtype=torch.uint8)}, 5).layout
+    assert layout.block_bytes == shape[1] * shape[2]
+
+
+def test_layers_of_groups_that_share_memory_are_copied_once() -> None:
+    """A block serves one group at a time, and their layers differ in the tokens of a block."""
+    memory = torch.arange(5 * 32, dtype=torch.uint8)
+    caches = {"full.0": memory.view(5, 4, 8), "window.0": memory.view(5, 2, 16), "window.1": torch.zeros(5, 32).byte()}
+    blocks = CacheBlocks(caches, 5)
+    assert blocks.layout.block_bytes == 64
+    assert [words.shape for words in blocks.words] == [(5, 8), (5, 8)]
+
+
+def test_parts_of_groups_that_overlap_in_one_piece_are_that_piece() -> None:
+    """Blocks outermost: [ A | B | rest ] for one group, [   C   | D ] for the other."""
+    memory = torch.arange(5 * 64, dtype=torch.uint8).view(5, 64)
+    parts = {"a": memory[:, :16], "b": memory[:, 16:32], "c": memory[:, :40], "d": memory[:, 40:56]}
+    [words] = CacheBlocks(parts, 5).words
+    assert words.shape == (5, 16) and words[2].view(torch.uint8).tolist() == memory[2].tolist()
+
+
+def test_states_of_a_layer_and_the_attention_that_shares_their_blocks_are_one_piece() -> None:
+    """A page is as large as the attention's block: the two states of the other layer leave a part of it unused."""
+    memory = torch.arange(5 * 64, dtype=torch.uint8).view(5, 64)
+    layer = [memory[:, :24].view(5, 2, 12), memory[:, 24:40].view(5, 4, 4)]
+    [words] = CacheBlocks({"state": layer, "attention": memory.view(5, 4, 16)}, 5).words
+    assert words.shape == (5, 16)
+    with pytest.raises(UserError, match="unsupported strides"):
+        CacheBlocks({"state": [layer[0], memory[:, 32:40]]}, 5)
 
 
 def test_what_moved_is_counted_once(worker: SwapWorker) -> None:

@@ -24,8 +24,8 @@ def compare_rows(patch: pytest.MonkeyPatch) -> list[int]:
     ) -> tuple[SequenceView, ...]:
         kept = running(rows, ones, make, step)
         assert as_of(kept, step) == as_of(sort_rows(make.running(one) for one in ones), step)
-        tables = {one.seq_id: make._blocks.table(one.request.request_id) for one in ones}
-        counts = [sum(block.ref_cnt == 1 for block in tables[row.seq_id]) for row in kept]
+        tables = {one.seq_id: make._blocks.tables(one.request.request_id) for one in ones}
+        counts = [sum(block.ref_cnt == 1 for [table] in [tables[row.seq_id]] for block in table) for row in kept]
         assert [row.exclusive_blocks for row in kept] == counts
         ages.extend(step - row.since_step for row in kept if row.since_step < step)
         return kept

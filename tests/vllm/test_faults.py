@@ -52,7 +52,7 @@ def test_swap_space_that_is_too_small_costs_time_and_no_token(
     llm: LLM, load: Load, expected: dict[int, list[int]], num_slots: int
 ) -> None:
     scheduler = scheduler_of(llm)
-    books = scheduler._desk.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], BLOCK_TOKENS)
+    books = scheduler._desk.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], scheduler.groups)
     books.bind(scheduler.finder.pool)
     scheduler.policy_object = StormPolicy(seed=2)
     assert drive(llm, load).tokens == expected

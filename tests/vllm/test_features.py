@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.sampling_params import StructuredOutputsParams
 
-from floodplain.plugins.vllm.refusal import Refusal
 from tests.vllm.engines import (
     Load,
     close,
@@ -21,8 +18,6 @@ from tests.vllm.engines import (
     expect_nothing_left,
     make_crowded,
     make_load,
-    make_ours,
-    make_tiny,
     scheduler_of,
     serve_calmly,
 )
@@ -57,22 +52,6 @@ def test_patterns_and_logprobs_of_prompts_survive_a_storm(model: Path) -> None:
     plain = make_load(seed=4, num_requests=12)
     load = MixedLoad(plain.prompts, plain.lengths)
     assert serve_in_a_storm(model, load, enable_prefix_caching=True) == serve_calmly(model, load)
-
-
-def test_windows_beside_full_attention_keep_their_tokens(tmp_path: Path) -> None:
-    """Without its hybrid allocator, vLLM keeps the whole context of all layers."""
-    flags = make_tiny(tmp_path, ["sliding", "full", "sliding", "full"])
-    load = make_load(seed=2, num_requests=12)
-    assert serve_in_a_storm(tmp_path, load, **flags) == serve_calmly(tmp_path, load, **flags)
-
-
-def test_windows_in_all_layers_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = make_tiny(tmp_path, ["sliding"] * 4)
-    with pytest.raises(Refusal, match="this model keeps SlidingWindowSpec: serve it without floodplain"):
-        make_ours(tmp_path, {}, **flags)
-    ensure_kv_transfer_shutdown()  # left by an engine that did not start
-    cleanup_dist_env_and_memory()
-    assert capfd.readouterr().err.count("floodplain: ") == 1
 
 
 @pytest.mark.skipif(

@@ -53,7 +53,7 @@ def test_what_is_kept_of_a_view_agrees_with_vllms_blocks(llm: LLM, load: Load, e
 
     def count(view: View, now: float, decision: Decision) -> None:
         for row in view.running:
-            table = scheduler.finder.table(by_id[row.seq_id].request.request_id)
+            [table] = scheduler.finder.tables(by_id[row.seq_id].request.request_id)
             assert row.exclusive_blocks == sum(block.ref_cnt == 1 for block in table)
             seen["shared"] += row.exclusive_blocks < row.num_blocks
         for row in (*view.waiting, *view.swapped):
@@ -89,7 +89,7 @@ def test_other_weights_make_all_copies_worthless(llm: LLM, load: Load, expected:
         if step % 10 == 9:
             num_kept.append(sum(len(one.backups) for one in desk_of(llm).roster))
             assert scheduler.reset_connector_cache()
-            assert not any(one.backups or one.tail for one in desk_of(llm).roster)
+            assert not any(one.has_kv for one in desk_of(llm).roster)
 
     assert drive(llm, load, each_step=reset).tokens == expected
     assert max(num_kept) > 10

@@ -64,7 +64,7 @@ def expect_forgotten(llm: LLM) -> None:
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     num_held = desk.books.count_draining(scheduler.deferred_blocks)
     assert scheduler.finder.count_free() + num_held == scheduler.finder.num_blocks
-    assert not any(one.backups or one.tail for one in desk.roster)
+    assert not any(one.has_kv for one in desk.roster)
     assert not scheduler.finder.pool.cached_block_hash_to_block._cache
     assert not scheduler.running and all(not request.num_computed_tokens for request in scheduler.waiting)
 

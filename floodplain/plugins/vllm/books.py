@@ -6,6 +6,7 @@ frees them when it has ended: no step waits for it, and no block is overwritten 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from floodplain.core.backups import Backup, BackupTable
+from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Reason, Transfer, TransferKind
@@ -53,23 +55,40 @@ class Copy:
         return self.blocks if self.is_holding else ()
 
 
+Tables = Sequence[Sequence[Any]]
+"""A request's block table in each group of layers, vLLM's objects."""
+
+
+def first_kept(table: Sequence[Any]) -> int:
+    """Return the first place of a block table that has a block: before a window, vLLM has its null block."""
+    return bisect_left(table, True, key=lambda block: not block.is_null)
+
+
 class SwapBooks:
     """Owns the slots of swap space, and the backups of each request in them.
 
+    A request has a block table in each group of layers. What full attention keeps never changes, so it is backed up
+    ahead, and a part of it can be restored. The rest (last blocks that are partly filled, windows, states) is copied
+    when the request leaves, and is restored whole or not at all.
+
     Args:
         slots: Of each tier, the nearest first.
-        block_tokens: Tokens of a block.
+        groups: Of the model's layers.
 
     Attributes:
         backups: All copies, each of one request alone.
         transfers: Copies under way.
     """
 
-    def __init__(self, slots: Iterable[SlotLedger], block_tokens: int) -> None:
+    def __init__(self, slots: Iterable[SlotLedger], groups: Sequence[CacheGroup]) -> None:
         self.backups = BackupTable(slots, retains=False)
         self.transfers: TransferLedger[Copy] = TransferLedger(self.backups)
         self.num_resumed = self.num_refused = 0
-        self._block_tokens = block_tokens
+        self._groups = tuple(groups)
+        full = [number for number, group in enumerate(groups) if group.kind is CacheKind.FULL]
+        self._block_tokens = groups[full[0]].block_tokens if full else 1
+        self._full = [number for number in full if groups[number].block_tokens == self._block_tokens]
+        self._has_state = any(group.kind is CacheKind.STATE for group in groups)
         self._holder: Holder | None = None
         self._serials = count()
         self._owner: dict[Backup, TrackedRequest] = {}  # of kept backups
@@ -103,34 +122,47 @@ class SwapBooks:
         num_holds = Counter(block.block_id for block in holds)
         return sum(block.ref_cnt == num_holds[block_id] for block_id, block in held.items())
 
-    def count_restorable(self, tracked: TrackedRequest) -> int:
-        """Return how many leading tokens can be restored without computing."""
+    def count_restorable(self, tracked: TrackedRequest, most: int | None = None) -> int:
+        """Return how many leading tokens, ``most`` at most, can be restored without computing."""
         num_whole = next((i for i, backup in enumerate(tracked.backups) if not backup.is_whole), len(tracked.backups))
-        if num_whole == len(tracked.backups) and tracked.tail is not None and tracked.tail[0].is_whole:
-            return tracked.tail[1]
-        return num_whole * self._block_tokens
+        rest, has_all = tracked.rest, num_whole == len(tracked.backups)
+        if rest and has_all and all(backup.is_whole for backup in rest.values()):
+            is_short = most is not None and most < tracked.num_kept_tokens
+            num_tokens = tracked.num_kept_tokens if not is_short else 0 if self._has_state else most or 0
+        elif len(self._full) < len(self._groups):
+            num_tokens = 0
+        else:
+            num_tokens = num_whole // len(self._full) * self._block_tokens
+        return num_tokens if most is None else min(num_tokens, most)
+
+    def count_reads(self, tracked: TrackedRequest, num_local: int, num_tokens: int) -> int:
+        """Return how many blocks a copy of tokens ``num_local`` (whole blocks) to ``num_tokens`` would read."""
+        has_rest = num_tokens >= tracked.num_kept_tokens or len(self._full) < len(self._groups)
+        num_full = min(len(tracked.backups), -(-num_tokens // self._block_tokens) * len(self._full))
+        return max(0, num_full + has_rest * len(tracked.rest) - self._count_full(num_local))
 
     # -- out -------------------------------------------------------------------------------------------------------
 
-    def back_up(self, tracked: TrackedRequest, blocks: Sequence[Any], num_computed: int, most: int, tier: Tier) -> None:
-        """Start backups of up to ``most`` more of a request's full blocks, as many as ``tier`` has slots for.
+    def back_up(self, tracked: TrackedRequest, tables: Tables, num_computed: int, most: int, tier: Tier) -> None:
+        """Start backups of up to ``most`` more full blocks of a request, as many as ``tier`` has slots for.
 
         Args:
             tracked: The request.
-            blocks: Its block table, vLLM's objects.
+            tables: Its block table in each group, vLLM's objects.
             num_computed: Leading tokens that have KV there.
             most: Blocks.
             tier: The target.
         """
         first = len(tracked.backups)
-        wanted = min(most, num_computed // self._block_tokens - first, self.backups.num_available(tier))
+        wanted = min(most, self._count_full(num_computed) - first, self.backups.num_available(tier))
         if wanted > 0:
-            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks[first : first + wanted], tier, None)
+            blocks = self._full_blocks(tables, first, first + wanted)
+            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks, tier, None)
 
     def swap_out(
         self,
         tracked: TrackedRequest,
-        blocks: Sequence[Any],
+        tables: Tables,
         num_computed: int,
         reason: Reason,
         tier: Tier | None = None,
@@ -140,19 +172,42 @@ class SwapBooks:
         Returns:
             False, and nothing is kept of it, if there is no room, or nothing to keep.
         """
-        first, num_blocks = len(tracked.backups), -(-num_computed // self._block_tokens)
-        if not num_computed or num_blocks - first > sum(map(self.backups.num_available, self.backups.slots)):
+        first = len(tracked.backups)  # more than it has, if it lost its KV and computes again
+        num_full = max(first, self._count_full(num_computed))
+        places = self._rest_of(tracked, tables, num_computed)
+        blocks = [*self._full_blocks(tables, first, num_full), *(tables[group][place] for group, place in places)]
+        if not num_computed or len(blocks) > sum(map(self.backups.num_available, self.backups.slots)):
             self.num_refused += num_computed > 0
             self.forget(tracked)
             return False
-        if num_blocks > first:
+        if blocks:
             nearest = next(iter(self.backups.slots))
-            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks[first:num_blocks], tier or nearest, reason)
-            if num_computed % self._block_tokens:
-                tracked.tail = (backups.pop(), num_computed)
-            tracked.backups += backups
+            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks, tier or nearest, reason)
+            tracked.backups += backups[: num_full - first]
+            tracked.rest = dict(zip(places, backups[num_full - first :], strict=True))
+        tracked.num_kept_tokens = num_computed
         tracked.is_away = True
         return True
+
+    def _count_full(self, num_computed: int) -> int:
+        return num_computed // self._block_tokens * len(self._full)
+
+    def _full_blocks(self, tables: Tables, first: int, end: int) -> list[Any]:
+        """Return blocks ``first`` to ``end`` of full attention: the first of each group, then the second, and so on."""
+        num_groups = len(self._full)
+        return [tables[self._full[index % num_groups]][index // num_groups] for index in range(first, end)]
+
+    def _rest_of(self, tracked: TrackedRequest, tables: Tables, num_computed: int) -> list[tuple[int, int]]:
+        """Return (group, place in its table) of all other blocks that hold something of ``num_computed`` tokens."""
+        places = []
+        for number, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            if number in self._full:
+                num_backed = -(-(len(tracked.backups) - self._full.index(number)) // len(self._full))
+                first = max(num_computed // self._block_tokens, num_backed)
+            else:
+                first = self._first_place(number, table, num_computed)
+            places += [(number, place) for place in range(first, -(-num_computed // group.block_tokens))]
+        return places
 
     def _write(
         self, tracked: TrackedRequest, kind: TransferKind, blocks: Sequence[Any], tier: Tier, reason: Reason | None
@@ -172,16 +227,30 @@ class SwapBooks:
 
     # -- back ------------------------------------------------------------------------------------------------------
 
-    def fetch(self, tracked: TrackedRequest, blocks: Sequence[Any], num_local: int, num_tokens: int) -> None:
+    def fetch(self, tracked: TrackedRequest, tables: Tables, num_local: int, num_tokens: int) -> None:
         """Start to restore tokens ``num_local`` (whole blocks) to ``num_tokens`` of a request into its blocks."""
-        first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
-        copy = Copy(tracked, tuple(blocks[first:end]), is_holding=False)
-        self._begin(TransferKind.SWAP_IN, tracked.known_backups[first:end], copy, Reason.SLICE_BEGINS)
+        blocks, backups = [], []
+        for number, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            first = max(num_local // group.block_tokens, self._first_place(number, table, num_tokens))
+            for place in range(first, -(-num_tokens // group.block_tokens)):
+                blocks.append(table[place])
+                backups.append(self._backup_of(tracked, number, place))
+        copy = Copy(tracked, tuple(blocks), is_holding=False)
+        self._begin(TransferKind.SWAP_IN, backups, copy, Reason.SLICE_BEGINS)
+
+    def _first_place(self, number: int, table: Sequence[Any], num_tokens: int) -> int:
+        """Return the first place of a group's table that holds something for the token behind ``num_tokens``."""
+        group = self._groups[number]
+        return first_kept(table) if group.kind is not CacheKind.STATE else (num_tokens - 1) // group.block_tokens
+
+    def _backup_of(self, tracked: TrackedRequest, group: int, place: int) -> Backup:
+        index = place * len(self._full) + self._full.index(group) if group in self._full else len(tracked.backups)
+        return tracked.backups[index] if index < len(tracked.backups) else tracked.rest[group, place]
 
     def note_start(self, tracked: TrackedRequest) -> None:
-        """Record that a request runs again, and drop the copy of its tail: its next token would outdate that."""
+        """Record that a request runs again, and drop the copies that its next token would outdate."""
         tracked.is_away = False
-        self._release_tail(tracked)
+        self._release_rest(tracked)
 
     # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
 
@@ -263,18 +332,18 @@ class SwapBooks:
         num_kept = next((i for i, backup in enumerate(tracked.backups) if backup.is_lost), len(tracked.backups))
         is_short = num_kept < len(tracked.backups)
         self._release_from(tracked, num_kept)
-        if is_short or (tracked.tail is not None and tracked.tail[0].is_lost):
-            self._release_tail(tracked)
+        if is_short or any(backup.is_lost for backup in tracked.rest.values()):
+            self._release_rest(tracked)
 
     def _release_from(self, tracked: TrackedRequest, num_kept: int) -> None:
         for backup in tracked.backups[num_kept:]:
             self._release(backup)
         del tracked.backups[num_kept:]
 
-    def _release_tail(self, tracked: TrackedRequest) -> None:
-        if tracked.tail is not None:
-            self._release(tracked.tail[0])
-            tracked.tail = None
+    def _release_rest(self, tracked: TrackedRequest) -> None:
+        for backup in tracked.rest.values():
+            self._release(backup)
+        tracked.rest = {}
 
     def _release(self, backup: Backup) -> None:
         del self._owner[backup]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -15,9 +15,8 @@ class CacheBlocks:
     """vLLM's KV caches as a ``BlockStore``.
 
     Args:
-        caches: By layer, each with its blocks in one dimension.
+        caches: By layer, each with its blocks in one dimension; several for a layer that keeps several states.
         num_blocks: Of vLLM's pool.
-        block_tokens: Of a block.
 
     Attributes:
         device: Of the caches.
@@ -28,21 +27,17 @@ class CacheBlocks:
         UserError: A layer's part of a block is not one piece of memory, or its device is one from which none is copied.
     """
 
-    def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> None:
-        self.device = _find_device(caches)
-        self.words = _find_pieces(caches, num_blocks)
+    def __init__(self, caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int) -> None:
+        parts = {name: cache if isinstance(cache, Sequence) else [cache] for name, cache in caches.items()}
+        self.device = _find_device(part for layer in parts.values() for part in layer)
+        self.words = _find_pieces(parts, num_blocks)
         sizes = {part.shape[1] for part in self.words}
         if len(sizes) != 1:
             raise UserError("this model's layers keep blocks of several sizes: floodplain swaps those of one size")
-        part_bytes = 4 * sizes.pop()
-        if part_bytes % (2 * block_tokens):
-            raise UserError(
-                "this model's blocks are no whole number of bytes for K and V of a token: they are not swapped"
-            )
+        # Groups of layers may differ in the tokens of a block. Copies need only its bytes: half of a word counts as K.
         self.layout = KVLayout(
-            num_layers=len(self.words), block_tokens=block_tokens, num_kv_heads=1,
-            head_dim=part_bytes // (2 * block_tokens), dtype=torch.uint8,
-        )  # fmt: skip
+            num_layers=len(self.words), block_tokens=1, num_kv_heads=1, head_dim=2 * sizes.pop(), dtype=torch.uint8
+        )
         self._num_blocks = num_blocks
 
     def expect_pieces(self, num_bytes: int) -> None:
@@ -60,8 +55,8 @@ class CacheBlocks:
             raise InvariantError("a block is copied that vLLM's pool does not have")
 
 
-def _find_device(caches: Mapping[str, torch.Tensor]) -> torch.device:
-    devices = {cache.device for cache in caches.values()}
+def _find_device(parts: Iterable[torch.Tensor]) -> torch.device:
+    devices = {part.device for part in parts}
     if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         found = ", ".join(sorted(map(str, devices)))
         raise UserError(
@@ -70,14 +65,48 @@ def _find_device(caches: Mapping[str, torch.Tensor]) -> torch.device:
     return devices.pop()
 
 
-def _find_pieces(caches: Mapping[str, torch.Tensor], num_blocks: int) -> tuple[torch.Tensor, ...]:
-    views: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = {}
-    for name, cache in caches.items():
-        for part in _split(name, cache, num_blocks):
-            place = (part.untyped_storage().data_ptr(), part.storage_offset(), part.shape, part.stride())
-            views.setdefault(place, (name, part))  # layers that share their KV are one
-    whole = _as_one_piece([part for _, part in views.values()])
-    return (whole,) if whole is not None else tuple(_as_words(name, part) for name, part in views.values())
+def _find_pieces(parts: Mapping[str, Sequence[torch.Tensor]], num_blocks: int) -> tuple[torch.Tensor, ...]:
+    """Return the pieces of a block as words, each with the padding behind it.
+
+    Layers are in one piece if their parts are side by side in each block, or if they share the memory of blocks: a
+    block serves one group of layers at a time.
+    """
+    views = [(name, view) for name, layer in parts.items() for part in layer for view in _split(name, part, num_blocks)]
+    pieces: list[list[tuple[str, torch.Tensor]]] = []
+    for name, view in sorted(views, key=lambda one: (*_place_of(one[1]), _first_byte(one[1]))):
+        place, stride = _place_of(view), _place_of(view)[1]
+        first = pieces[-1][0][1] if pieces else view
+        if pieces and _place_of(first) == place and _first_byte(view) < _first_byte(first) + stride:
+            pieces[-1].append((name, view))
+        else:
+            pieces.append([(name, view)])
+    return tuple(_as_words(piece) for piece in pieces)
+
+
+def _as_words(piece: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    views = [view for _, view in piece]
+    first, end, stride = _first_byte(views[0]), max(map(_end_byte, views)), _place_of(views[0])[1]
+    storage, num_blocks = views[0].untyped_storage(), views[0].shape[0]
+    is_inside = end - first <= stride and first + num_blocks * stride <= storage.nbytes()
+    if not (is_inside and _fills(views, end - first)) or stride % 4 or first % 4:
+        name, view = piece[0]
+        raise UserError(
+            f"the KV cache of {name} has the unsupported strides {view.stride()} for {tuple(view.shape)}: a block"
+            " must be one piece of memory, as in the layouts LBNHC and BLNHC (VLLM_KV_CACHE_LAYOUT)"
+        )
+    words = torch.empty(0, dtype=torch.int32, device=views[0].device)
+    return words.set_(storage, first // 4, (num_blocks, stride // 4), (stride // 4, 1))
+
+
+def _fills(views: list[torch.Tensor], num_bytes: int) -> bool:
+    """Whether the parts of a block fill ``num_bytes`` together. Parts of layers of different groups may overlap."""
+    sizes = [view[0].numel() * view.element_size() for view in views]
+    if sum(sizes) == num_bytes:
+        return True
+    bounds = [(_first_byte(view), _end_byte(view)) for view in views]
+    is_dense = [end - first for first, end in bounds] == sizes
+    ends = accumulate((end for _, end in bounds), max)
+    return is_dense and all(first <= end for (first, _), end in zip(bounds[1:], ends, strict=False))
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
@@ -91,20 +120,9 @@ def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor
     raise UserError(f"{name} has a KV cache of shape {tuple(cache.shape)}, in which {num_blocks} blocks are not found")
 
 
-def _as_one_piece(views: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return blocks of all layers as words, with padding; None if the parts of a block are not in one piece."""
-    storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
-    strides = {view.stride(0) * view.element_size() for view in views}
-    if len(views) < 2 or len(storages) != 1 or len(strides) != 1:
-        return None
-    (storage,), (stride,) = storages.values(), strides
-    first, end = min(map(_first_byte, views)), max(map(_end_byte, views))
-    num_bytes = sum(view[0].numel() * view.element_size() for view in views)
-    is_inside = first + len(views[0]) * stride <= storage.nbytes()
-    if end - first != num_bytes or num_bytes > stride or stride % 4 or first % 4 or not is_inside:
-        return None
-    words = torch.empty(0, dtype=torch.int32, device=views[0].device)
-    return words.set_(storage, first // 4, (len(views[0]), stride // 4), (stride // 4, 1))
+def _place_of(view: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a part's storage, and the bytes from one block to the next."""
+    return view.untyped_storage().data_ptr(), int(view.stride(0)) * view.element_size()
 
 
 def _first_byte(view: torch.Tensor) -> int:
@@ -115,18 +133,3 @@ def _end_byte(view: torch.Tensor) -> int:
     """Return the offset behind the last byte of the first block."""
     steps = sum(stride * (length - 1) for stride, length in zip(view.stride()[1:], view.shape[1:], strict=True))
     return _first_byte(view) + (steps + 1) * view.element_size()
-
-
-def _as_words(name: str, cache: torch.Tensor) -> torch.Tensor:
-    num_blocks, size = cache.shape[0], cache[0].numel()
-    dense = 1
-    for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
-        dense = dense * length if stride == dense or length == 1 else 0
-    is_whole_words = not (size * cache.element_size() % 4 or cache.storage_offset() * cache.element_size() % 4)
-    if dense != size or cache.stride(0) != size or not is_whole_words:
-        raise UserError(
-            f"the KV cache of {name} has the unsupported strides {cache.stride()} for {tuple(cache.shape)}: a block"
-            " must be one piece of memory, as in the layouts LBNHC and BLNHC (VLLM_KV_CACHE_LAYOUT)"
-        )
-    flat = torch.as_strided(cache, (num_blocks, size), (size, 1), cache.storage_offset())
-    return flat.view(torch.int32)

@@ -20,6 +20,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
+from floodplain.plugins.vllm.compat_names import find_groups
+from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
@@ -34,7 +36,9 @@ class SteeredScheduler(AsyncScheduler):
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.is_resetting = False
         self.is_async = bool(self.scheduler_config.async_scheduling)
-        self.finder = BlockFinder(self.kv_cache_manager)
+        with refusals_in_one_line():
+            self.groups = find_groups(self.kv_cache_config)
+        self.finder = BlockFinder(self.kv_cache_manager, self.groups, self.hash_block_size)
 
     # -- for a subclass --------------------------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class SteeredScheduler(AsyncScheduler):
         """Return the limits that vLLM was configured with."""
         return Limits(
             self.finder.num_blocks,
-            self.block_size,
+            self.groups,
             self.max_num_scheduled_tokens,
             self.max_num_active_reqs,
             self.max_model_len,

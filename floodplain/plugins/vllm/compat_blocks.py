@@ -9,7 +9,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.request import Request
 
+from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.request import SeqId
+from floodplain.plugins.vllm.books import Tables, first_kept
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
 
@@ -67,12 +69,23 @@ class WatchedPool(BlockPool):
 
 
 class BlockFinder:
-    """Implements ``rows.Blocks`` with vLLM's KV cache manager."""
+    """Implements ``rows.Blocks`` with vLLM's KV cache manager.
 
-    def __init__(self, manager: Any) -> None:
+    Prefixes are those of the first group with full attention: what other groups have of them is not looked up, so a
+    prefix may turn out to be shorter.
+
+    Args:
+        manager: vLLM's.
+        groups: Of the model's layers.
+        hash_tokens: Tokens of a block whose content vLLM hashes.
+    """
+
+    def __init__(self, manager: Any, groups: Sequence[CacheGroup], hash_tokens: int) -> None:
         self._manager = manager
         self.pool = manager.block_pool
-        self._tables = manager.coordinator.single_type_managers[0].req_to_blocks
+        self._tables = [one.req_to_blocks for one in manager.coordinator.single_type_managers]
+        full = [number for number, group in enumerate(groups) if group.kind is CacheKind.FULL]
+        self._first = next((number for number in full if groups[number].block_tokens == hash_tokens), None)
         self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._find)
         WatchedPool.watch(self.pool, self._exclusive, self._prefixes)
 
@@ -85,14 +98,16 @@ class BlockFinder:
         """Return the number of free blocks."""
         return int(self.pool.get_num_free_blocks())
 
-    def table(self, request_id: str) -> Sequence[Any]:
-        """Return the block table of a request; empty if it has none."""
-        blocks: Sequence[Any] = self._tables.get(request_id) or ()
-        return blocks
+    def tables(self, request_id: str) -> Tables:
+        """Return the block table of a request in each group; empty ones if it has none."""
+        return [tables.get(request_id) or () for tables in self._tables]
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """Return how many blocks of a table only this request uses."""
-        return self._exclusive.count(seq_id, table)
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
+        """Return how many blocks of its tables only this request uses."""
+        if self._first is None:
+            return _count_single(tables)
+        num_blocks = self._exclusive.count(seq_id, tables[self._first])
+        return num_blocks + _count_single([*tables[: self._first], *tables[self._first + 1 :]])
 
     def take_changed(self) -> Set[SeqId]:
         """Return requests whose exclusive blocks or prefix changed since the last call."""
@@ -100,7 +115,7 @@ class BlockFinder:
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
         """Return the cached prefix of a request, at most ``most`` blocks."""
-        if not self._manager.prefix_cache_lookup_enabled(request):
+        if self._first is None or not self._manager.prefix_cache_lookup_enabled(request):
             return NOTHING
         hashes = request.block_hashes
         return self._prefixes.find(seq_id, hashes, min(most, len(hashes)))
@@ -111,5 +126,10 @@ class BlockFinder:
         self._prefixes.keep_only(absent)
 
     def _find(self, block_hash: Any) -> Any:
-        cached = self.pool.get_cached_block(block_hash, [0])
+        cached = self.pool.get_cached_block(block_hash, [self._first])
         return None if cached is None else cached[0]
+
+
+def _count_single(tables: Tables) -> int:
+    """Return how many blocks, but vLLM's null block, have one reference."""
+    return sum([block.ref_cnt == 1 for table in tables for block in table[first_kept(table) :]])

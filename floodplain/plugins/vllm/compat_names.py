@@ -5,11 +5,15 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+from floodplain.core.cache_groups import CacheGroup, CacheKind
+from floodplain.core.errors import UserError
+
 FAILED_START = "Engine core initialization failed"
 """vLLM's error, without the cause, in the process that started engine processes."""
 
-_WHOLE_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of KV cache in which a request keeps every block that it filled."""
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
+_WINDOWS = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
+"""Kinds of KV cache that a request keeps in part, and their length in tokens."""
 
 
 def find_config() -> Any:
@@ -31,25 +35,32 @@ def follows_sleep() -> bool:
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
-def find_cache_problem(groups: list[Any]) -> str | None:
-    """Return one line that says what of the KV cache is not supported; None if all of it is.
+def find_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """Return what each of vLLM's groups of layers keeps.
 
-    Args:
-        groups: vLLM's groups of layers that share a block table.
+    Raises:
+        UserError: One keeps what is not supported.
     """
-    if len(groups) != 1:
-        return f"one kind of attention is supported, and this model has {len(groups)}: serve it without floodplain"
-    spec = groups[0].kv_cache_spec
-    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        name = type(one).__name__
-        if name not in _WHOLE_SPECS:
-            return f"full attention is supported, and this model keeps {name}: serve it without floodplain"
-    return None
+    return tuple(_read_group(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
 
 
-def count_block_bytes(group: Any) -> int:
-    """Return the bytes of a block over all layers of a group of one worker."""
-    spec = group.kv_cache_spec
-    if hasattr(spec, "kv_cache_specs"):  # of layers that keep different sizes
-        return sum(int(one.page_size_bytes) for one in spec.kv_cache_specs.values())
-    return int(spec.page_size_bytes) * len(group.layer_names)
+def _read_group(spec: Any) -> CacheGroup:
+    layers = list(getattr(spec, "kv_cache_specs", {"": spec}).values())  # of layers that keep different sizes
+    names = {type(layer).__name__ for layer in layers}
+    block_tokens = int(spec.block_size)
+    if names <= {*_FULL}:
+        return CacheGroup(block_tokens)
+    if names <= {*_WINDOWS}:
+        num_tokens = max(int(getattr(layer, _WINDOWS[type(layer).__name__])) for layer in layers)
+        return CacheGroup(block_tokens, CacheKind.WINDOW, -(-(num_tokens - 1) // block_tokens) + 1)
+    if names == {"MambaSpec"}:
+        mode = {str(layer.mamba_cache_mode) for layer in layers}
+        if mode <= {"none", "align"}:
+            return CacheGroup(block_tokens, CacheKind.STATE, 1 if mode == {"none"} else 2)
+        raise UserError("states of all tokens are not supported: leave --mamba-cache-mode all out")
+    raise UserError(f"this model keeps {', '.join(sorted(names))}: serve it without floodplain")
+
+
+def count_block_bytes(kv_cache_config: Any) -> int:
+    """Return the bytes of a block of the pool, of one worker: whatever group it serves, it takes as many."""
+    return int(kv_cache_config.kv_cache_tensors[0].size) // int(kv_cache_config.num_blocks)

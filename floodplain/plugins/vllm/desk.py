@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Decision
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import View
@@ -28,7 +29,7 @@ class SwapDesk:
     Args:
         settings: Of the plug-in.
         block_bytes: Of one block, over all layers of one worker.
-        block_tokens: Of one block.
+        groups: Of the model's layers.
         num_workers: The number of workers that copy.
         peer: The worker's parts for lent memory; None borrows nothing.
 
@@ -41,7 +42,7 @@ class SwapDesk:
         self,
         settings: PluginSettings,
         block_bytes: int,
-        block_tokens: int,
+        groups: Sequence[CacheGroup],
         num_workers: int,
         peer: PeerParts | None = None,
     ) -> None:
@@ -51,7 +52,7 @@ class SwapDesk:
         if peer is not None:
             slots.insert(0, SlotLedger(Tier.PEER, 0))
         self.roster = RequestRoster()
-        self.books = SwapBooks(slots, block_tokens)
+        self.books = SwapBooks(slots, groups)
         self.tally = SwapTally()
         self.links = Links([Link(one.tier, FIRST_BANDWIDTH) for one in slots], block_bytes)
         self.lock = threading.Lock()

@@ -10,13 +10,12 @@ from collections.abc import Set
 from operator import attrgetter
 from typing import Any
 
-from floodplain.core.backups import Backup
 from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView
 from floodplain.plugins.vllm.rows import RowMaker
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
-_Mark = tuple[int, int, tuple[Backup, int] | None, int, int]
+_Mark = tuple[int, int, int, int, int, int]
 
 
 class KeptRows:
@@ -76,7 +75,10 @@ class KeptRows:
 
         A copy of it becomes whole when its blocks stop leaving, and a lost one is dropped at once.
         """
-        mark = (one.request.num_tokens, len(one.backups), one.tail, one.num_leaving, one.entered_step)
+        mark = (
+            one.request.num_tokens, len(one.backups), len(one.rest), one.num_kept_tokens, one.num_leaving,
+            one.entered_step,
+        )  # fmt: skip
         kept = self._absent.get(one.seq_id)
         if kept is None or kept[0] != mark:
             kept = self._absent[one.seq_id] = (mark, make.absent(one))

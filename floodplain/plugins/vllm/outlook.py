@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from floodplain.core.cache_groups import is_one_table
 from floodplain.core.sequence import Status
 from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.plugins.vllm.desk import SwapDesk
@@ -45,6 +46,7 @@ class Outlook:
     def __init__(self, limits: Limits, blocks: Blocks, desk: SwapDesk, lobby: Lobby) -> None:
         self._limits, self._blocks, self._desk, self._lobby = limits, blocks, desk, lobby
         self._rows = KeptRows()
+        self._groups = () if is_one_table(limits.groups) else limits.groups
 
     def view(
         self, step: int, present: Present, *, is_open: bool, prices: Prices, demand: Demand, completion_step: int
@@ -88,6 +90,7 @@ class Outlook:
             num_empty_blocks=num_free,
             key_credits={"": 0.0},
             completion_step=completion_step,
+            groups=self._groups,
         )
         self._forget_others(view)
         return view

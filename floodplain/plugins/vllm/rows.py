@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView
-from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.books import SwapBooks, Tables, first_kept
 from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
@@ -26,17 +27,22 @@ class Limits:
 
     Attributes:
         num_blocks: Blocks of its pool.
-        block_tokens: Tokens of one.
+        groups: Of the model's layers.
         max_batched_tokens: Most tokens in a step.
         max_num_seqs: Most requests on the device.
         max_model_len: Most tokens of a request.
     """
 
     num_blocks: int
-    block_tokens: int
+    groups: tuple[CacheGroup, ...]
     max_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of a block; of the smallest, if groups differ."""
+        return min(group.block_tokens for group in self.groups)
 
 
 class Blocks(Protocol):
@@ -45,11 +51,11 @@ class Blocks(Protocol):
     def count_free(self) -> int:
         """Return the number of blocks that can be allocated, by eviction of cached prefixes if necessary."""
 
-    def table(self, request_id: str) -> Sequence[Any]:
-        """Return a request's blocks, vLLM's objects."""
+    def tables(self, request_id: str) -> Tables:
+        """Return a request's blocks in each group, vLLM's objects."""
 
-    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """Return the number of blocks of a request's table that only this request holds."""
+    def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
+        """Return the number of a request's blocks that only this request holds."""
 
     def take_changed(self) -> Set[SeqId]:
         """Return requests whose ``count_exclusive`` or ``find_prefix`` may have changed since the last call.
@@ -87,17 +93,18 @@ class RowMaker:
 
     def running(self, tracked: TrackedRequest) -> SequenceView:
         """Return the row of a request that holds its blocks and computes."""
-        request, table = tracked.request, self._blocks.table(tracked.request.request_id)
-        num_exclusive = self._blocks.count_exclusive(tracked.seq_id, table)
+        request, tables = tracked.request, self._blocks.tables(tracked.request.request_id)
+        num_exclusive = self._blocks.count_exclusive(tracked.seq_id, tables)
         num_computed = request.num_computed_tokens
         is_decoding = tracked.num_expected_tokens - num_computed == 1
-        room = len(table) * self._limits.block_tokens - num_computed
+        groups = self._limits.groups
+        room = min([len(table) * one.block_tokens for one, table in zip(groups, tables, strict=True)]) - num_computed
         most = min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len)
         return self._make(
             tracked,
             Status.RUNNING,
             num_scheduled=num_computed,
-            num_blocks=len(table),
+            num_blocks=self._count_held(tables),
             exclusive_blocks=num_exclusive,
             is_decoding=is_decoding,
             block_due_step=self._step + room if is_decoding else _NEVER,
@@ -107,8 +114,12 @@ class RowMaker:
 
     def loading(self, tracked: TrackedRequest) -> SequenceView:
         """Return the row of a request whose blocks are being filled by copies."""
-        table = self._blocks.table(tracked.request.request_id)
-        return self._make(tracked, Status.LOADING, num_blocks=len(table), num_backed_blocks=len(tracked.backups))
+        num_blocks = self._count_held(self._blocks.tables(tracked.request.request_id))
+        return self._make(tracked, Status.LOADING, num_blocks=num_blocks, num_backed_blocks=len(tracked.backups))
+
+    def _count_held(self, tables: Tables) -> int:
+        """Return how many blocks are in tables. A window that moves on in a later step frees one more of each."""
+        return sum([len(table) - first_kept(table) for table in tables])
 
     def absent(self, tracked: TrackedRequest) -> SequenceView:
         """Return the row of a request without blocks, with what the device has of it by content."""
@@ -117,14 +128,13 @@ class RowMaker:
         found = self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
         restorable = self._books.count_restorable(tracked)
         num_cached = found.num_blocks * block_tokens
-        is_leaving = bool(tracked.num_leaving and (tracked.backups or tracked.tail))  # and was not forgotten
-        num_whole = -(-restorable // block_tokens)
+        is_leaving = bool(tracked.num_leaving and tracked.has_kv)  # and was not forgotten
         return self._make(
             tracked,
             Status.SWAPPED if restorable or is_leaving else Status.WAITING,
             num_cached_tokens=num_cached,
             num_shared_blocks=found.num_shared,
-            num_backed_blocks=max(0, num_whole - found.num_blocks),
+            num_backed_blocks=self._books.count_reads(tracked, num_cached, restorable) if restorable else 0,
             num_restorable_tokens=max(restorable, num_cached) if restorable else 0,
         )
 

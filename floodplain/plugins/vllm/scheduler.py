@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler, local_tokens_in, num_tokens_in, was_aborted
-from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
+from floodplain.plugins.vllm.compat_names import count_block_bytes
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.lobby import Lobby
@@ -72,11 +71,8 @@ class FloodplainScheduler(SteeredScheduler):
             UserError: The configuration or the model is not supported.
         """
         check_config(self.vllm_config)
-        groups = self.kv_cache_config.kv_cache_groups
-        problem = find_cache_problem(groups)
-        if problem is not None:
-            raise UserError(problem)
-        desk = SwapDesk(read_alone(find_extra(self.vllm_config)), count_block_bytes(groups[0]), self.block_size, 1)
+        block_bytes = count_block_bytes(self.kv_cache_config)
+        desk = SwapDesk(read_alone(find_extra(self.vllm_config)), block_bytes, self.groups, 1)
         desk.books.bind(self.finder.pool)
         if self.connector is None:
             logger.warning("floodplain: %s", NO_SWAP)
@@ -134,8 +130,8 @@ class FloodplainScheduler(SteeredScheduler):
             self._leaving = None
         for backup in decision.backups:
             one = by_id[backup.seq_id]
-            table = self.finder.table(one.request.request_id)
-            self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks, backup.tier)
+            tables = self.finder.tables(one.request.request_id)
+            self._desk.books.back_up(one, tables, one.request.num_computed_tokens, backup.num_blocks, backup.tier)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
         for order in decision.resumptions:  # if all of its KV is on the device, it needs no copy
             self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
@@ -167,11 +163,11 @@ class FloodplainScheduler(SteeredScheduler):
         """Swap out or forget a preempted request; one that vLLM itself preempts for lack of blocks swaps, too."""
         one, books = self._desk.roster[request.request_id], self._desk.books
         order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
-        table, num_computed = self.finder.table(request.request_id), request.num_computed_tokens
+        tables, num_computed = self.finder.tables(request.request_id), request.num_computed_tokens
         is_kept = (
             order.mode is PreemptionMode.SWAP
             and not self.is_resetting
-            and books.swap_out(one, table, num_computed, order.reason, order.tier)
+            and books.swap_out(one, tables, num_computed, order.reason, order.tier)
         )
         if not is_kept:
             books.forget(one)

@@ -58,8 +58,8 @@ _CHECKS: tuple[Check, ...] = (
         "diffusion models are not supported: serve this one without floodplain",
     ),
     (
-        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
-        "models with state-space layers are not supported: serve this one without floodplain",
+        lambda c: c.model_config.is_attention_free,
+        "models without attention have no KV to swap: serve this one without floodplain",
     ),
     (
         lambda c: not c.scheduler_config.enable_chunked_prefill,
@@ -68,10 +68,6 @@ _CHECKS: tuple[Check, ...] = (
     (
         lambda c: c.scheduler_config.disable_chunked_mm_input,
         "prompts are computed in chunks: leave --disable-chunked-mm-input out",
-    ),
-    (
-        lambda c: _connector(c) == CONNECTOR and c.scheduler_config.disable_hybrid_kv_cache_manager is False,
-        "vLLM's hybrid KV cache manager is not supported: leave --no-disable-hybrid-kv-cache-manager out",
     ),
     (
         lambda c: c.lora_config is not None,

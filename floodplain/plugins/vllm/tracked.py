@@ -30,9 +30,9 @@ class TrackedRequest:
         first_token_s: When it got its first token; None before.
         last_token_s: When it got its last token; None before the first.
         num_seen_tokens: Output tokens that it had then.
-        backups: Of its leading full blocks, one each.
-        tail: Of its last, partly filled block, and how many leading tokens end there; released when the request runs
-            again.
+        backups: Of its leading full blocks, one each (``SwapBooks``).
+        rest: Of all others, by (group, place in the block table); released when the request runs again.
+        num_kept_tokens: The leading tokens for which ``backups`` and ``rest`` are.
         is_away: Its KV is in swap space, and on the device as far as inbound copies have restored it.
         num_leaving: Its blocks that outbound copies still read.
         num_local_tokens: Leading tokens on the device when vLLM last asked what we have of it.
@@ -41,7 +41,8 @@ class TrackedRequest:
 
     __slots__ = (
         "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_cached_tokens",
-        "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key", "request", "seq_id", "tail",
+        "num_kept_tokens", "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key", "request", "rest",
+        "seq_id",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float, arrival_s: float) -> None:
@@ -54,7 +55,8 @@ class TrackedRequest:
         self.last_token_s: float | None = None
         self.num_seen_tokens = 0
         self.backups: list[Backup] = []
-        self.tail: tuple[Backup, int] | None = None
+        self.rest: dict[tuple[int, int], Backup] = {}
+        self.num_kept_tokens = 0
         self.is_away = False
         self.num_leaving = 0
         self.num_local_tokens = self.num_cached_tokens = 0
@@ -82,12 +84,12 @@ class TrackedRequest:
     @property
     def has_kv(self) -> bool:
         """Whether anything of it is in swap space, or on its way there."""
-        return bool(self.backups) or self.tail is not None
+        return bool(self.backups or self.rest)
 
     @property
     def known_backups(self) -> list[Backup]:
         """Return all copies of it, in the order of its tokens."""
-        return self.backups if self.tail is None else [*self.backups, self.tail[0]]
+        return [*self.backups, *self.rest.values()]
 
     @property
     def stream_work(self) -> float:

@@ -10,11 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
-from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
+from floodplain.plugins.vllm.compat_names import count_block_bytes, find_groups
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
@@ -48,7 +49,7 @@ class WorkerMessage(KVConnectorWorkerMetadata):
         return WorkerMessage(self.report.merge(other.report))
 
 
-class FloodplainConnector(KVConnectorBase_V1):
+class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
     """The class for ``--kv-transfer-config``. vLLM's base class documents the methods."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -57,7 +58,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         self._engine_id = str(transfer.engine_id)
         self._desk: SwapDesk | None = None
         self._worker: SwapWorker | None = None
-        problem = _find_problem(vllm_config, kv_cache_config.kv_cache_groups)
+        problem = _find_problem(vllm_config, kv_cache_config)
         self._is_refused = problem is not None
         if problem is not None and role is KVConnectorRole.WORKER:
             return  # the scheduler's side is made next, and reports it once
@@ -65,15 +66,14 @@ class FloodplainConnector(KVConnectorBase_V1):
             if problem is not None:
                 raise UserError(problem)
             self._settings = read_settings(transfer.kv_connector_extra_config)
-            group = kv_cache_config.kv_cache_groups[0]
-            self._block_tokens = int(group.kv_cache_spec.block_size)
+            groups = find_groups(kv_cache_config)
             self._num_blocks = int(kv_cache_config.num_blocks)
-            block_bytes = count_block_bytes(group)
+            block_bytes = count_block_bytes(kv_cache_config)
             self._num_slots = self._settings.swap_bytes // block_bytes
             if role is KVConnectorRole.SCHEDULER:
                 num_workers = vllm_config.parallel_config.tensor_parallel_size
                 peer = None if self._settings.coordinator is None else self._find_peer()
-                self._desk = SwapDesk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
+                self._desk = SwapDesk(self._settings, block_bytes, groups, num_workers, peer)
 
     def _find_peer(self) -> PeerParts:
         """Return the parts for lent memory of the worker in this process."""
@@ -126,7 +126,9 @@ class FloodplainConnector(KVConnectorBase_V1):
             with refusals_in_one_line():
                 borrowing.start()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return that blocks can be freed at once; copies that read some hold those."""
         return False, None
 
@@ -134,7 +136,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         """Return the restorable tokens, without the last one, which is computed again for its successor."""
         one = self.desk.roster[request.request_id]
         one.note_local(num_computed_tokens)
-        num_more = min(self.desk.books.count_restorable(one), request.num_tokens - 1) - num_computed_tokens
+        num_more = self.desk.books.count_restorable(one, request.num_tokens - 1) - num_computed_tokens
         return (num_more, True) if num_more > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -142,7 +144,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         if num_external_tokens:
             one = self.desk.roster[request.request_id]
             num_tokens = one.num_local_tokens + num_external_tokens
-            self.desk.books.fetch(one, blocks.blocks[0], one.num_local_tokens, num_tokens)
+            self.desk.books.fetch(one, blocks.blocks, one.num_local_tokens, num_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the orders for the next step."""
@@ -176,7 +178,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         settings = self._settings
         default_bytes = settings.swap_bytes if settings.peer_bytes is None else settings.peer_bytes
         with refusals_in_one_line():
-            blocks = CacheBlocks(kv_caches, self._num_blocks, self._block_tokens)
+            blocks = CacheBlocks(kv_caches, self._num_blocks)
             self._worker = SwapWorker(blocks, self._num_slots, default_bytes if settings.coordinator else 0)
         introduce(self._engine_id, self._worker)
 
@@ -231,10 +233,11 @@ class FloodplainConnector(KVConnectorBase_V1):
         """Do nothing: copies hold their blocks, so no wait is needed."""
 
 
-def _find_problem(vllm_config: Any, groups: list[Any]) -> str | None:
+def _find_problem(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return one line that says what is not supported; None if all is."""
     try:
         check_config(vllm_config)
+        find_groups(kv_cache_config)
     except UserError as error:
         return str(error)
-    return find_cache_problem(groups)
+    return None
