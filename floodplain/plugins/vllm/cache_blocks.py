@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -72,26 +73,32 @@ def _find_pieces(parts: Mapping[str, Sequence[torch.Tensor]], num_blocks: int) -
     block serves one group of layers at a time.
     """
     views = [(name, view) for name, layer in parts.items() for part in layer for view in _split(name, part, num_blocks)]
-    pieces: list[list[tuple[str, torch.Tensor]]] = []
-    for name, view in sorted(views, key=lambda one: (*_place_of(one[1]), _first_byte(one[1]))):
-        place, stride = _place_of(view), _place_of(view)[1]
-        first = pieces[-1][0][1] if pieces else view
-        if pieces and _place_of(first) == place and _first_byte(view) < _first_byte(first) + stride:
-            pieces[-1].append((name, view))
-        else:
-            pieces.append([(name, view)])
-    return tuple(_as_words(piece) for piece in pieces)
+    by_place: dict[tuple[int, int], list[_Piece]] = {}
+    for number, (name, view) in sorted(enumerate(views), key=lambda one: _first_byte(one[1][1])):
+        pieces, stride = by_place.setdefault(_place_of(view), []), _place_of(view)[1]
+        if not pieces or _first_byte(view) >= _first_byte(pieces[-1].views[0]) + stride:
+            pieces.append(_Piece(number, name, []))
+        pieces[-1].views.append(view)
+    found = [piece for pieces in by_place.values() for piece in pieces]
+    return tuple(_as_words(piece.name, piece.views) for piece in sorted(found, key=lambda piece: piece.number))
 
 
-def _as_words(piece: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    views = [view for _, view in piece]
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Parts of layers that are in one piece of memory in each block, and number and name of the first one."""
+
+    number: int
+    name: str
+    views: list[torch.Tensor]
+
+
+def _as_words(name: str, views: list[torch.Tensor]) -> torch.Tensor:
     first, end, stride = _first_byte(views[0]), max(map(_end_byte, views)), _place_of(views[0])[1]
     storage, num_blocks = views[0].untyped_storage(), views[0].shape[0]
     is_inside = end - first <= stride and first + num_blocks * stride <= storage.nbytes()
     if not (is_inside and _fills(views, end - first)) or stride % 4 or first % 4:
-        name, view = piece[0]
         raise UserError(
-            f"the KV cache of {name} has the unsupported strides {view.stride()} for {tuple(view.shape)}: a block"
+            f"the KV cache of {name} has the unsupported strides {views[0].stride()} for {tuple(views[0].shape)}: a block"
             " must be one piece of memory, as in the layouts LBNHC and BLNHC (VLLM_KV_CACHE_LAYOUT)"
         )
     words = torch.empty(0, dtype=torch.int32, device=views[0].device)
