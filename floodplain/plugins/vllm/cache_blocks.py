@@ -98,8 +98,8 @@ def _as_words(name: str, views: list[torch.Tensor]) -> torch.Tensor:
     is_inside = end - first <= stride and first + num_blocks * stride <= storage.nbytes()
     if not (is_inside and _fills(views, end - first)) or stride % 4 or first % 4:
         raise UserError(
-            f"the KV cache of {name} has the unsupported strides {views[0].stride()} for {tuple(views[0].shape)}: a block"
-            " must be one piece of memory, as in the layouts LBNHC and BLNHC (VLLM_KV_CACHE_LAYOUT)"
+            f"the KV cache of {name} has the unsupported strides {views[0].stride()} for {tuple(views[0].shape)}: a"
+            " block must be one piece of memory, as in the layouts LBNHC and BLNHC (VLLM_KV_CACHE_LAYOUT)"
         )
     words = torch.empty(0, dtype=torch.int32, device=views[0].device)
     return words.set_(storage, first // 4, (num_blocks, stride // 4), (stride // 4, 1))
