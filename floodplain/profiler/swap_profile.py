@@ -16,17 +16,16 @@ from tqdm import tqdm
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request
-from floodplain.cost.step_time import LINE_PARTS, StepCost, StepTimer, read_cost
+from floodplain.cost.step_time import LINE_PARTS, StepCost, read_cost
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
-from floodplain.model.weights.open_model import ModelSource, open_model
+from floodplain.model.weights.open_model import open_model
 from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
-from floodplain.policy.registry import make_policy
 from floodplain.profiler.flags import SwapProfileConfig
 from floodplain.profiler.targets import Load
-from floodplain.profiler.virtual import make_device, servable, to_request
+from floodplain.profiler.virtual import VirtualServer, servable, to_request
 from floodplain.runtime.state import LoopState
-from floodplain.sim.serving import Peaks, Served, VirtualDevice, serve
+from floodplain.sim.serving import Peaks, Served
 from floodplain.workload.arrivals import Phase, in_phases
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.spec import WorkloadSpec
@@ -54,18 +53,8 @@ class Bursts:
         return Phase(NUM_BEFORE / rate, rate), Phase(self.seconds, factor * rate), Phase(self.seconds, rate)
 
 
-class BurstServer:
-    """Serves bursts on the device that an engine's flags describe; they decide when requests arrive.
-
-    Raises UserError if the pool is too small for one request.
-    """
-
-    def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, load: Load) -> None:
-        self._config = config
-        self._cost = cost
-        self._load = load
-        self._tokenizer: PromptTokenizer = source.load_tokenizer()
-        self._device = make_device(config, source.config, StepTimer(cost).time_s)
+class BurstServer(VirtualServer):
+    """Serves bursts, which decide when requests arrive."""
 
     @property
     def block_bytes(self) -> int:
@@ -80,14 +69,15 @@ class BurstServer:
         """Serve one burst, and return its row of the profile."""
         asked = burst_requests(self._load, self._tokenizer, bursts.phases(factor), seed)
         requests, _ = servable(asked, self._device)
-        policy = make_policy(self._config.policy, self._config.sharing_settings())
         begin_s, peaks = bursts.phases(factor)[0].duration_s, Peaks()
 
         def note(state: LoopState, now: float) -> None:
             if now >= begin_s:
                 peaks.note(state)
 
-        served = serve(requests, policy, self._roomy_device(requests), on_step=note)
+        lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
+        num_slots = sum(-(-length // self._device.block_tokens) for length in lengths)  # for all KV there will ever be
+        served = self._serve(requests, note, num_swap_slots=num_slots)
         return {
             "factor": factor,
             "seed": seed,
@@ -99,13 +89,6 @@ class BurstServer:
             "preempted": served.counters.preemptions["swap"],
             "ttft_p99_s": _ttft_p99_s(served),
         }
-
-    def _roomy_device(self, requests: list[Request]) -> VirtualDevice:
-        """A device, for one loop, whose swap space holds all KV that these requests will ever have."""
-        block_tokens = self._device.block_tokens
-        lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
-        num_slots = sum(-(-length // block_tokens) for length in lengths)
-        return replace(self._device, step_time_s=StepTimer(self._cost).time_s, num_swap_slots=num_slots)
 
 
 def profile_swap(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from floodplain.core.errors import RequestRefused
 from floodplain.core.plan import StepPlan
@@ -24,8 +25,8 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.profiler.goals import Answer
 from floodplain.profiler.targets import Load, Seen
-from floodplain.runtime.state import LoopConfig
-from floodplain.sim.serving import VirtualDevice, serve
+from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.serving import Served, VirtualDevice, serve
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.records import LoadRequest
 
@@ -84,28 +85,41 @@ def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[R
     return taken, error
 
 
-class VirtualTarget:
-    """A ``Target`` whose tries are computed; a repeated try has the same result.
+class VirtualServer:
+    """Serves requests of a load in virtual time, on the device that an engine's flags describe.
 
-    ``machine`` is where the cost was measured. Raises UserError if the pool is too small for one request.
+    Raises UserError if the pool is too small for one request.
     """
+
+    def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, load: Load) -> None:
+        self._config = config
+        self._cost = cost
+        self._load = load
+        self._tokenizer: PromptTokenizer = source.load_tokenizer()
+        self._device = make_device(config, source.config, StepTimer(cost).time_s)
+
+    def _serve(
+        self, requests: list[Request], on_step: Callable[[LoopState, float], None] | None = None, **changes: Any
+    ) -> Served:
+        device = replace(self._device, step_time_s=StepTimer(self._cost).time_s, **changes)  # a timer is of one loop
+        policy = make_policy(self._config.policy, self._config.sharing_settings())
+        return serve(requests, policy, device, on_step=on_step)
+
+
+class VirtualTarget(VirtualServer):
+    """A ``Target`` whose tries are computed, with a cost of ``machine``; a repeated try has the same result."""
 
     is_virtual = True
 
     def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, machine: str, load: Load) -> None:
+        super().__init__(config, source, cost, load)
         self.machine = machine
-        self._config = config
-        self._load = load
-        self._tokenizer: PromptTokenizer = source.load_tokenizer()
-        self._cost = cost
-        self._device = make_device(config, source.config, StepTimer(cost).time_s)
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
         """Serve the requests of one try in virtual time; return what was seen."""
         asked = [to_request(one) for one in self._load.make(self._tokenizer, rate, seed, duration_s)]
         served, error = servable(asked, self._device)
-        device = replace(self._device, step_time_s=StepTimer(self._cost).time_s)  # a timer is of one loop
-        done = serve(served, make_policy(self._config.policy, self._config.sharing_settings()), device)
+        done = self._serve(served)
         answers = [Answer(sent_s=life.arrival_s, token_times_s=life.token_times_s) for life in done.lifecycles]
         refused = [Answer(sent_s=0.0, token_times_s=(), is_whole=False)] * (len(asked) - len(served))
         block_bytes = self._device.config.block_bytes
