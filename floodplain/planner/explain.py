@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +19,6 @@ TRY_S = 2.0
 MAX_MIXES = 5_000
 ANY_GAP = 1e9
 """Any placement is good enough."""
-
-Change = Callable[[Cluster], Cluster]
 
 
 def explain(cluster: Cluster, deadline: Deadline) -> str:
@@ -46,7 +43,11 @@ def explain(cluster: Cluster, deadline: Deadline) -> str:
 def shrink(cluster: Cluster, deadline: Deadline) -> Cluster:
     """The cluster without models, pins and apart sets that do not matter for having no placement."""
     kept = replace(cluster, current={})
-    for change in _changes(kept):
+    for change in (
+        *(partial(_without, name=model.name) for model in cluster.models),
+        *(partial(_together, names=names) for names in cluster.apart),
+        *(partial(_unpinned, name=model.name) for model in cluster.models if model.servers is not None),
+    ):
         if deadline.is_over:
             break
         smaller = change(kept)
@@ -66,16 +67,6 @@ def is_possible(cluster: Cluster, deadline: Deadline) -> bool:
     if table is not None:
         return MixProgram(problem, table, deadline).minimise(ANY_GAP).bound_bytes is not None
     return PerServerProgram(problem, deadline).minimise(ANY_GAP, None).bound_bytes is not None
-
-
-def _changes(cluster: Cluster) -> Iterator[Change]:
-    for model in cluster.models:
-        yield partial(_without, name=model.name)
-    for names in cluster.apart:
-        yield partial(_together, names=names)
-    for model in cluster.models:
-        if model.servers is not None:
-            yield partial(_unpinned, name=model.name)
 
 
 def _without(cluster: Cluster, name: str) -> Cluster:
