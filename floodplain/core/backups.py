@@ -1,8 +1,8 @@
 """Backups: copies of block contents in swap space.
 
 Backups are keyed by content, so a prefix that many sequences share is saved and restored once. A backup is *whole* only
-after its copy was committed; a lost one is never found again. It is *kept* as long as a sequence needs it; after that,
-a whole one stays for later requests with the same prefix until its slot is needed (AQUA, section 8).
+after its copy was committed; a lost one is never found again. After the last sequence releases it, a whole one stays
+for later requests with the same prefix until its slot is needed (AQUA, section 8).
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from floodplain.core.tiers import Location, SlotLedger, Tier
 class Backup:
     """One copy of one block's content.
 
-    Attributes:
-        key: The content.
-        location: Its slot.
-        is_private: Whether only one sequence can have its content, so that it is not retained.
-        is_whole: Whether the copy was committed.
-        is_lost: Whether it turned out to be unusable; lookups do not find it.
-        num_keepers: Sequences that keep it.
-        num_readers: Inbound copies that read it.
-        is_moving: Whether it is being copied to a slot of another tier. It can be read meanwhile.
+    ``is_private``: only one sequence can have the content, so it is not retained. ``is_moving``: being copied to a slot
+    of another tier; it can be read meanwhile. ``num_keepers`` counts sequences, ``num_readers`` inbound copies.
     """
 
     __slots__ = ("is_lost", "is_moving", "is_private", "is_whole", "key", "location", "num_keepers", "num_readers")
@@ -43,9 +36,7 @@ class Backup:
 class BackupTable:
     """Owner of all backups and of the slots of every swap tier.
 
-    Args:
-        slots: The slot ledger of each tier.
-        retains: Whether whole backups stay after the last sequence releases them.
+    ``retains``: whether whole backups stay after the last sequence releases them.
     """
 
     def __init__(self, slots: Iterable[SlotLedger] = (), *, retains: bool = True) -> None:
@@ -91,9 +82,9 @@ class BackupTable:
         return backup if backup is not None and backup.is_whole else None
 
     def begin_write(self, tier: Tier, keys: Sequence[BlockKey]) -> list[Backup] | None:
-        """Allocate a slot in ``tier`` for each content, none of which has a backup; None if too few.
+        """Allocate a slot in ``tier`` for each content, none of which has a backup, evicting idle backups.
 
-        Idle backups are evicted at need, the least recently used first.
+        None if too few.
         """
         locations = self._take_slots(tier, len(keys))
         if locations is None:
@@ -193,10 +184,9 @@ class BackupTable:
         ]
 
     def begin_move(self, backups: Sequence[Backup], tier: Tier) -> list[Location] | None:
-        """Allocate slots in another tier for copies of whole backups, in order; None if there are too few.
+        """Allocate slots in another tier for copies of backups, in order; None if there are too few.
 
-        Raises:
-            InvariantError: One is not whole, or is moving already.
+        InvariantError if one is not whole, or is moving already.
         """
         if any(backup.is_moving or not backup.is_whole for backup in backups):
             raise InvariantError("a backup is moved that is not whole, or moves already")
@@ -229,11 +219,7 @@ class BackupTable:
         return has_moved
 
     def check_integrity(self) -> None:
-        """Check that every taken slot belongs to exactly one backup, and that counters are consistent.
-
-        Raises:
-            InvariantError: They are not.
-        """
+        """Raise InvariantError unless every taken slot belongs to exactly one backup and counters are consistent."""
         held = [*self._by_key.values(), *self._unfound]
         for tier, ledger in self.slots.items():
             ledger.check_integrity()
@@ -257,7 +243,6 @@ class BackupTable:
         return self.slots[tier].allocate(num_slots)
 
     def _is_touched(self, backup: Backup) -> bool:
-        """Whether a copy reads or writes its slot."""
         return backup.num_readers > 0 or backup.is_moving or backup in self._writing
 
     def _wake(self, backup: Backup) -> None:
@@ -283,7 +268,6 @@ class BackupTable:
         return self._retains and backup.is_whole and not backup.is_private and not is_leaving
 
     def _forget(self, backup: Backup) -> None:
-        """Drop a backup that no copy touches, and free its slot."""
         self._wake(backup)
         del self._by_key[backup.key]
         self.changed_keys.add(backup.key)

@@ -138,10 +138,7 @@ class BlockLedger:
         return sum(map(self._cached.__contains__, blocks))
 
     def survey(self, first: int, num_blocks: int) -> tuple[int, int, bool]:
-        """(blocks with memory, used blocks, whether a copy touches one) of a run of blocks.
-
-        It runs over the whole pool at every shrink: hence no Python per block.
-        """
+        """(blocks with memory, used blocks, whether a copy touches one) of a run of blocks; no Python per block."""
         states = self._states[first : first + num_blocks]
         num_idle = states.count(_FREE)
         if num_idle == len(states):
@@ -174,7 +171,7 @@ class BlockLedger:
     def free(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference to each block of a sequence, given in its order.
 
-        The tail goes first, so that least-recently-used eviction takes the leaves of a prefix tree before its roots.
+        The tail goes first, so that LRU eviction takes the leaves of a prefix tree before its roots.
         """
         for block in reversed(blocks):
             self._expect(block, _OWNED)
@@ -187,9 +184,9 @@ class BlockLedger:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def seal(self, block: BlockId, key: BlockKey) -> None:
-        """Register an owned block that is full of computed tokens under its content key, for sharing.
+        """Register an owned block that is full of computed tokens under its content key.
 
-        If another block has the same content already, that one stays the shared one.
+        An earlier block of it stays shared.
         """
         self._expect(block, _OWNED)
         if key not in self._index:
@@ -204,7 +201,7 @@ class BlockLedger:
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """The readable blocks of these contents, up to the first that is missing.
 
-        It runs over hundreds of keys for every waiting sequence that enters the view: hence no Python per key.
+        No Python per key, since runs are long.
         """
         return list(takewhile(partial(is_not, None), map(self._index.get, keys)))  # type: ignore[arg-type]
 
@@ -340,10 +337,9 @@ class BlockLedger:
     # -- the law ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self, references: Iterable[Sequence[BlockId]] | None = None) -> None:
-        """Check every conservation law of the ledger; with ``references``, refcounts against all block tables.
+        """Raise InvariantError if a law of the ledger is broken.
 
-        Raises:
-            InvariantError: A law is broken; the message names it.
+        ``references`` are all block tables, to check refcounts.
         """
         counted = [0] * len(self._states)
         for table in references if references is not None else ():

@@ -14,9 +14,7 @@ MOST_CHANGES = 16_384
 class ChangeLog(Generic[T]):
     """Names of what changed, in order; the number of changes so far is the log's version.
 
-    Attributes:
-        add: Record that a name has changed: ``list.append`` itself, since a step adds dozens.
-        update: Record that these names have changed.
+    ``add`` and ``update`` are the list's own ``append`` and ``extend``, since a step adds dozens of names.
     """
 
     def __init__(self) -> None:
@@ -31,10 +29,7 @@ class ChangeLog(Generic[T]):
         return self._num_dropped + len(self._names)
 
     def trim(self) -> None:
-        """Drop the oldest changes beyond ``MOST_CHANGES``; readers that missed these see all.
-
-        The owner calls this often.
-        """
+        """Drop the oldest changes beyond ``MOST_CHANGES``; readers that missed these see all. Call it often."""
         excess = len(self._names) - MOST_CHANGES
         if excess > 0:
             self._num_dropped += excess

@@ -1,8 +1,8 @@
 """Frozen dataclasses as JSON values and back. A value that does not fit its field's annotation is a ``WireError``.
 
-Supported are int, float, str, bool, string enums, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``,
-dataclasses, and mappings by strings or by tuples of strings; the latter become lists, since JSON's keys are strings.
-All are bounded: by ``Annotated`` (``core.ranges``), else by the default bounds of the type (``_BOUNDS``).
+Supported are int, float, str, bool, string enums, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``, dataclasses, and
+mappings by strings or by tuples of strings; the latter become lists, since JSON's keys are strings. All are bounded: by
+``Annotated`` (``core.ranges``), else by the default bounds of the type (``_BOUNDS``).
 
 Versions: between processes of one version an object has all fields of its dataclass and no others. In an *open* object
 unknown fields are ignored, and fields that older versions lack (``ranges.ADDED``) take their defaults.
@@ -46,16 +46,9 @@ def to_json(value: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[T], value: object, where: str | None = None, *, is_open: bool = False) -> T:
-    """The dataclass of type ``kind`` in a JSON value.
+    """The dataclass of type ``kind`` in a JSON value; WireError if it is not a valid one.
 
-    Args:
-        kind: The dataclass.
-        value: As it was parsed.
-        where: What the value is: errors begin with it. Default: the name of ``kind``.
-        is_open: Whether the sender may be of another version (module docstring).
-
-    Raises:
-        WireError: It is not a valid one.
+    Errors begin with ``where``, else with the name of ``kind``. ``is_open``: the sender may be of another version.
     """
     try:
         result: T = _dataclass_reader(cast(Any, kind), is_open)(value)
@@ -152,7 +145,7 @@ def _describe_fields(value: dict[str, Any], needed: Collection[str], names: Coll
 
 
 def _reader(hint: Any, bounds: tuple[Any, ...], is_open: bool) -> _Read:
-    """The function that reads values of a type; without bounds, within those of the type."""
+    """The function that reads values of a type; without ``bounds``, within those of the type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _reader(arguments[0], tuple(one for one in arguments[1:] if one is not ranges.ADDED), is_open)
@@ -202,7 +195,6 @@ def _mapping_reader(key: Any, kind: Any, bounds: tuple[Any, ...], is_open: bool)
 
 @cache
 def _needed(kind: Any) -> frozenset[str]:
-    """Fields that an open object has at least."""
     return frozenset(name for name, hint in _hints(kind).items() if ranges.ADDED not in get_args(hint)[1:])
 
 
@@ -216,7 +208,6 @@ def _without_none(arguments: tuple[Any, ...]) -> Any:
 
 
 def _check(value: Any, kinds: tuple[type, ...], bounds: tuple[Any, ...]) -> Any:
-    """The same value, if it is of one of these types and within its bounds."""
     if type(value) not in kinds:
         raise WireError(f" is not of type {_JSON_NAMES.get(kinds[0], kinds[0].__name__)}")
     for bound in bounds:

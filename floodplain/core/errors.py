@@ -14,11 +14,9 @@ class UserError(Exception):
 
 
 class SettingRefused(UserError):
-    """A setting is out of its range. The message has its name as in Python; a front end with flags raises ``as_flags``.
+    """A setting is out of its range.
 
-    Args:
-        names: Names of the settings.
-        problem: What is wrong with them; it follows the names in the message.
+    The message has its name as in Python; a front end with flags raises ``as_flags``.
     """
 
     def __init__(self, names: tuple[str, ...], problem: str) -> None:
@@ -32,12 +30,7 @@ class SettingRefused(UserError):
 
 
 class RequestRefused(UserError):
-    """A request that can never be served, refused when it arrives, with the numbers in the message.
-
-    Args:
-        message: What to change.
-        field: The field of the request that is to change; None if it is too long as a whole.
-    """
+    """A request that can never be served; ``field`` is the field to change, None if it is too long as a whole."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)

@@ -68,11 +68,7 @@ class FreeBlocks:
         self._num_free -= 1
 
     def pop(self) -> BlockId:
-        """Remove and return a block of the fullest quantum that has a free one.
-
-        Raises:
-            IndexError: The set is empty.
-        """
+        """Remove and return a block of the fullest quantum that has a free one; IndexError if the set is empty."""
         if not self._num_free:
             raise IndexError("no free block")
         if not self._occupied_levels:
@@ -87,7 +83,6 @@ class FreeBlocks:
         return quantum not in self._by_quantum and any(quantum in run for run, _ in self._untouched)
 
     def _touch_next(self) -> None:
-        """Touch the first quantum of which no block was ever taken; there is one."""
         while (quantum := next(self._untouched[0][1], None)) in self._by_quantum or quantum is None:
             if quantum is None:
                 self._untouched.popleft()

@@ -10,11 +10,9 @@ UNLOADED_FACTOR = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """A request's own goals; for None the server's goal applies.
+    """A request's own goals in seconds, above 0: to the first token, and per token after it.
 
-    Attributes:
-        ttft_s: Seconds to the first token, above 0.
-        tpot_s: Seconds per token after the first one, above 0.
+    None: the server's goal.
     """
 
     ttft_s: float | None = None

@@ -34,8 +34,7 @@ class MemberReport:
         max_quanta: Quanta for which address space is reserved.
         param_pages: Pages that dropping the parameters of each layer frees.
         held: Layers that it has now; None: all.
-        holder: For a member of a group that is merged: the place that holds that group's rows; this member has the same
-            quanta in its own layers. None: its own place.
+        holder: In a merge of groups, the place that holds its group's rows (it has the same quanta in its own layers).
     """
 
     num_kv_pages: int
@@ -57,10 +56,10 @@ class MemberReport:
 
 @dataclass(frozen=True, slots=True)
 class HeldRow:
-    """A request that a member holds: the member's place in the group, and where its blocks lie there.
+    """A request that the member at ``place`` of the group holds, and where its blocks lie there.
 
-    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.tiers``). Requests with a
-    shared prefix share sources.
+    ``sources`` (``core.tiers``) are blocks of the member's own pool and slots of its swap space; rows with a shared
+    prefix share sources.
     """
 
     place: int
@@ -86,8 +85,8 @@ class GroupSizes:
         used: For each place, quanta of the member's pool that hold KV of these rows, ascending. The k-th one becomes
             quantum ``first[place] + k`` of the group. Places with one holder have the same.
         first: For each place, the first of the group's quanta that are its used ones.
-        num_quanta: Quanta of the group's pool during the exchange.
-        num_settled_quanta: The same after the exchange.
+        num_quanta: Quanta of the group's pool during the exchange, and
+        num_settled_quanta: after it.
         num_restore_quanta: Most quanta of the pool with which the dropped parameters can be mapped again.
         slot_blocks: The group's block for each (place, slot) of swap space that holds KV of these rows.
     """
@@ -127,16 +126,13 @@ def count_restore_quanta(report: MemberReport, kept: range) -> int:
 def size_group(
     reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
 ) -> GroupSizes:
-    """Plan a drop.
+    """Plan a drop; InvariantError if ``kept`` is no cut of all layers.
 
     Args:
         reports: Of the members, by place.
         kept: Layers that each of them keeps: together all, in order, none twice, none empty.
         rows: Requests that members hold, of all members, oldest first, each at the place of its holder.
         quantum_blocks: Blocks of a quantum, alike in all members.
-
-    Raises:
-        InvariantError: ``kept`` is no such cut.
     """
     _check_cut(reports, kept)
     kept_rows, used = choose_kept_rows(reports, kept, rows, quantum_blocks)
@@ -158,11 +154,10 @@ def size_group(
 def choose_kept_rows(
     reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """(indices of the rows that keep their KV, quanta of each place that hold it); see ``size_group``.
+    """(indices of the rows that keep their KV, quanta of each place that hold it), for ``size_group``.
 
     From the oldest on, each row keeps its KV if it fits beside that of earlier rows: the group's pool needs room for
-    all used quanta, and behind them a block for each slot. A quantum is used if a kept row has a block there: pages
-    move as whole quanta.
+    all used quanta, and behind them a block for each slot. Pages move as whole quanta.
     """
     used: dict[int, set[int]] = {holder: set() for holder in _holders_of(reports)}
     by_place = [used[holder] for holder in _holders_of(reports)]
@@ -186,16 +181,9 @@ def _holders_of(reports: Sequence[MemberReport]) -> list[int]:
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
-    """The group's ids of blocks of a member's own pool.
+    """The group's ids of blocks of a member's own pool, whose ``used`` quanta begin at the group's quantum ``first``.
 
-    Args:
-        blocks: Ids there.
-        used: The member's used quanta, and
-        first: the group's quantum that the first of them becomes.
-        quantum_blocks: Blocks of a quantum.
-
-    Raises:
-        InvariantError: A block is in none of these quanta.
+    Raises InvariantError if a block is in none of these quanta.
     """
     places = {quantum: (first + index) * quantum_blocks for index, quantum in enumerate(used)}
     if not {block // quantum_blocks for block in blocks} <= places.keys():
@@ -215,12 +203,7 @@ def _check_cut(reports: Sequence[MemberReport], kept: Sequence[range]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MergeCut:
-    """Members in the order of the pipeline.
-
-    Attributes:
-        order: Indices of the members, by place.
-        kept: Adjacent layers of each, by place: together all layers, none twice, none empty.
-    """
+    """Members in the order of the pipeline (``order``, by index), and the adjacent layers that each keeps, by place."""
 
     order: tuple[int, ...]
     kept: tuple[range, ...]
@@ -234,12 +217,8 @@ class MergeCut:
 def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
     """Cut the layers of merged groups: the first cut that minimizes the most layers of any member; None without one.
 
-    A member that has dropped layers has no parameters of them, so it can only keep some of those that it has. For two
+    A member has no parameters of dropped layers, so it can only keep some of those that it has (``held``). For two
     groups of two equal halves each, the members alternate: first of A, first of B, second of A, second of B.
-
-    Args:
-        held: Adjacent layers that each member has now.
-        num_layers: Of the model.
     """
     best: MergeCut | None = None
     for order in permutations(range(len(held))):
@@ -250,7 +229,7 @@ def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
 
 
 def _cut_in_order(held: Sequence[range], num_layers: int) -> tuple[range, ...] | None:
-    """The best cut in one order, by dynamic programming over leading layers and members; None without one."""
+    """Dynamic programming over leading layers and members, for one order; None without a cut."""
     best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
     for layers in held:
         cuts: dict[int, tuple[int, tuple[range, ...]]] = {}

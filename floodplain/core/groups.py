@@ -97,11 +97,7 @@ STALE = frozenset({_E.CANCELLED, _E.EXPIRED})
 
 
 def advance(state: GroupState, event: GroupEvent) -> GroupState | None:
-    """The state after an event; None if the event is stale.
-
-    Raises:
-        InvariantError: The event is impossible in this state.
-    """
+    """The state after an event; None if the event is stale. InvariantError if it is impossible in this state."""
     after = TABLE.get((state, event))
     if after is None and event not in STALE:
         raise InvariantError(f"a group that is {state} cannot take the event '{event}'")

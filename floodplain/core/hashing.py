@@ -1,7 +1,7 @@
 """The content key of a KV block: equal keys mean equal bytes.
 
-K and V of a token depend on every token before it, so a block's key is chained over its parent's. The root holds
-the model's fingerprint and the tenant's salt, so neither two models nor two tenants can ever share a block.
+K and V of a token depend on every token before it, so a block's key is chained over its parent's. The root holds the
+model's fingerprint and the tenant's salt, so neither two models nor two tenants can ever share a block.
 """
 
 from __future__ import annotations

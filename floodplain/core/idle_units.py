@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 class IdleUnits:
     """Units whose use has ended, the longest ago first. Pure: the caller has the clock, and the pages.
 
-    Args:
-        idle_s: Seconds without use after which a unit is due.
-        num_kept: Number of unused units, the last used ones, that never become due.
+    A unit is due ``idle_s`` seconds after its last use; the ``num_kept`` last used ones never are.
     """
 
     def __init__(self, idle_s: float, num_kept: int = 0) -> None:
@@ -31,9 +29,9 @@ class IdleUnits:
             self._ended_s[unit] = now_s
 
     def take_due(self, now_s: float) -> Iterator[int]:
-        """Yield units whose last use ended ``idle_s`` ago; each is removed until a use of it ends again.
+        """Yield and remove units that are due; those that are not consumed stay due.
 
-        A caller skips units that are in use again: their end will be noted. Units that are not consumed stay due.
+        A caller skips units that are in use again: their end will be noted.
         """
         while len(self._ended_s) > self.num_kept:
             unit = next(iter(self._ended_s))

@@ -30,11 +30,8 @@ and stalls of less than 1 % leave 94 % instead of 49 % (``cost.expansion``, 30 t
 def stream_order(num_layers: int) -> tuple[int, ...]:
     """The order in which layers begin to stream: by their bit-reversed numbers, counted from the last one.
 
-    The first m of it are spread nearly evenly for each m, so that their loads are spread over the step. One more of
-    them moves no other one. The first layers of the model come last, layer 0 at the end.
-
-    Returns:
-        All layers, each once.
+    The first m are spread nearly evenly for each m, so that their loads are spread over the step, and one more of them
+    moves no other one. The first layers of the model come last, layer 0 at the end.
     """
     num_late = max(1, num_layers // _LATE_SHARE)
     num_spread = num_layers - num_late
@@ -46,15 +43,11 @@ def stream_order(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """Which of ``num_layers`` layers stream, and which slot each uses.
+    """Which of ``num_layers`` (n) layers stream, and which slot each uses. InvariantError for impossible places.
 
     Attributes:
-        num_layers: n, of the model.
         num_streamed: m. 0, or more than ``num_slots``: fewer would be loaded into the slots that they left.
         num_slots: S. While any layer streams, the arenas of the first S layers of ``stream_order`` are the slots.
-
-    Raises:
-        InvariantError: There are no such places.
     """
 
     num_layers: int

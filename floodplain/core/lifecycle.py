@@ -47,13 +47,9 @@ def end_to_end_s(arrival_s: float, token_times_s: Sequence[float]) -> float | No
 
 @dataclass(slots=True)
 class Lifecycle:
-    """Events and token times of one request, in order.
+    """Events (time, kind) and token times of one request, in order; times never decrease.
 
-    Attributes:
-        arrival_s: When the request arrived.
-        events: (time, kind), times never decreasing.
-        token_times_s: When each output token came out.
-        num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
+    ``num_cached_tokens``: prompt tokens that were not computed: found on the device, or fetched from swap space.
     """
 
     arrival_s: float
@@ -102,11 +98,8 @@ class Lifecycle:
 def residence_s(lifecycle: Lifecycle) -> list[tuple[float, float]]:
     """When the request was on the device: (start, end) of each stay that has ended, in order and disjoint.
 
-    A stay begins when a request that waited is scheduled or when its KV has arrived, and ends when it is preempted or
-    finished. Stays that took no time are left out.
-
-    Raises:
-        InvariantError: It was scheduled while it was on the device, or preempted while it was not.
+    A stay begins when a waiting request is scheduled or its KV has arrived, and ends when it is preempted or finished.
+    Stays that took no time are left out. InvariantError if events contradict each other.
     """
     stays: list[tuple[float, float]] = []
     since_s: float | None = None

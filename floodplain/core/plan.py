@@ -111,11 +111,10 @@ class Decision:
     and the prefix backup; then it plans decodes, chunks, and the first chunks of admissions.
 
     Attributes:
-        preemptions: Sequences to take off the device.
         resumptions: Sequences whose KV is swapped in.
         decodes: Running, decoding sequences that get one more token, in the order of the view.
         chunks: Running sequences that compute more of their known tokens.
-        admissions: Waiting sequences that start, with their first chunk; tokens of a prefix hit are not counted in it.
+        admissions: Waiting sequences that start, with their first chunk, in which a prefix hit does not count.
         backups: Running sequences whose full blocks are backed up.
         prefix_backup: Backup of cached prefixes that no request uses now.
         reason: Why the policy could not decide as it would like; None if it could.
@@ -171,13 +170,8 @@ class TransferKind(Enum):
 class Transfer:
     """Copy these blocks between the KV pool and a tier; answered by ``loop.transfer_done``.
 
-    Attributes:
-        transfer_id: Names the copy.
-        kind: SWAP_IN reads the locations; the other kinds write them.
-        seq_id: The sequence that it is for; None for cached prefixes that no request uses.
-        blocks: Blocks of the pool, and
-        locations: their slots, pair by pair.
-        reason: Why the policy decided on the copy, if it gave a reason.
+    SWAP_IN reads the locations, the other kinds write them; blocks and locations form pairs. ``seq_id`` is None for
+    cached prefixes that no request uses.
     """
 
     transfer_id: int
@@ -190,13 +184,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Relocation:
-    """Copy slots to slots of another tier; answered by ``loop.relocations.settle``.
-
-    Attributes:
-        relocation_id: Names the copy.
-        sources: Slots that are read, all of one tier, and
-        targets: those that are written, pair by pair, all of another one.
-    """
+    """Copy slots of one tier to slots of another, pair by pair; answered by ``loop.relocations.settle``."""
 
     relocation_id: int
     sources: tuple[Location, ...]
@@ -214,7 +202,7 @@ class StepPlan:
         prefills: Chunks of known tokens.
         tables: Block table entries that are new.
         transfers: Copies that begin now. Swap-outs and backups read blocks that this step does not write.
-        preemptions: Preemptions and their reasons (for records; executors do not need them).
+        preemptions: For records; executors do not need them.
         released: Ended sequences, whose state the executor drops.
     """
 
@@ -237,7 +225,7 @@ class StepPlan:
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     def count_work(self) -> tuple[int, int]:
-        """(decodes, prompt tokens) as the device computes them.
+        """(decodes, prompt tokens).
 
         A chunk of one token, with which a swapped-in sequence resumes, counts as a decode.
         """
@@ -270,13 +258,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Tokens and ends of requests that a completed step produced.
+    """Tokens of a completed step (pairs of ``seq_ids`` and ``token_ids``), and the sequences that ended with it.
 
-    Attributes:
-        seq_ids: Sequences that got a token, and
-        token_ids: their tokens, pair by pair.
-        finished: Sequences that ended with this step, and why.
-        logprobs: Of these tokens, if their requests asked for them; may hold entries of other sequences.
+    ``logprobs`` has those of these tokens whose requests asked for them; it may hold entries of other sequences.
     """
 
     seq_ids: Seq[SeqId]

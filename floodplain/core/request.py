@@ -32,12 +32,10 @@ class Request:
     Attributes:
         request_id: The client's name for it, unique among live requests.
         prompt_token_ids: At least one token.
-        params: How to sample, and when to stop.
         arrival_s: When it arrived, on the loop's monotonic clock.
         priority: Lower is sooner, as in vLLM.
         client: Name of the API key; fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
-        goals: Its own, for policies that keep goals.
         known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and
             counts as output: towards ``max_tokens``, ``min_tokens``, and the positions of seeded samples.
         is_accepted: Another engine had accepted it: it is not refused because many wait.
@@ -55,11 +53,7 @@ class Request:
     is_accepted: bool = False
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that all of its token ids are below ``vocab_size``.
-
-        Raises:
-            RequestRefused: One is not; the message names it.
-        """
+        """Raise RequestRefused, which names it, for a token id that is not below ``vocab_size``."""
         fields = {
             "prompt": self.prompt_token_ids,
             "known_token_ids": self.known_token_ids,

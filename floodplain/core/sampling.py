@@ -20,6 +20,8 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """The sampling fields of a request, with vLLM's names and defaults.
 
+    UserError, which names it, for one out of range.
+
     Attributes:
         max_tokens: Most tokens to generate; None means as many as ``max_model_len`` leaves.
         min_tokens: Fewest tokens before an end-of-sequence token or a stop condition may end the request.
@@ -28,13 +30,9 @@ class SamplingParams:
         top_k: Keep this many of the likeliest tokens; 0 or -1 keeps all.
         seed: Makes the request's own samples reproducible, however it is batched or preempted.
         stop: The request ends before the first of these strings in its text.
-        stop_token_ids: The request ends at the first of these tokens.
         ignore_eos: Go on past end-of-sequence tokens (to replay a trace at its own length).
         logprobs: Report the chosen token's log-probability and this many alternatives; None reports none.
         skip_special_tokens: Leave special tokens out of the text.
-
-    Raises:
-        UserError: A field is out of its range; the message names it.
     """
 
     max_tokens: int | None = 16

@@ -45,12 +45,10 @@ class Sequence:
 
     Attributes:
         tokens: Prompt and output tokens that are known.
-        num_prompt: Tokens of the prompt.
         num_computed: Leading tokens whose KV is in ``blocks``, by completed steps and copies.
         num_scheduled: The same, counting steps that are still outstanding.
         num_sampling: Output tokens that outstanding steps will sample.
         max_computed: Tokens that were computed when it was last preempted: below it, computing is recomputation.
-        blocks: Its block table.
         backups: Backups of full blocks that are kept for it.
         tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
@@ -60,11 +58,10 @@ class Sequence:
         num_outstanding: Outstanding steps that it is part of.
         num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that outbound copies still read.
-        credit: Served work that it was credited at arrival (``core.served``).
-        place: Its place in the line in which keys alternate (``core.served``).
+        credit: Served work that it was credited at arrival, and
+        place: its place in the line in which keys alternate (``core.served``).
         entered_step: The step in which it last entered the device.
         max_total: Prompt and output tokens at which it must end.
-        stop_ids: Tokens at which it ends.
     """
 
     __slots__ = (
@@ -118,11 +115,7 @@ class Sequence:
         return weighted_work(num_prompt, num_generated, self.request.priority)
 
     def move_to(self, status: Status) -> None:
-        """Make a transition.
-
-        Raises:
-            InvariantError: The table does not have it.
-        """
+        """Make a transition; InvariantError if ``TRANSITIONS`` does not have it."""
         if status not in TRANSITIONS[self.status]:
             raise InvariantError(f"sequence {self.seq_id} cannot go from {self.status.value} to {status.value}")
         self.status = status

@@ -37,8 +37,8 @@ def weighted_work(num_prompt: int, num_generated: int, priority: int) -> float:
 class KeyAccounts:
     """Served work of each API key, ended requests included, and the keys' places in line.
 
-    ``credits`` maps each key with live requests to its work outside of these: its lift, and the work of its ended
-    requests. It is replaced, never changed.
+    ``credits`` maps each key with live requests to its lift and the work of its ended requests. It is replaced, not
+    changed.
     """
 
     def __init__(self) -> None:

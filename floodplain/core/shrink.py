@@ -50,9 +50,7 @@ class _Quantum:
 def plan_shrink(ledger: BlockLedger, target_blocks: int) -> ShrinkPlan:
     """Prepare to shrink ``ledger`` to the fewest whole quanta that hold ``target_blocks`` and all used blocks.
 
-    Args:
-        ledger: At an iteration boundary: no step reads its blocks. Changed: destinations are reserved, blocks retired.
-        target_blocks: Wanted size; never undercut.
+    The ledger is at an iteration boundary: no step reads its blocks. Destinations are reserved, and blocks retired.
     """
     quanta = _survey(ledger)
     kept = _choose_kept(quanta, max(target_blocks, sum(q.num_used for q in quanta)))
@@ -71,8 +69,7 @@ def plan_shrink(ledger: BlockLedger, target_blocks: int) -> ShrinkPlan:
 def commit_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> dict[BlockId, BlockId]:
     """Transfer references after the moves were copied, and retire the sources.
 
-    Returns:
-        Old block to new block: every block table that holds the old one must be rewritten before the next step.
+    Returns old block to new block: every block table with the old one must be rewritten before the next step.
     """
     for source, destination in plan.moves:
         ledger.move(source, destination)

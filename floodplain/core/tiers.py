@@ -43,13 +43,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The path from LOCAL to a tier.
-
-    Attributes:
-        tier: The far end.
-        bandwidth: Bytes per second of one large copy.
-        latency_s: Seconds before its first byte.
-    """
+    """The path from LOCAL to a tier: bytes per second of one large copy, and seconds before its first byte."""
 
     tier: Tier
     bandwidth: float
@@ -58,15 +52,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CopyTime:
-    """Time for which a link was busy with a sequence of copies in one direction.
+    """Time for which a link was busy with copies in one direction.
 
-    Attributes:
-        tier: The far end.
-        direction: Of all copies.
-        num_copies: How many.
-        num_blocks: KV blocks of all copies; a copy of some layers counts that part of its blocks.
-        duration_s: Seconds from the beginning of the first copy to the end of the last, gathering and digests included,
-            without the wait before.
+    ``num_blocks`` counts KV blocks; a copy of some layers counts that part of its blocks. ``duration_s`` lasts from the
+    beginning of the first copy to the end of the last, gathering and digests included, without the wait before.
     """
 
     tier: Tier
@@ -77,12 +66,7 @@ class CopyTime:
 
 
 class SlotLedger:
-    """Which slots of one tier are taken. Scarcity is None, never an exception.
-
-    Args:
-        tier: Which one.
-        num_slots: Slots at the start, numbered from 0.
-    """
+    """Which slots of one tier are taken, at first of ``num_slots`` from 0 on. Scarcity is None, never an exception."""
 
     def __init__(self, tier: Tier, num_slots: int) -> None:
         self.tier = tier
@@ -115,11 +99,7 @@ class SlotLedger:
         return self._taken
 
     def add(self, slots: Iterable[int]) -> None:
-        """Add slots.
-
-        Raises:
-            InvariantError: The tier has one of them already.
-        """
+        """Add slots; InvariantError if the tier has one of them already."""
         new = sorted(slots, reverse=True)
         there = self._list_slots()
         if not (there | self._taken).isdisjoint(new):
@@ -154,11 +134,7 @@ class SlotLedger:
         return [Location(self.tier, slot) for slot in slots]
 
     def free(self, location: Location) -> None:
-        """Free one slot.
-
-        Raises:
-            InvariantError: The slot is not taken.
-        """
+        """Free one slot; InvariantError if it is not taken."""
         if location.tier is not self.tier or location.slot not in self._taken:
             raise InvariantError(f"{location} is freed but not taken")
         self._taken.remove(location.slot)
@@ -169,11 +145,7 @@ class SlotLedger:
             self._free.append(location.slot)
 
     def check_integrity(self) -> None:
-        """Check that every slot is either free or taken.
-
-        Raises:
-            InvariantError: It is not.
-        """
+        """Raise InvariantError unless every slot is either free or taken."""
         if sorted([*self._free, *self._fresh, *(self._taken - self._leaving)]) != sorted(self._there):
             raise InvariantError(f"{self.tier} lost or doubled a slot")
 

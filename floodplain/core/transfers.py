@@ -24,13 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class InFlight(Generic[T]):
-    """A transfer that has begun and not ended.
-
-    Attributes:
-        transfer: The order to the executor.
-        backups: The backups that it reads or writes, one for each block.
-        cargo: What the user of the ledger keeps with it.
-    """
+    """A transfer that has begun and not ended, its backup for each block, and what the ledger's user keeps with it."""
 
     transfer: Transfer
     backups: tuple[Backup, ...]
@@ -43,11 +37,7 @@ class InFlight(Generic[T]):
 
 
 class TransferLedger(Generic[T]):
-    """Owner of all transfers in flight; iterates over them in the order of their begin.
-
-    Args:
-        backups: The owner of what they read and write.
-    """
+    """Owner of all transfers in flight; iterates over them in the order of their begin."""
 
     def __init__(self, backups: BackupTable) -> None:
         self.backups = backups
@@ -93,11 +83,8 @@ class TransferLedger(Generic[T]):
     def end(self, transfer_id: int, lost: Sequence[int]) -> tuple[InFlight[T], tuple[Backup, ...]]:
         """End a transfer: written backups are whole, but those at the places ``lost`` are lost, read or written.
 
-        Returns:
-            (the transfer, the lost backups); their sequences must release these.
-
-        Raises:
-            InvariantError: It is not in flight.
+        Returns (the transfer, the lost backups); their sequences must release these. InvariantError if it is not in
+        flight.
         """
         move = self._in_flight.pop(transfer_id, None)
         if move is None:

@@ -25,8 +25,7 @@ _Row = TypeVar("_Row")
 def _as_row(cls: type[_Row]) -> type[_Row]:
     """A dataclass that is frozen for type checkers only.
 
-    Freezing at run time costs an ``object.__setattr__`` for each of 25 fields (CPython 3.11: 4.5 µs instead of 1.0 to
-    make a row), and a step of a large batch makes dozens of rows.
+    Freezing at run time costs an ``object.__setattr__`` for each of 25 fields (CPython 3.11: 4.5 µs instead of 1.0).
     """
     return dataclass(slots=True)(cls)
 
@@ -36,11 +35,8 @@ class SequenceView:
     """One sequence.
 
     Attributes:
-        seq_id: Its name in decisions.
-        status: Where it is.
         order_key: (priority, arrival, id): breaks every tie.
         client: Name of its API key.
-        num_prompt: Tokens of its prompt.
         since_step: The step index at which the counts below held. While ``is_decoding`` one token is scheduled, and one
             expected, in every step from then on.
         num_tokens: Known and expected tokens, at ``since_step``.
@@ -51,18 +47,14 @@ class SequenceView:
         block_due_step: Decoding: the first step that needs one more block.
         end_step: Decoding: the first step with nothing to run, because its last token is already scheduled.
         num_cached_tokens: Waiting or swapped: tokens whose blocks are on the device by content and need no copy.
-        num_shared_blocks: Waiting or swapped: those of these blocks that cost no available block, since others hold
-            them.
+        num_shared_blocks: Of these blocks, those that cost no available block, since others hold them.
         num_backed_blocks: Running or loading: blocks with a backup, so that a swap-out copies at most ``num_blocks``
             less these. Waiting or swapped: blocks that a swap-in copies.
         num_restorable_tokens: Waiting or swapped: leading tokens that can be restored without computing.
         entered_step: Running: the step in which it last entered the device.
-        last_token_s: Time of its last token when this row was made; None before the first. A row that is decoding gets
-            one in every step since.
+        last_token_s: Time of its last token when this row was made; a decoding row gets one in every step since.
         credit: Served work that it was credited at arrival (``core.served``).
         is_leaving: Outbound copies of its blocks are in flight, so ``num_restorable_tokens`` may still grow.
-        goals: The request's own goals.
-        first_token_s: Time of its first token; None before.
         next_copy: Waiting or swapped: the first content that a swap-in copies. Requests with the same one can share the
             blocks of the first copy.
         is_arriving: Another sequence's inbound copy of that content is in flight.
@@ -110,13 +102,10 @@ class TierView:
     """One tier of swap space, and the prices of its link.
 
     Attributes:
-        tier: Which one.
         num_free_slots: Slots of one block each that a copy can take: free ones, and those of idle backups.
-        num_slots: All slots.
         block_s: Seconds that one block of a large copy takes on its link.
         latency_s: Seconds before the first byte.
-        num_outbound_blocks: Blocks of outbound copies in flight.
-        num_inbound_blocks: Blocks of inbound copies in flight.
+        num_outbound_blocks: Blocks of outbound copies in flight; ``num_inbound_blocks`` likewise.
     """
 
     tier: Tier
@@ -170,27 +159,22 @@ class View:
 
     Attributes:
         step: The index of the step to be planned.
-        running: Sequences on the device, in order of their keys.
+        running: Sequences on the device; these, ``swapped`` and ``loading`` are in order of their keys.
         waiting: The first waiting sequences in the policy's order, and the newest others, as many as it asks for.
         num_waiting: All waiting sequences.
-        swapped: Sequences in swap space, in order of their keys.
-        loading: Sequences whose KV is being swapped in, in order of their keys.
         outstanding: Sequences in steps that are not complete: they cannot be preempted now.
         num_available_blocks: Blocks that can be allocated, by eviction of cached prefixes at need.
         num_empty_blocks: Available blocks that hold no cached prefix.
         num_blocks: Blocks of the pool, those that will return to it included: any request fits into so many.
-        block_tokens: Tokens in a block.
         groups: Of layers with block tables of their own; empty if all layers share one.
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
-        prices: What computing costs.
         key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
         num_draining_blocks: Blocks that will be available when the copies that read them have ended.
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
         depth: The most outstanding steps, this one included.
         outstanding_chunks: (first position, tokens) of each prompt's chunk in outstanding steps.
-        demand: Recent lengths, rates and waits of requests.
     """
 
     step: int

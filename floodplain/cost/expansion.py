@@ -19,13 +19,12 @@ Path = tuple[int, int]
 def best_expansion(weight_bytes: float, pool_bytes: float, link_ratio: float) -> float:
     """e* = (1 + rho W / a) / (1 - rho), for slots without memory and divisible layers.
 
+    Inf if the link is as fast as the memory.
+
     Args:
         weight_bytes: W: weights that one step reads.
         pool_bytes: a: device memory of the KV pool.
         link_ratio: rho: bandwidth of the link over that of the device's memory.
-
-    Returns:
-        Infinity if the link is as fast as the memory.
     """
     if link_ratio >= 1:
         return float("inf")
@@ -44,14 +43,9 @@ def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> 
 def best_places(
     num_layers: int, weight_bytes: float, pool_bytes: float, link_ratio: float, num_slots: int = MOST_SLOTS
 ) -> LayerPlaces:
-    """The closed form with slots and whole layers: the largest expansion whose copies take no longer than a step.
+    """The closed form with slots (whose memory is part of the pool's) and whole layers.
 
-    Args:
-        num_layers: Layers of the model; more than ``num_slots``.
-        weight_bytes: As in ``best_expansion``.
-        pool_bytes: Memory of the pool, slots included.
-        link_ratio: As in ``best_expansion``.
-        num_slots: Slots for streamed layers.
+    The largest expansion whose copies take no longer than a step; arguments as in ``best_expansion``.
     """
     best = LayerPlaces(num_layers, 0, num_slots)
     for places in every_place(num_layers, num_slots):
@@ -62,15 +56,10 @@ def best_places(
 
 
 def step_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
-    """Seconds for which compute waits for copies in one step.
+    """Seconds for which compute waits in a step of ``step_s`` without stalls, if one layer loads in ``copy_s``.
 
-    Assumes that all layers compute equally long, and that the link loads one layer at a time. Loads begin when the
-    step begins, so the first streamed layers overlap only with the layers before them.
-
-    Args:
-        places: Which layers stream, and through which slots.
-        step_s: Time of the step without stalls.
-        copy_s: Time of one layer's load.
+    Assumes that all layers compute equally long, and that the link loads one layer at a time. Loads begin when the step
+    begins, so the first streamed layers overlap only with the layers before them.
     """
     num_layers = places.num_layers
     layer_s = step_s / num_layers

@@ -41,13 +41,10 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Parameters, and their errors on steps that they were not fitted to.
+    """Parameters fitted to all rows, and their errors on steps that they were not fitted to.
 
-    Attributes:
-        cost: Fitted to all rows.
-        median_error: Median relative error; each row is predicted by a fit to the other folds.
-        p95_error: 95th percentile of the same errors.
-        num_outliers: Rows that the fit to all rows dropped.
+    Errors are relative: median and 95th percentile, each row predicted by a fit to the other folds. ``num_outliers``
+    are rows that the fit to all rows dropped.
     """
 
     cost: StepCost
@@ -57,15 +54,9 @@ class StepFit:
 
 
 def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int = 0) -> StepFit:
-    """Fit the parts of a step's time to measured steps.
+    """Fit the ``parts`` of a step's time to measured steps; other parts cost nothing. ``seed`` is that of the folds.
 
-    Args:
-        rows: In any order.
-        parts: The ``PARTS`` to fit; the others cost nothing.
-        seed: Seed of the folds.
-
-    Raises:
-        UserError: The rows are too few, hold a time that is not positive, or leave a part undetermined.
+    UserError if the rows are too few, hold a time that is not positive, or leave a part undetermined.
     """
     amounts, seconds = _arrays(rows, parts)
     _check(amounts, seconds, parts)
@@ -82,9 +73,7 @@ def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int =
 def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
     """The x >= 0 with the least |matrix x - target| (Lawson and Hanson's active set).
 
-    Args:
-        matrix: [rows, columns], of full column rank.
-        target: [rows].
+    ``matrix`` has full column rank.
     """
     scale = np.linalg.norm(matrix, axis=0)
     scale = np.where(scale > 0, scale, 1.0)

@@ -20,12 +20,8 @@ _LARGE_BYTES = 512 * 2**20
 class LinkCurve:
     """The time of one copy by its size, in one direction: linear between measured points.
 
-    Attributes:
-        latency_s: Time of the smallest copy.
-        points: (bytes, measured bytes per second at that size), sizes ascending.
-
-    Raises:
-        UserError: There is no point, a number is not positive, or a larger copy would take no longer.
+    ``latency_s`` is the time of the smallest copy; ``points`` are (bytes, measured bytes per second at that size),
+    sizes ascending. UserError if there is no point, a number is not positive, or a larger copy would take no longer.
     """
 
     latency_s: float
@@ -60,14 +56,7 @@ class LinkCurve:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """A link as seen from the GPU that computes.
-
-    Attributes:
-        name: Its name in ``--hardware`` and results.
-        outbound: The curve away from the GPU.
-        inbound: The curve towards it.
-        source: The source of the numbers.
-    """
+    """A named link as seen from the GPU that computes, and the source of its numbers."""
 
     name: str
     outbound: LinkCurve
@@ -81,14 +70,9 @@ class LinkProfile:
 
 
 def common_scale(profiles: Iterable[LinkProfile], copy_bandwidth: float) -> float:
-    """The one factor by which emulated links are slowed down, which keeps their ratios.
+    """The one factor, at most 1, by which emulated links are slowed down, which keeps their ratios.
 
-    Args:
-        profiles: All links of one experiment.
-        copy_bandwidth: Bytes per second of gather, copy and scatter on this machine.
-
-    Returns:
-        At most 1; the fastest link then has at most half of ``copy_bandwidth``.
+    The fastest link then has at most half of ``copy_bandwidth``: bytes per second of gather, copy and scatter here.
     """
     return min(1.0, copy_bandwidth / 2 / max(profile.peak_bandwidth for profile in profiles))
 

@@ -18,14 +18,8 @@ OPT_POSITION_OFFSET = 2
 class ModelShape:
     """One decoder: ``llama`` (RMS norm, rotary positions, gated FFN) or ``opt`` (layer norm, learned positions).
 
-    Attributes:
-        num_heads: Query heads, and
-        num_kv_heads: key/value heads, each of
-        head_dim: numbers.
-        ffn_size: Width of the feed-forward part.
-        tied_embeddings: Whether the output projection is the embedding table.
-        qkv_bias: Whether the query, key and value projections have biases.
-        max_position: The longest context of the model, in tokens.
+    ``num_heads`` query heads and ``num_kv_heads`` key/value heads have ``head_dim`` numbers each. ``tied_embeddings``:
+    the output projection is the embedding table. ``max_position`` is the longest context in tokens.
     """
 
     name: str
@@ -159,11 +153,7 @@ SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in _TABLE}
 
 
 def shape_named(name: str) -> ModelShape:
-    """The shape called ``name``, in any case of letters.
-
-    Raises:
-        UserError: There is none; the message lists the names.
-    """
+    """The shape called ``name``, in any case of letters; UserError, with all names, if there is none."""
     shape = SHAPES.get(name.lower())
     if shape is None:
         raise UserError(f"no model shape is called {name!r}; there are {', '.join(sorted(SHAPES))}")

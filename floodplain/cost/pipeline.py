@@ -16,11 +16,7 @@ SLACK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ChunkPrice:
-    """The cost of a chunk of one sequence: KunServe's Eq. 1, without the constant cost of a batch.
-
-    Attributes:
-        cost: The parts of a step, in any unit.
-    """
+    """The cost of a chunk of one sequence, in any unit: KunServe's Eq. 1, without the constant cost of a batch."""
 
     cost: StepCost
 
@@ -45,12 +41,9 @@ def cost_by_shape(shape: ModelShape) -> StepCost:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The memory of one stage, without that of embedding and head, which every instance keeps.
+    """Bytes of one stage for layers and their KV, without embedding and head, which every instance keeps.
 
-    Attributes:
-        num_bytes: Bytes for layers and their KV.
-        layer_bytes: Bytes of a layer's parameters.
-        block_bytes: Bytes of a KV block in one layer.
+    ``layer_bytes`` are a layer's parameters, ``block_bytes`` a KV block in one layer.
     """
 
     num_bytes: int
@@ -73,16 +66,13 @@ def split_layers(
     """Cut a model into stages: of all cuts with nearly even costs, the one with the most KV blocks.
 
     A pipeline is as slow as its most expensive stage, and each block needs room in all stages. Of cuts with as many
-    blocks the most even one is chosen.
+    blocks the most even one is chosen. UserError if there are fewer layers than stages.
 
     Args:
         num_layers: All layers of the model, which are equal.
         memories: The memory of each stage.
         head_cost: Cost of the last stage's other work, in layers.
         slack: Share by which the most expensive stage may exceed the least possible.
-
-    Raises:
-        UserError: There are fewer layers than stages.
     """
     num_stages = len(memories)
     if num_layers < num_stages:
@@ -107,7 +97,6 @@ def split_layers(
 
 
 def _costs(num_layers: int, extra: Sequence[float]) -> list[float]:
-    """All possible costs of a stage."""
     return sorted({n + cost for n in range(1, num_layers + 1) for cost in extra})
 
 

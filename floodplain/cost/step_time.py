@@ -44,9 +44,8 @@ class StepWork:
     def of(cls, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]) -> StepWork:
         """The work of one batch.
 
-        Args:
-            contexts: Tokens that each decode attends to, itself included.
-            chunks: (tokens before it, its tokens) of each chunk.
+        ``contexts``: tokens that each decode attends to, itself included; ``chunks``: (tokens before it, its tokens) of
+        each.
         """
         return cls(
             num_decodes=len(contexts),
@@ -111,8 +110,7 @@ class WorkMeter:
     def measure(self, plan: StepPlan) -> StepWork:
         """The work of the next plan. A chunk of one token is a decode, as in ``StepPlan.count_work``.
 
-        Raises:
-            InvariantError: A sequence decodes that no earlier plan started.
+        InvariantError if a sequence decodes that no earlier plan started.
         """
         for seq_id in plan.released:
             self._contexts.pop(seq_id, None)
@@ -142,8 +140,7 @@ class StepTimer:
 def read_cost(result: Mapping[str, Any]) -> StepCost:
     """The cost in the result of a step profile: its ``parts`` if it has them, else the line beside them.
 
-    Raises:
-        UserError: A part is not a time.
+    UserError if a part is not a time.
     """
     parts = result.get("parts", result)
     named = {name: parts[name] for name in PARTS if name in parts}

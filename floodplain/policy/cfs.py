@@ -26,10 +26,7 @@ class CfsPolicy(SharingPolicy):
         return Ranking(rows, frozenset(staying), slice_steps, current.reason, refills=True)
 
     def _lengthen(self, num_steps: int) -> int:
-        """The configured slice, doubled up to ``num_steps``: ends of longer slices are ends of shorter ones.
-
-        So while the length that the link needs varies, a slice has its length, or once half of it.
-        """
+        """The configured slice, doubled up to ``num_steps``: ends of longer slices are ends of shorter ones."""
         slice_steps = self.settings.slice_steps
         while slice_steps < num_steps:
             slice_steps *= 2
@@ -46,10 +43,7 @@ def service(row: SequenceView, step: int) -> tuple[bool, int]:
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:
-    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes.
-
-    A waiting request's restorable prefix was computed by others; a swapped request computed its own.
-    """
+    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes (which others computed)."""
     if row.num_generated(step) > 0:
         return row.num_prompt
     num_kept = 0 if row.status is Status.WAITING else row.num_restorable_tokens

@@ -43,13 +43,7 @@ SILENT_PART = 0.8
 
 
 class Deadlines:
-    """Deadlines and claims of the requests of one view.
-
-    Args:
-        view: The requests, prices and demand.
-        now: Seconds on the clock of the view.
-        settings: Goals and limits.
-        turn_steps: Steps for which a stream that is swapped in holds its blocks.
+    """Deadlines and claims of the requests of one view, whose turns last ``turn_steps`` steps.
 
     Attributes:
         ttft_goal_s: The server's TTFT goal; inf while neither it nor a price is known.
@@ -101,12 +95,11 @@ class Deadlines:
     # -- streams ---------------------------------------------------------------------------------------------------
 
     def stand(self, row: SequenceView) -> tuple[float, float, bool, float]:
-        """How a stream stands. One function and a plain tuple, since it is called for each stream in each step.
+        """(slack, silence, whether it is on time, claim) of a stream. One function and a plain tuple, since it is hot.
 
-        Returns:
-            Its slack in seconds, negative if it is behind its TPOT goal; seconds since its last token, 0 while it
-            decodes; whether it meets both goals so far, within the graces; the part of the device that keeps it on
-            time, or ends it when due if it is late.
+        Slack in seconds, negative if it is behind its TPOT goal; seconds since its last token, 0 while it decodes;
+        whether it meets both goals so far, within the graces; the part of the device that keeps it on time, or ends it
+        when due if late.
         """
         now, num_output, goal_s = self._now, row.num_generated(self._view.step), self._goals.usual_s
         first_due_s = row.order_key[1] + self.ttft_goal_s
@@ -147,13 +140,9 @@ class Deadlines:
         return weighted_work(num_prompt, int(self._left(num_output)), row.order_key[0])
 
     def fit_all(self, most_ttfts: float, room: float) -> bool:
-        """Whether the TPOT goals of all requests fit into the device without saved slack, and no wait is long.
+        """Whether all TPOT goals fit into the part ``room`` of the device, and no wait is above ``most_ttfts`` goals.
 
-        False while steps have no price.
-
-        Args:
-            most_ttfts: Longest wait, in TTFT goals.
-            room: Part of the device for them.
+        Saved slack does not count. False while steps have no price.
         """
         if not self._view.prices.step_s:
             return False
@@ -176,7 +165,7 @@ class Deadlines:
     def _presence(self, token_s: float) -> float:
         """Part of the time for which a stream must be resident to get a token every ``token_s`` seconds.
 
-        Without swap space no stream takes turns, so it is always resident.
+        1 without swap space.
         """
         return self.step_s / token_s if self._has_turns and self.step_s < token_s else 1.0
 

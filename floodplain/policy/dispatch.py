@@ -23,9 +23,7 @@ class InstanceView:
 
     Attributes:
         epoch: Names the instance; higher ones joined later.
-        num_blocks: Blocks of its KV pool.
         num_demanded_blocks: Blocks for the known tokens of its running and waiting requests.
-        num_requests: Running and waiting requests.
         num_known_blocks: Leading blocks of the request that it has probably computed for an earlier one.
     """
 
@@ -48,14 +46,10 @@ def freeness(view: InstanceView) -> float:
 
 
 def choose_instance(views: Iterable[InstanceView], num_needed_blocks: int) -> int | None:
-    """The epoch of the instance that gets a request; None if there is none.
+    """The epoch of the instance that gets a request of ``num_needed_blocks`` known blocks; None if there is none.
 
     A known prefix counts only if the request fits beside the instance's demand. Ties go to fewer requests, then to the
     instance that joined first.
-
-    Args:
-        views: Instances that take requests.
-        num_needed_blocks: Blocks of the request's known tokens.
     """
     candidates = list(views)
     if not candidates:
@@ -81,12 +75,9 @@ MOST_UNDER_WAY = 4
 
 @dataclass(frozen=True, slots=True)
 class MovableRequest:
-    """A running request that may migrate.
+    """A running request that may migrate: the router's number, blocks of its known tokens and the next one.
 
-    Attributes:
-        number: The router's number of the request.
-        num_blocks: Of its known tokens and the next one.
-        tried_s: When its last move began; None if it never moved.
+    ``tried_s``: when its last move began; None if it never moved.
     """
 
     number: int
@@ -96,13 +87,7 @@ class MovableRequest:
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """One migration to begin.
-
-    Attributes:
-        request: Number of the request.
-        source: Epoch of its instance.
-        target: Epoch of the instance that is to resume it.
-    """
+    """One migration to begin: the request's number, and the epochs of both instances."""
 
     request: int
     source: int

@@ -21,13 +21,9 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class DropSizes:
-    """Sizes of parameters and KV in each instance of one model.
+    """Sizes of parameters (of one layer) and KV (of a block in one layer) in each instance.
 
-    Attributes:
-        num_layers: Of the model.
-        layer_bytes: Parameters of one layer.
-        block_bytes: Of a KV block, in one layer.
-        quantum_blocks: Blocks that are mapped together.
+    ``quantum_blocks`` are mapped together.
     """
 
     num_layers: int
@@ -43,10 +39,8 @@ class DropSizes:
     def group_blocks(self, pool_blocks: Sequence[int]) -> int:
         """Blocks of a group's pool, limited by the smallest member: a block needs room in all members.
 
-        Layers are cut evenly, and the largest part counts for each member; an uneven cut has fewer blocks.
-
-        Args:
-            pool_blocks: KV pool of each member while it has all layers.
+        ``pool_blocks`` is the KV pool of each member while it has all layers. Layers are cut evenly, and the largest
+        part counts for each member; an uneven cut has fewer blocks.
         """
         num_kept = -(-self.num_layers // len(pool_blocks))
         dropped_bytes = (self.num_layers - num_kept) * self.layer_bytes
@@ -59,10 +53,8 @@ class DropSizes:
 class GroupLoad:
     """A group of instances, or a single instance, and the demand of its requests.
 
-    Attributes:
-        epochs: Epochs of its members.
-        pool_blocks: KV pool of each member while it has all layers.
-        num_demanded_blocks: Blocks for the tokens of its running requests and of those at the head of its line.
+    ``pool_blocks`` is the KV pool of each member while it has all layers. Demand counts blocks for the tokens of
+    running requests and of those at the head of the line.
     """
 
     epochs: tuple[int, ...]
@@ -77,12 +69,7 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class DropPlan:
-    """Groups to make.
-
-    Attributes:
-        merges: The groups that each new group merges, two or more.
-        num_gained_blocks: Blocks of the new groups beyond those of the groups that they merge.
-    """
+    """The groups that each new group merges, two or more, and the blocks that are gained in sum."""
 
     merges: tuple[tuple[GroupLoad, ...], ...]
     num_gained_blocks: int
@@ -119,12 +106,7 @@ def plan_drop(
     """The plan with the fewest merges that gains ``need_blocks``; None if none does, or if nothing is needed.
 
     With one merge fewer the same rule gains too little. If no group is overloaded yet, all groups count as overloaded.
-
-    Args:
-        loads: All groups that may take part, single instances included.
-        need_blocks: Least blocks to gain: missing now, or predicted to be.
-        sizes: Of the model.
-        most_stages: Most instances in one group.
+    ``loads`` are all groups that may take part, single instances included.
     """
     if need_blocks <= 0:
         return None
@@ -180,13 +162,9 @@ def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSize
 def _plan_merges(
     overloaded: Sequence[GroupLoad], calm: Sequence[GroupLoad], num_merges: int, sizes: DropSizes
 ) -> DropPlan:
-    """The most even plan of ``num_merges``, without merges that contain no overloaded group.
+    """The most even plan of ``num_merges`` (fewer than groups), without merges that contain no overloaded group.
 
-    Args:
-        overloaded: The most overloaded one first.
-        calm: The best partner first.
-        num_merges: Fewer than there are groups.
-        sizes: Of the model.
+    Overloaded groups come with the most overloaded first, calm ones with the best partner first.
     """
     partners = calm[:num_merges]
     num_bins = len(overloaded) + len(partners) - num_merges
@@ -204,7 +182,6 @@ def _plan_merges(
 
 
 def _gain(parts: Sequence[GroupLoad], sizes: DropSizes) -> int:
-    """Blocks that the merged group gains over its parts."""
     if len(parts) == 1:
         return 0
     pool_blocks = [blocks for part in parts for blocks in part.pool_blocks]

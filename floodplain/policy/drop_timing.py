@@ -36,8 +36,8 @@ class ClusterLoad:
         now: Seconds of any monotonic clock.
         num_used_blocks: Blocks that running requests hold.
         num_head_blocks: Blocks that the waiting requests at heads of lines need; 0 if none waits.
-        num_blocks: Blocks of all pools, as they are now.
-        undropped_blocks: Blocks of all pools if no layer is dropped.
+        num_blocks: Blocks of all pools, as they are now, and
+        undropped_blocks: if no layer is dropped.
         is_grouped: Whether any instance has dropped layers.
         is_changing: Whether a transition is under way: no move is made before it ends.
     """
@@ -92,10 +92,8 @@ class DropTimingSettings:
 class DropMoment:
     """A decision about drops.
 
-    Attributes:
-        move: The change to make.
-        need_blocks: Of a drop: blocks to gain, the larger of those missing now and those predicted to be.
-        lasts_s: Seconds for which blocks are predicted to be missing; infinite if demand does not fall.
+    ``need_blocks`` of a drop: the larger of the blocks missing now and those predicted to be. ``lasts_s``: seconds for
+    which blocks are predicted to be missing; infinite if demand does not fall.
     """
 
     move: DropMove = DropMove.STAY
@@ -118,11 +116,9 @@ class DropTiming:
         self._num_drops = 0
 
     def decide(self, load: ClusterLoad, transition_s: float) -> DropMoment:
-        """The move to make under this load; calls may be at any times, but in order of ``load.now``.
+        """The move to make under this load, if a drop would take ``transition_s`` seconds now.
 
-        Args:
-            load: Of all instances.
-            transition_s: Seconds that a drop would take now: remapping, and the exchange of KV.
+        In order of ``load.now``.
         """
         self._note(load)
         if load.is_changing or load.now - self._moved_s < self.settings.gap_s:
@@ -171,7 +167,6 @@ def find_slope(points: Iterable[tuple[float, float]]) -> float:
 
 
 def _first_seen(since_s: float | None, is_seen: bool, now: float) -> float | None:
-    """Time since when a condition has held without a break; None if it does not hold now."""
     return (now if since_s is None else since_s) if is_seen else None
 
 

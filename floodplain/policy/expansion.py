@@ -47,7 +47,6 @@ class ExpansionView:
         copy_s: Link time to load what the step reads of one layer, measured or, without streams, estimated.
         num_streamed: Layers that stream.
         num_held_blocks: Blocks that sequences hold.
-        num_blocks: Blocks of the pool.
         is_binding: Sequences wait or were preempted because blocks are short.
         fixed_s: Part of ``step_s`` that a larger batch does not lengthen. None: all of it, which makes gains look as
             large as the expansion.
@@ -65,7 +64,7 @@ class ExpansionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionSettings:
-    """When the number of streamed layers changes.
+    """When the number of streamed layers changes; InvariantError for settings that contradict each other.
 
     Attributes:
         hold_steps: Least steps between two changes, and the steps between two reviews.
@@ -76,9 +75,6 @@ class ExpansionSettings:
         margin: The number grows only if copies would still overlap if they took longer by this part.
         room: Part of a smaller pool that the peak of the calm steps may take.
         most_growth: Most ratio of blocks after and before a growth, unless one layer is more.
-
-    Raises:
-        InvariantError: They contradict each other.
     """
 
     hold_steps: int = 16
@@ -99,12 +95,7 @@ class ExpansionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionDecision:
-    """How many layers stream from now on.
-
-    Attributes:
-        num_streamed: That of one of the allowed places.
-        limited: Why it is not more; None while it grows.
-    """
+    """How many layers stream from now on, and why not more (None while the number grows)."""
 
     num_streamed: int
     limited: ExpansionLimit | None = None
@@ -113,10 +104,8 @@ class ExpansionDecision:
 class ExpansionPolicy:
     """Decides how many layers stream. Equal views in equal order give equal decisions.
 
-    Args:
-        places: The allowed places, by ascending expansion. It begins with the first, and can always return to it.
-        base_blocks: Blocks of the pool while no layer streams.
-        settings: Margins and times.
+    It begins with the first of ``places`` (by ascending expansion), and can always return to it. ``base_blocks`` are
+    those of the pool while no layer streams.
     """
 
     def __init__(
@@ -135,8 +124,7 @@ class ExpansionPolicy:
     def decide(self, view: ExpansionView) -> ExpansionDecision:
         """The number of layers to stream from this boundary on; it is constant between two reviews.
 
-        Raises:
-            InvariantError: The view's ``num_streamed`` is that of none of the places.
+        InvariantError if the view's ``num_streamed`` is that of none of the places.
         """
         here = self._index.get(view.num_streamed)
         if here is None:
@@ -175,7 +163,6 @@ class ExpansionPolicy:
         return self.settings.most_stall / 2
 
     def _recent(self, num_steps: int) -> list[ExpansionView]:
-        """The latest steps, the latest one first."""
         return list(islice(reversed(self._steps), num_steps))
 
     def _forget_all_but(self, num_steps: int) -> None:

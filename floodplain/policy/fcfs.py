@@ -26,9 +26,7 @@ from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 class FcfsPolicy:
     """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival.
 
-    Args:
-        saves_prefixes: Whether cached prefixes that are about to be evicted are backed up, if there is swap space.
-        microbatches: How work is divided if several steps may be outstanding.
+    ``saves_prefixes``: back up cached prefixes that are about to be evicted, if there is swap space.
     """
 
     name = "fcfs"
@@ -76,7 +74,6 @@ class _Step:
         self.is_short_of_blocks = False
 
     def decision(self) -> Decision:
-        """The decision made so far."""
         return Decision(
             preemptions=tuple(self._preemptions),
             resumptions=tuple(self._resumptions),

@@ -22,10 +22,7 @@ GRACE_TOKENS = 16
 def due_s(view: View, row: SequenceView, ttft_goal_s: float | None) -> float:
     """Arrival time in seconds, shifted by the difference of the request's own TTFT goal from the server's.
 
-    Args:
-        view: Prices of steps.
-        row: A request without a first token; its order key has its arrival.
-        ttft_goal_s: The server's; None: what this prompt takes without load, times ``UNLOADED_FACTOR``.
+    ``ttft_goal_s`` None: what this prompt takes without load, times ``UNLOADED_FACTOR``.
     """
     arrival_s, own_s = row.order_key[1], row.goals.ttft_s
     usual_s = ttft_goal_s or UNLOADED_FACTOR * (view.prices.lone_step_s + view.prices.prefill_token_s * row.num_prompt)
@@ -35,12 +32,8 @@ def due_s(view: View, row: SequenceView, ttft_goal_s: float | None) -> float:
 class PaceGoals:
     """TPOT goals in seconds per token after the first; inf while no goal or price is known.
 
-    Args:
-        view: Prices of steps.
-        tpot_goal_s: The server's; None: what a token takes without load, times ``UNLOADED_FACTOR``.
-
-    Attributes:
-        usual_s: The goal of a request without its own.
+    The server's ``tpot_goal_s`` None: what a token takes without load, times ``UNLOADED_FACTOR``. ``usual_s`` is the
+    goal of a request without its own.
     """
 
     def __init__(self, view: View, tpot_goal_s: float | None) -> None:

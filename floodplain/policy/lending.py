@@ -40,8 +40,8 @@ class PoolLoad:
         now: Seconds of any monotonic clock.
         num_waiting: Live requests that are not on the device, although they could run.
         num_used_blocks: Blocks that live requests hold; cached prefixes do not count.
-        num_blocks: Blocks that the pool has.
-        full_blocks: Blocks that it would have if nothing were lent; always the same.
+        num_blocks: Blocks that the pool has, and
+        full_blocks: would have if nothing were lent; always the same.
         num_arrived: Requests since the start.
         can_offer: Whether an offer would reach the coordinator now.
     """
@@ -108,12 +108,7 @@ class LendingSettings:
 
 @dataclass(frozen=True, slots=True)
 class LendingDecision:
-    """How much to lend from now on.
-
-    Attributes:
-        target_blocks: Of the full pool; 0 recalls everything.
-        reason: Why.
-    """
+    """Blocks of the full pool to lend from now on (0 recalls everything), and why."""
 
     target_blocks: int
     reason: LendingReason = LendingReason.STEADY
@@ -122,10 +117,7 @@ class LendingDecision:
 class LendingPolicy:
     """Decides how many blocks to lend. Equal loads in equal order give equal decisions.
 
-    Args:
-        settings: Watermarks and times.
-        least_blocks: Blocks that the pool always keeps: what the longest request needs.
-        most_blocks: Most blocks to lend; None: as the load allows.
+    The pool always keeps ``least_blocks``, what the longest request needs; ``most_blocks`` None: as the load allows.
     """
 
     def __init__(self, settings: LendingSettings, least_blocks: int, most_blocks: int | None = None) -> None:
@@ -203,7 +195,6 @@ class LendingPolicy:
         return count / elapsed_s if elapsed_s > 0 else 0.0
 
     def _is_calm(self, load: PoolLoad) -> bool:
-        """Whether use is below the low watermark. Between the watermarks nothing changes."""
         return load.num_used_blocks <= self.settings.low * self._room(load)
 
     def _room(self, load: PoolLoad) -> int:

@@ -29,12 +29,7 @@ In any unit; it rises with both. A microbatch costs the sum plus a constant, whi
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that one sequence could compute.
-
-    Attributes:
-        prefix: Earlier tokens of the sequence, which attention reads.
-        num_tokens: Tokens to compute; 1 for a decode.
-    """
+    """Tokens that one sequence could compute (1 for a decode), after ``prefix`` earlier ones, which attention reads."""
 
     prefix: int
     num_tokens: int
@@ -62,12 +57,9 @@ def most_tokens(prefix: int, num_tokens: int, limit: float, cost: ChunkCost) -> 
 
 
 def cut(pieces: Sequence[Piece], limit: float, cost: ChunkCost) -> tuple[list[Piece], list[Piece]]:
-    """Split off a first part that costs at most ``limit`` but has at least one token; return both.
+    """Split off a first part that costs at most ``limit`` but has at least one token.
 
-    Args:
-        pieces: In their order; the one at the cut is divided.
-        limit: In the unit of ``cost``.
-        cost: Of a piece.
+    The piece at the cut is divided.
     """
     part: list[Piece] = []
     for index, piece in enumerate(pieces):
@@ -84,11 +76,6 @@ def halve(pieces: Sequence[Piece], least_tokens: int, cost: ChunkCost) -> list[P
     """The first part of the paper's recursive halving by cost, which stops below ``least_tokens``.
 
     The published baseline. Halving stops at different depths, so its parts differ by a factor of two and more.
-
-    Args:
-        pieces: In their order.
-        least_tokens: A part with fewer is not halved.
-        cost: Of a piece.
     """
     part = list(pieces)
     while sum(piece.num_tokens for piece in part) >= max(2, least_tokens):
@@ -152,16 +139,8 @@ class MicrobatchRule:
 class Budget:
     """Tokens and cost that are left of one step.
 
-    Args:
-        num_tokens: Most tokens.
-        share: Most cost; the last stream may exceed it.
-        stream_share: The most cost of streams, part of ``share``.
-        cost: Of a piece.
-        crumb_tokens: See ``MicrobatchRule``.
-
-    Attributes:
-        num_tokens: Tokens that may still be computed; 0 when the share is spent.
-        is_shared: Whether there is a share: streams must then use ``pay_stream`` instead of lowering ``num_tokens``.
+    ``num_tokens`` is 0 when the share is spent. ``is_shared``: there is a share (most cost; the last stream may exceed
+    it), and streams must use ``pay_stream`` instead of lowering ``num_tokens``.
     """
 
     __slots__ = ("_cost", "_crumb_tokens", "_least", "_share", "_stream_share", "is_shared", "num_tokens")
@@ -199,12 +178,9 @@ class Budget:
                 self.num_tokens = 0
 
     def most(self, prefix: int, wanted: int, num_reserved: int = 0) -> int:
-        """How many of the ``wanted`` tokens of a prompt the step may compute.
+        """How many of the ``wanted`` tokens of a prompt, after ``prefix`` others, the step may compute.
 
-        Args:
-            prefix: Tokens before them.
-            wanted: All that are left of the prompt.
-            num_reserved: Streams later in the order, whose share is kept.
+        The share of ``num_reserved`` streams that are later in the order is kept.
         """
         if not self.is_shared:
             return max(0, min(wanted, self.num_tokens - num_reserved))

@@ -168,7 +168,6 @@ def _split(view: View, ttft_goal_s: float | None) -> tuple[list[SequenceView], l
 
 
 def _cut(view: View, streams: Seq[SequenceView], share: float) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(leading streams that fit beside ``share`` of the device, the others)."""
     num_blocks = view.num_blocks - share * view.num_blocks
     return _split_at(view, streams, num_blocks, view.max_num_seqs - ceil(share * view.max_num_seqs))
 

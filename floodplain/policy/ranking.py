@@ -60,13 +60,9 @@ class Slice:
 
 
 def slice_for(view: View, num_blocks: int, settings: SharingSettings, num_steps_beside: int = 0) -> Slice:
-    """The configured slice, lengthened if needed to swap ``num_blocks`` in over the nearest link.
+    """The configured slice, lengthened if needed to swap all ``num_blocks`` that take turns in over the nearest link.
 
-    Args:
-        view: Has the prices of links and steps.
-        num_blocks: All blocks that are swapped in turns.
-        settings: Has the configured slice.
-        num_steps_beside: Steps beside each slice for which blocks are held for copies; the link can use them, too.
+    For ``num_steps_beside`` steps beside each slice, blocks are held for copies; the link can use them, too.
     """
     prices = view.prices
     if not view.tiers or not prices.step_s:

@@ -27,8 +27,7 @@ DEFAULT_POLICY = "timely"
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
     """Make a policy; time-slicing ones are wrapped in the gate. ``settings`` defaults to the policy's own.
 
-    Raises:
-        SettingRefused: There is no policy of that name.
+    SettingRefused if there is no policy of that name.
     """
     if name == "fcfs":
         return FcfsPolicy(saves_prefixes=True)

@@ -33,12 +33,12 @@ EXCHANGE_LOSS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """The time of a step by its number of streams.
+    """The time of a step by its number of streams, in seconds.
 
     Attributes:
-        base_s: Seconds of any step.
-        token_s: Seconds for each stream: its decode, and the prompt tokens per output token.
-        prompt_token_s: Seconds for each token of a prompt.
+        base_s: Of any step.
+        token_s: For each stream: its decode, and the prompt tokens per output token.
+        prompt_token_s: For each token of a prompt.
     """
 
     base_s: float
@@ -163,14 +163,7 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A lever and its predicted effect.
-
-    Attributes:
-        lever: The lever.
-        tokens_per_s: Tokens generated per second while requests wait.
-        pause_s: Seconds at the start in which no token is generated.
-        undo_s: The same when the overload is over.
-    """
+    """A lever, its rate while requests wait, and seconds without tokens at its start and when the overload is over."""
 
     lever: Lever
     tokens_per_s: float
@@ -180,13 +173,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class ReliefDecision:
-    """The lever to use.
-
-    Attributes:
-        lever: Of the offers, or WAIT.
-        reason: Why.
-        prices: Token-seconds of each offer.
-    """
+    """The lever to use (of the offers, or WAIT), why, and the token-seconds of each offer."""
 
     lever: Lever
     reason: ReliefReason
@@ -199,12 +186,7 @@ def expect_s(lasted_s: float, least_s: float = 1.0) -> float:
 
 
 def token_seconds(overload: Overload, offer: Offer) -> float:
-    """The price of an offer in token-seconds, over the next ``MOST_S`` seconds and its undo pause.
-
-    Args:
-        overload: Waiting and arriving tokens.
-        offer: A lever.
-    """
+    """The price of an offer in token-seconds, over the next ``MOST_S`` seconds and its undo pause."""
     waiting, area, now = overload.waiting_tokens, 0.0, 0.0
     burst_s = min(overload.lasts_s, MOST_S)
     ends = sorted({min(offer.pause_s, MOST_S), burst_s, MOST_S})
@@ -218,12 +200,7 @@ def token_seconds(overload: Overload, offer: Offer) -> float:
 
 
 def choose_relief(overload: Overload, offers: Iterable[Offer]) -> ReliefDecision:
-    """Choose the lever with the fewest token-seconds, subject to ``TURN_LIMIT`` and ``LEAST_GAIN``.
-
-    Args:
-        overload: Waiting and arriving tokens.
-        offers: The possible levers; WAIT is one of them.
-    """
+    """Choose the lever with the fewest token-seconds, subject to ``TURN_LIMIT`` and ``LEAST_GAIN``; WAIT is offered."""
     prices = {offer.lever: token_seconds(overload, offer) for offer in offers}
     waited = prices[Lever.WAIT]
     if overload.waiting_tokens <= 0 or waited <= 0:
@@ -272,14 +249,7 @@ FORGETTING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counters of an instance at one moment.
-
-    Attributes:
-        now: Seconds of any monotonic clock.
-        num_steps: Since its start, and
-        num_tokens: output tokens of these.
-        num_running: Requests in memory.
-    """
+    """Counters of an instance at one moment: steps and output tokens since its start, and requests in memory."""
 
     now: float
     num_steps: int

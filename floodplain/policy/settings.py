@@ -75,9 +75,7 @@ def settings_for(policy: str, **changes: Any) -> SharingSettings:
     """A policy's default settings, with ``changes`` to fields of ``SharingSettings``; ``fcfs`` reads none.
 
     ``changes`` may have ``pace`` in tokens per second, the inverse of the TPOT goal, instead of ``tpot_goal_s``.
-
-    Raises:
-        SettingRefused: A value is out of its range.
+    SettingRefused if a value is out of its range.
     """
     pace = changes.pop("pace", None)
     if pace is not None:

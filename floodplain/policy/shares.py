@@ -17,10 +17,7 @@ from floodplain.policy.ranking import live_rows
 
 
 class Shares:
-    """Claims and work of each key, by the key's name.
-
-    Args:
-        view: The requests.
+    """Claims and work of each API key, by its name.
 
     Attributes:
         has_several: Whether several keys have live requests.
@@ -41,10 +38,7 @@ class Shares:
         self.pending[client] += pending
 
     def has_room(self, client: str, claim: float, capacity: float) -> bool:
-        """Whether a key may add a claim.
-
-        True if all claims fit into ``capacity``, or if those of this key do after the others' are cut to its level.
-        """
+        """Whether a key may add a claim: all fit into ``capacity``, or its own after a cut of others to its level."""
         if sum(self.claims.values()) + claim <= capacity:
             return True
         others = [other for name, other in self.claims.items() if name != client]

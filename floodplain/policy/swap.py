@@ -16,9 +16,8 @@ SLOTS_FOR_TURNS = 0.25
 class SwapBudget:
     """Scratch state of one decision: free slots and links of each tier, nearest first.
 
-    Attributes:
-        reason: Why a victim lost its KV, or a request must wait; None if neither happened.
-        is_short: Whether a resident stays after its slice because swap space lacks slots.
+    ``reason``: why a victim lost its KV, or a request must wait. ``is_short``: a resident stays after its slice because
+    swap space lacks slots.
     """
 
     def __init__(self, view: View) -> None:
@@ -50,7 +49,7 @@ class SwapBudget:
     def can_hold_prefix(self, row: SequenceView) -> bool:
         """Whether no preemption of this decision needs the slots where a request's prefix lies.
 
-        Slots of idle backups count as free. The view does not say whether other requests keep some of them already.
+        Idle backups count as free.
         """
         return sum(self._free.values()) >= row.num_backed_blocks
 
@@ -112,7 +111,6 @@ class SwapBudget:
         return self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
 
     def _link_budget(self, tier: TierView) -> int:
-        """Blocks that the link carries out within a step, less outbound ones that are in flight or decided now."""
         return blocks_per_step(self._view, tier) - self._outbound[tier.tier]
 
 

@@ -72,7 +72,6 @@ class Begun:
         paused: Part of the device that late swapped streams would take if they were resident.
         shares: Claims by API key; empty if there is one key, whose claims are ``claimed``.
         num_ahead: Tokens of prompts that are to be computed in time.
-        is_crowded: Whether the device is crowded.
     """
 
     def __init__(self, view: View) -> None:
@@ -96,20 +95,9 @@ class Begun:
 class Admission:
     """One decision on who begins. It adds the claims of admitted requests to ``begun``.
 
-    Args:
-        view: The requests.
-        now: Seconds on the clock of the view.
-        deadlines: Of the view.
-        begun: Requests that have begun.
-        line: Waiting requests that cannot be on time, by arrival.
-        newcomers: Waiting requests that can be on time, by arrival.
-
-    Attributes:
-        heads: Admitted requests of the line: all whose deadline would be missed.
-        on_time: Admitted requests on time.
-        others: Admitted requests of the line beyond the heads.
-        is_tight: Whether the line is tight.
-        is_full: Whether the device is crowded, or the head of the line waits for capacity.
+    In this order: ``heads`` of a tight line (all whose deadline would be missed), requests ``on_time``, and if capacity
+    is left over, ``others``, the young end of the line. ``line`` and ``newcomers`` are waiting requests by arrival that
+    cannot, and can, be on time. ``is_full``: the device is crowded, or the head of the line waits for capacity.
     """
 
     def __init__(
@@ -298,10 +286,7 @@ def _prompts_by_deadlines(ranking: Ranking, deadlines: Deadlines) -> Ranking:
 
 
 class _Ranker:
-    """Scratch state of one ranking: rows by their deadlines, and the part of the device that is claimed.
-
-    All lists are in order of arrival.
-    """
+    """Scratch state of one ranking: rows by deadlines, in order of arrival, and the claimed part of the device."""
 
     def __init__(self, view: View, now: float, deadlines: Deadlines) -> None:
         self._view, self._now, self._deadlines = view, now, deadlines

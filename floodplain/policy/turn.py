@@ -53,10 +53,7 @@ class TokenBudget:
 
 
 def wants_one_token(view: View, row: SequenceView) -> bool:
-    """Whether a running sequence has exactly one token to compute: a decode, or a resumed stream's chunk.
-
-    A stream that was swapped in completely computes one token as a chunk: it counts as a decode, ahead of prompts.
-    """
+    """Whether a running sequence has one token to compute: a decode, or the chunk of a stream that was swapped in."""
     return view.step < row.end_step if row.is_decoding else row.num_remaining == 1
 
 
@@ -122,7 +119,6 @@ class _Turn:
         self._decodes: set[SeqId] = set()
 
     def decision(self) -> Decision:
-        """The decision made so far."""
         staying = [row for row in self._residents if row.seq_id not in self._gone]
         return Decision(
             preemptions=tuple(self._preemptions),
@@ -143,8 +139,8 @@ class _Turn:
         full, no resident is preempted for another request, because a turn that costs a prompt gains nothing; only KV
         that is cheaper to recompute than to copy back is dropped. So all waiting requests may have to wait for swap
         space, while swapped and running ones still take turns. If the entering sequence shares blocks and residents
-        were preempted, those blocks may be gone: its room is kept, and it enters in the next step. If another sequence
-        already brings the content that it needs, room is kept for it, if there is any.
+        were preempted, those blocks may be gone: its room is kept, and it enters in the next step. For one
+        whose content another sequence already brings, room is kept if there is any.
         """
         for row in self._absent:
             if row.is_leaving or not self._can_begin(row):
@@ -170,7 +166,6 @@ class _Turn:
             self._num_seats -= 1
 
     def _can_begin(self, row: SequenceView) -> bool:
-        """Whether the sequence can start now: with a copy, or with tokens for which the step has room."""
         if row.status is Status.SWAPPED:
             return True
         return not self._swap.is_short and (self._needs_copy(row) or self._tokens_to_begin(row) > 0)
@@ -182,7 +177,6 @@ class _Turn:
         return pays_to_fetch(self._view, row) and (self._is_coming(row) or self._swap.can_hold_prefix(row))
 
     def _is_coming(self, row: SequenceView) -> bool:
-        """Whether another sequence's copy brings the first content that it needs, so that it can share it then."""
         return row.is_arriving or row.next_copy in self._coming
 
     def _tokens_to_begin(self, row: SequenceView) -> int:

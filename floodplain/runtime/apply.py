@@ -22,11 +22,7 @@ class PlanBuilder:
         self._tables: list[TableUpdate] = []
 
     def build(self, view: View, decision: Decision, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
-        """Plan the step of a view as decided.
-
-        Returns:
-            (the plan, its decoding sequences, its sequences with chunks in the plan's order).
-        """
+        """Plan the step as decided: (the plan, its decoding sequences, its sequences with chunks, in order)."""
         self._tables = []
         transfers = self._start_moves(view, decision, now)
         for seq_id in sorted(self._state.stale_tables):

@@ -26,11 +26,7 @@ _PAUSED = 0.5
 
 
 class Recent:
-    """The last ``size`` numbers, sorted. Adding one costs a bisection and an insertion into a list.
-
-    Args:
-        size: How many are kept.
-    """
+    """The last ``size`` numbers, sorted. Adding one costs a bisection and an insertion into a list."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -77,14 +73,9 @@ class DemandMeter:
     def learn(
         self, duration_s: float, num_tokens: int, ended: Iterable[int], num_waiting: int, num_paused: int
     ) -> None:
-        """Note the end of a step.
+        """Note the end of a step, which generated ``num_tokens``.
 
-        Args:
-            duration_s: Seconds of the step.
-            num_tokens: Tokens that it generated.
-            ended: Output tokens of each request that ended with it.
-            num_waiting: Requests that wait.
-            num_paused: Requests in swap space.
+        ``ended`` has the output tokens of each request that ended.
         """
         for number in ended:
             self._outputs.add(number)
@@ -108,12 +99,7 @@ class DemandMeter:
 
 
 def mean_length(ended: Sequence[int], live: Sequence[int]) -> float:
-    """The mean of lengths of which some are censored (product-limit estimator).
-
-    Args:
-        ended: Whole lengths, sorted.
-        live: Lengths so far, sorted.
-    """
+    """The mean of ``ended`` lengths and of ``live``, censored ones (product-limit estimator); both are sorted."""
     marks = sorted([*((number, False) for number in ended), *((number, True) for number in live)])
     surviving, mean, last, num_left = 1.0, 0.0, 0, len(marks)
     for number, is_live in marks:

@@ -21,11 +21,7 @@ from floodplain.runtime.loop import Loop
 class StepDriver:
     """A loop, its outstanding steps and copies, and the time lost to stalls.
 
-    Attributes:
-        loop: The step loop.
-        num_outstanding: Steps that were planned and are not complete.
-        num_copying: Transfers that were planned and are not settled.
-        stall_s: Time in which requests were alive and nothing could run before a copy ended.
+    ``stall_s``: time in which requests were alive and nothing could run before a copy ended.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -38,8 +34,7 @@ class StepDriver:
     def next_plan(self, now: float) -> StepPlan | Wait:
         """Plan one more step; Wait if nothing can run. The plan's transfers count as in flight from now on.
 
-        Raises:
-            InvariantError: A bug in the policy (``Loop.next_plan``).
+        InvariantError for a bug in the policy (``Loop.next_plan``).
         """
         plan = self.loop.next_plan(now)
         if isinstance(plan, StepPlan):
@@ -53,11 +48,7 @@ class StepDriver:
         return self.num_outstanding < self.loop.state.config.depth
 
     def complete(self, result: StepResult, now: float) -> StepOutputs:
-        """Take in the result of the oldest outstanding step.
-
-        Raises:
-            InvariantError: The result is not that step's (``Loop.complete``).
-        """
+        """Take in the result of the oldest outstanding step; InvariantError if the result is not that step's."""
         self.num_outstanding -= 1
         return self.loop.complete(result, now)
 
@@ -66,10 +57,8 @@ class StepDriver:
     ) -> None:
         """Settle copies that ended, and update link prices from their times.
 
-        Args:
-            ended: (transfer id, places in ``Transfer.blocks`` of the blocks that were not proven whole).
-            take_times: Called only if a copy ended; returns the copy times since its last call.
-            now: Seconds, on the same clock as all other times here.
+        ``ended`` has (transfer id, places in ``Transfer.blocks`` of the blocks that were not proven whole).
+        ``take_times`` is called only if a copy ended, and returns the copy times since its last call.
         """
         self.num_copying -= len(ended)
         for transfer_id, lost in ended:

@@ -31,11 +31,8 @@ from floodplain.runtime.state import LoopState, Source
 class Record:
     """A loop's tokens and KV of a live request.
 
-    Attributes:
-        request: As it was submitted.
-        num_tokens: Known tokens, prompt included.
-        num_computed: Leading tokens whose KV is in ``sources``.
-        sources: Locations of the blocks of these tokens, in order (``core.tiers``).
+    ``num_tokens`` are known ones, prompt included. ``sources`` locate the blocks of the ``num_computed`` leading tokens
+    with KV, in order (``core.tiers``).
     """
 
     request: Request
@@ -67,7 +64,7 @@ def _find_kv(state: LoopState, seq: Sequence) -> tuple[int, tuple[int, ...]]:
 
 
 def _is_near(source: Source) -> bool:
-    """Whether a source is on the device or in host memory: peer memory is not read through this process."""
+    """Peer memory is not read through this process."""
     return source.backup is None or source.backup.location.tier is Tier.HOST
 
 
@@ -82,15 +79,8 @@ def _number(source: Source) -> int:
 def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
     """Resume a waiting request from KV in owned ``blocks``; one reference to each becomes the request's.
 
-    Args:
-        loop: At a boundary.
-        seq_id: Of the request.
-        blocks: Blocks of its leading tokens.
-        num_computed: Tokens whose KV they hold: fewer than its known tokens.
-        now: Monotonic seconds.
-
-    Returns:
-        Whether it runs. False, with nothing changed, if it has ended or does not wait, or ``max_num_seqs`` are running.
+    ``num_computed``: tokens whose KV they hold, fewer than its known tokens. False, with nothing changed, if it has
+    ended or does not wait, or ``max_num_seqs`` are running.
     """
     state = loop.state
     seq = state.sequences.get(seq_id)
@@ -107,11 +97,9 @@ def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, no
 
 
 class HeldBlocks:
-    """Blocks of a new ledger that are held for handed-over requests; several requests may share some.
+    """Blocks of a new ledger that are held for handed-over requests (``rows``, by a number of the caller's).
 
-    Args:
-        ledger: In which they are free.
-        rows: The blocks of each request, by a number of the caller's.
+    Some may be shared.
     """
 
     def __init__(self, ledger: BlockLedger, rows: Mapping[int, Seq[BlockId]]) -> None:
@@ -155,13 +143,7 @@ class HeldBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Final state of a request in its source loop.
-
-    Attributes:
-        seq_id: Its sequence id there.
-        num_tokens: Known tokens, prompt included.
-        num_computed: Leading tokens whose KV is held.
-    """
+    """Final state of a request in its source loop: known tokens, and leading tokens whose KV is held."""
 
     seq_id: SeqId
     num_tokens: int
@@ -169,12 +151,7 @@ class Stopped:
 
 
 class Outgoing:
-    """The source side: references to blocks that another loop copies.
-
-    Args:
-        loop: The loop that computes the request.
-        request: The object that was submitted.
-    """
+    """The source side of a migration: references to blocks that another loop copies."""
 
     def __init__(self, loop: Loop, request: Request) -> None:
         self._loop, self._request = loop, request
@@ -195,13 +172,9 @@ class Outgoing:
     def stop(self, num_copied: int) -> Stopped | None:
         """Hold all blocks that have KV of the request, which the caller then ends in this loop.
 
-        An outstanding step may still write behind ``num_computed`` tokens, which are not read.
-
-        Args:
-            num_copied: Leading blocks that the target has.
-
-        Returns:
-            None, with nothing changed, if it does not run, or has fewer blocks (it was preempted meanwhile).
+        An outstanding step may still write behind ``num_computed`` tokens, which are not read. None, with nothing
+        changed, if it does not run, or has fewer blocks than the ``num_copied`` that the target has (it was preempted
+        meanwhile).
         """
         seq = self._find()
         if seq is None or not 0 < seq.num_computed < len(seq.tokens):
@@ -237,14 +210,7 @@ class Outgoing:
 
 
 class Incoming:
-    """The target side: blocks into which KV is copied; no step uses them.
-
-    Args:
-        loop: The loop that is to resume the request.
-
-    Attributes:
-        blocks: Blocks reserved so far, in the request's order.
-    """
+    """The target side of a migration: blocks into which KV is copied; no step uses them."""
 
     def __init__(self, loop: Loop) -> None:
         self.blocks: tuple[BlockId, ...] = ()
@@ -261,8 +227,7 @@ class Incoming:
     def adopt(self, seq_id: SeqId, num_computed: int, now: float) -> bool:
         """Resume the request from its copied KV. False if it does not run: then its KV is recomputed.
 
-        Raises:
-            InvariantError: The number of blocks does not match ``num_computed``.
+        InvariantError if the number of blocks does not match ``num_computed``.
         """
         blocks, ledger = self._take(), self._loop.state.ledger
         if len(blocks) != -(-num_computed // ledger.block_tokens):

@@ -31,12 +31,7 @@ FORGET_STEPS = 1_000
 
 
 class Links:
-    """The current links of one engine, by the tier at their far end.
-
-    Args:
-        links: As measured or modelled at the start.
-        block_bytes: Bytes of one KV block.
-    """
+    """The current links of one engine, by the tier at their far end; prices start as measured or modelled."""
 
     def __init__(self, links: Iterable[Link], block_bytes: int) -> None:
         self._first = {link.tier: link for link in links}

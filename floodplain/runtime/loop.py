@@ -61,9 +61,7 @@ class Loop:
     def submit(self, request: Request) -> SeqId:
         """Queue a request; returns its sequence id.
 
-        Raises:
-            RequestRefused: It can never be served here; the message has the numbers.
-            QueueFull: Too many requests wait already.
+        RequestRefused as in ``check``; QueueFull if too many wait already.
         """
         max_total, config = self.check(request), self.state.config
         num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))  # these can run next: not counted
@@ -80,12 +78,10 @@ class Loop:
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
-        """End a request from outside: its client disconnected (ABORT) or a stop string was found (STOP).
+        """End a request from outside (a client disconnected: ABORT, a stop string: STOP).
 
-        Its blocks are freed at once, or when the outstanding step that touches them completes.
-
-        Returns:
-            Whether it was still live.
+        Returns whether it was still live. Its blocks are freed at once, or when the outstanding step that touches them
+        completes.
         """
         seq = self.state.sequences.get(seq_id)
         if seq is None or seq.status is Status.FINISHED:
@@ -96,8 +92,7 @@ class Loop:
     def check(self, request: Request) -> int:
         """The most tokens that the request can have, prompt included.
 
-        Raises:
-            RequestRefused: It can never be served here; the message has the numbers.
+        RequestRefused, with the numbers, if it can never be served.
         """
         max_model_len, ledger = self.state.config.max_model_len, self.state.ledger
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
@@ -125,8 +120,7 @@ class Loop:
     def next_plan(self, now: float) -> StepPlan | Wait:
         """Plan one more step; Wait if nothing can run.
 
-        Raises:
-            InvariantError: The policy never runs anything although requests are live and nothing is under way.
+        InvariantError if the policy never runs anything although requests are live and nothing is under way.
         """
         state = self.state
         if len(self._steps) >= state.config.depth:
@@ -164,8 +158,7 @@ class Loop:
     def complete(self, result: StepResult, now: float) -> StepOutputs:
         """Process the result of the oldest outstanding step.
 
-        Raises:
-            InvariantError: It is not that step's, or has the wrong number of tokens.
+        InvariantError if it is not that step's, or has a wrong length.
         """
         if not self._steps or self._steps[0].plan.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} completes out of order")
@@ -211,8 +204,7 @@ class Loop:
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
         """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost.
 
-        Raises:
-            InvariantError: It is not in flight.
+        InvariantError if it is not in flight.
         """
         move, missing = self.state.transfers.end(transfer_id, lost)
         self._swaps.settle(move, lost, now)
@@ -225,8 +217,7 @@ class Loop:
     def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
         """Rewrite every block table that holds a moved block, after the pool shrank at this boundary.
 
-        Raises:
-            InvariantError: A step is outstanding.
+        InvariantError if a step is outstanding.
         """
         if self._steps:
             raise InvariantError("blocks move while a step is outstanding")
@@ -247,11 +238,7 @@ class Loop:
         return bool(self.state.sequences or self._steps or self.state.transfers)
 
     def check_integrity(self) -> None:
-        """Check all conservation laws.
-
-        Raises:
-            InvariantError: One is broken.
-        """
+        """Raise InvariantError if any conservation law is broken."""
         state = self.state
         state.ledger.check_integrity(state.block_tables() + self._swaps.shared_tables())
         state.backups.check_integrity()

@@ -124,5 +124,4 @@ class StepPrices:
 
 
 def _first_line(duration_s: float) -> Line:
-    """Initial prices: all 0, with the uncertainty of ``_GUESS``."""
     return Line([0.0] * len(_GUESS), [share * duration_s for share in _GUESS], noise=_NOISE, drift=_DRIFT)

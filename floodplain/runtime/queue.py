@@ -18,12 +18,7 @@ class WaitingQueue:
     """Sequences in the order of a key. Every operation costs O(log n + window): 100,000 waiting cost nothing per step.
 
     The first ``window`` are sorted in ``head``; the others are in a heap, from which removed ones are dropped lazily.
-
-    Args:
-        key: The order; fixed for a sequence as long as it waits.
-        window: The length of the head.
-        num_newest: Number of sequences behind the head, the newest ones of each client, that ``shown`` has as well.
-        client: Name of the API key of a sequence.
+    The key is fixed for a sequence as long as it waits. ``shown`` also has ``num_newest`` sequences behind the head.
     """
 
     def __init__(
@@ -150,12 +145,9 @@ class Retries:
         self._kept: dict[tuple[str, int], tuple[float, float]] = {}  # (arrival, time until which it is kept)
 
     def leave(self, request: Request, arrival_s: float, now: float) -> None:
-        """Keep the place of an aborted request.
+        """Keep the place of a request that is aborted at ``now``.
 
-        Args:
-            request: Has the key and the prompt.
-            arrival_s: When it arrived, or the request whose place it had.
-            now: Time of the abort, in seconds.
+        ``arrival_s`` is its arrival, or that of the request before it.
         """
         self._kept.pop(_name(request), None)
         self._kept[_name(request)] = (arrival_s, now + RETRY_S)

@@ -36,11 +36,7 @@ class Keeper(Protocol):
 
 
 class Relocations:
-    """Begins relocations and settles them; adds and removes slots.
-
-    Args:
-        keeper: Owner of the backups.
-    """
+    """Begins relocations of the keeper's backups and settles them; adds and removes slots."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -113,8 +109,7 @@ class Relocations:
     def settle(self, relocation_id: int, lost: Sequence[int]) -> None:
         """End a relocation; blocks at the places ``lost`` did not arrive whole, and their backups are lost.
 
-        Raises:
-            InvariantError: It was not in flight.
+        InvariantError if it is not in flight.
         """
         moving = self._in_flight.pop(relocation_id, None)
         if moving is None:

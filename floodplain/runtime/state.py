@@ -35,7 +35,6 @@ class LoopConfig:
         max_model_len: Most tokens of a request, prompt and output.
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.
-        max_waiting: Most waiting requests.
         depth: Most outstanding steps.
         eos_token_ids: Tokens that end a request unless it ignores them.
         fingerprint: Identifies the model in the content keys of blocks.
@@ -81,8 +80,8 @@ class Counters:
 class Source:
     """Source of one block of an absent sequence: on the device (``block``) or in swap space (``backup``).
 
-    ``key`` is None for the partly filled last block, which is never shared. ``num_tokens`` counts the leading tokens of
-    the sequence up to the end of this block.
+    ``key`` is None for the partly filled last block, which is never shared. ``num_tokens`` counts leading tokens up to
+    its end.
     """
 
     key: BlockKey | None
@@ -93,14 +92,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A sequence whose KV is swapped in.
+    """A sequence whose KV is swapped in, and its status before (``origin``).
 
-    Attributes:
-        seq: The sequence.
-        origin: Its status before.
-        sources: The source of each block of its table.
-        table: Blocks of the device.
-        loading: Those of them that the copy fills.
+    ``sources`` has the source of each block of its ``table``; the copy fills those that are in ``loading``.
     """
 
     seq: Sequence
@@ -176,11 +170,7 @@ class LoopState:
         return bool(self.num_returning_blocks or self.num_incoming_blocks or self.held_tables)
 
     def expect(self, seq_id: SeqId, *statuses: Status) -> Sequence:
-        """The sequence with this id, which must have one of these statuses.
-
-        Raises:
-            InvariantError: There is no such sequence.
-        """
+        """The sequence with this id, which must have one of these statuses, else InvariantError."""
         seq = self.sequences.get(seq_id)
         if seq is None or seq.status not in statuses:
             raise InvariantError(f"sequence {seq_id} is not {' or '.join(status.value for status in statuses)}")

@@ -34,13 +34,9 @@ class Swaps:
     # -- outbound --------------------------------------------------------------------------------------------------
 
     def preempt(self, order: Preemption, now: float) -> Transfer | None:
-        """Take a running sequence off the device.
+        """Take a running sequence off the device; returns the copy that must be made, None if none is needed.
 
-        Returns:
-            The copy that must be made; None if everything is backed up, or is to be recomputed.
-
-        Raises:
-            InvariantError: The sequence is in an outstanding step, or the tier has too few slots.
+        InvariantError if the sequence is in an outstanding step, or the tier has too few slots.
         """
         state, seq = self._state, self._state.expect(order.seq_id, Status.RUNNING)
         if seq.num_outstanding:
@@ -93,14 +89,12 @@ class Swaps:
         return transfer
 
     def _tail_key(self, seq: Sequence) -> BlockKey:
-        """A new unique key for the sequence's partial block, which is never shared."""
         return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, next(self._tails)))
 
     def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
         """Keep existing backups of up to ``most`` full blocks of which the sequence keeps none yet.
 
-        Returns:
-            (index, key) of those blocks that have no backup.
+        Returns (index, key) of those blocks that have no backup.
         """
         block_tokens = self._state.ledger.block_tokens
         keys = seq.keys_for(seq.num_computed // block_tokens, block_tokens)
@@ -167,11 +161,8 @@ class Swaps:
     def resume(self, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
         """Resume a swapped or waiting sequence with its KV in swap space; missing KV is computed later.
 
-        Returns:
-            The copy that must arrive before it runs; None if none is needed and it is running now.
-
-        Raises:
-            InvariantError: There are too few blocks.
+        Returns the copy that must arrive before it runs; None if none is needed and it is running now. InvariantError
+        if there are too few blocks.
         """
         state, seq = self._state, self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
         sources = state.find_sources(seq)
@@ -250,9 +241,9 @@ class Swaps:
             state.ledger.sharing_version += 1
 
     def _settle_in(self, arrival: Arrival, lost: Seq[int], now: float) -> None:
-        """Finish an inbound transfer that has ended: the blocks before the first lost one are kept.
+        """Keep the blocks before the first lost one.
 
-        If no block is kept, the sequence returns to its status before the transfer.
+        Without any, the sequence returns to its status before the transfer.
         """
         state, seq = self._state, arrival.seq
         is_wanted = seq.status is Status.LOADING

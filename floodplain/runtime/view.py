@@ -59,10 +59,9 @@ class ContentWatch:
         self._watchers: dict[BlockKey, set[SeqId]] = {}
 
     def refresh(self, changed: Set[SeqId]) -> set[SeqId]:
-        """Drop every result that may have changed since the last call; return the ids of their sequences.
+        """Drop every result that may have changed since the last call, or is of a ``changed`` sequence.
 
-        Args:
-            changed: Sequences that have changed themselves.
+        Return their ids.
         """
         stale = {seq_id for seq_id in changed if seq_id in self._found}
         watchers = self._watchers
@@ -330,6 +329,5 @@ class ViewBuilder:
 
 
 def _members(plan: StepPlan) -> Iterator[SeqId]:
-    """The sequences that a step computes."""
     yield from plan.decodes
     yield from (chunk.seq_id for chunk in plan.prefills)

@@ -21,13 +21,7 @@ DUMMY_TOKEN = 0
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """The time of a step as a linear function of its work (least squares over measured steps).
-
-    Attributes:
-        base_s: Seconds of any step.
-        decode_s: Seconds for each decode.
-        prefill_token_s: Seconds for each token of a prompt.
-    """
+    """The time of a step in seconds as a linear function of its work (least squares over measured steps)."""
 
     base_s: float
     decode_s: float
@@ -44,9 +38,7 @@ class StepLine:
 class VirtualLinks:
     """Links on which copies of one direction run one at a time; the two directions are independent.
 
-    Args:
-        links: Links by the tier at their far end; the caller may change them during the simulation.
-        block_bytes: Bytes of one KV block.
+    ``links`` has them by the tier at their far end; the caller may change them during the simulation.
     """
 
     def __init__(self, links: Mapping[Tier, Link], block_bytes: int) -> None:
@@ -86,11 +78,7 @@ Event = Callable[[], object]
 
 
 class Environment:
-    """Virtual time and its events. Events at the same time run in the order of scheduling.
-
-    Attributes:
-        now: Seconds since the start of the simulation.
-    """
+    """Virtual time and its events. Events at the same time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -98,11 +86,7 @@ class Environment:
         self._order = count()
 
     def schedule(self, when_s: float, event: Event) -> None:
-        """Run ``event`` at ``when_s``.
-
-        Raises:
-            InvariantError: That time has passed.
-        """
+        """Run ``event`` at ``when_s``; InvariantError if that time has passed."""
         if not when_s >= self.now:
             raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
         heapq.heappush(self._events, (when_s, next(self._order), event))
@@ -117,14 +101,9 @@ class Environment:
 class VirtualInstance:
     """A loop with a virtual device, one step at a time, which takes ``step_time_s(plan)`` seconds.
 
-    Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for
-    them, as in ``engine.shell``.
-
-    Attributes:
-        lifecycles: Lifecycles of all requests, in order of submission.
-        busy_s: Time in which a step ran.
-        on_step: Called with each plan and the time of its start.
-        on_boundary: Called when a step has ended, before the next one is planned.
+    Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for them, as in
+    ``engine.shell``. ``lifecycles`` are in order of submission. ``on_step`` is called with each plan and the time of
+    its start, ``on_boundary`` when a step has ended, before the next one is planned.
     """
 
     def __init__(
@@ -154,7 +133,6 @@ class VirtualInstance:
         return seq_id
 
     def _advance(self) -> None:
-        """Start the next step if there is one."""
         if self._is_computing:
             return
         now = self._environment.now

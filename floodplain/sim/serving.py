@@ -20,17 +20,7 @@ from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualDevice:
-    """A device that computes and holds KV, and the swap space behind its link.
-
-    Attributes:
-        step_time_s: Returns the seconds of a step.
-        num_blocks: Blocks of the KV pool.
-        block_tokens: Tokens in a block.
-        config: Limits of the loop; its ``block_bytes`` prices copies.
-        link: The link to the swap space.
-        num_swap_slots: Slots of the swap space; 0: there is none.
-        caches_prefixes: Whether blocks keep their content for later prefixes.
-    """
+    """A device that computes and holds KV, and the swap space behind its link (none with 0 slots)."""
 
     step_time_s: Callable[[StepPlan], float]
     num_blocks: int
@@ -52,10 +42,8 @@ class VirtualDevice:
 class Peaks:
     """The largest use of memory in any step, in blocks.
 
-    Attributes:
-        pool_blocks: Blocks of the pool in use; cached prefixes are not.
-        swap_slots: Slots in use, backups of requests on the device included; idle backups are not.
-        swapped_blocks: Backups that preempted requests need.
+    Cached prefixes do not count in the pool; in swap space backups of requests on the device do, idle ones do not.
+    ``swapped_blocks`` are backups that preempted requests need.
     """
 
     pool_blocks: int = 0
@@ -82,8 +70,6 @@ class Served:
         duration_s: Virtual time until the last token and the last copy.
         busy_s: Time in which a step ran.
         stall_s: Time in which nothing could run before a copy ended.
-        counters: The loop's totals.
-        peaks: The largest use of memory.
     """
 
     lifecycles: list[Lifecycle]
@@ -102,18 +88,10 @@ def serve(
     seed: int = 0,
     on_step: Callable[[LoopState, float], None] | None = None,
 ) -> Served:
-    """Submit all requests at their arrival times, and serve them to their ends.
+    """Submit all requests at their arrival times, and serve them to their ends with a new policy object.
 
-    Args:
-        requests: In any order. Outputs end by ``max_tokens``; prompts share prefixes by their token ids.
-        policy: A new policy object.
-        device: The device that serves them.
-        seed: Seed of the policy's choices.
-        on_step: Called with the loop's state and the time when a step begins.
-
-    Raises:
-        RequestRefused: A request can never be served on this device.
-        QueueFull: More requests wait than the device's ``config`` allows.
+    Outputs end by ``max_tokens``; prompts share prefixes by their token ids. ``on_step`` is called with the loop's
+    state and the time when a step begins. RequestRefused or QueueFull as from the loop.
     """
     environment, peaks = Environment(), Peaks()
     links = VirtualLinks({device.link.tier: device.link}, device.config.block_bytes)
