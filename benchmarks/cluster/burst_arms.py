@@ -19,12 +19,10 @@ _MANUAL = ("--relief", "manual")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to serve.
+    """One way to serve: flags of ``serve`` beside those of all arms.
 
-    Attributes:
-        flags: Of ``serve``, beside those of all arms.
-        asks: Moves that the harness asks for when ``policy/drop_timing.py`` decides on them; none if the router decides
-            itself, or never drops.
+    ``asks``: moves that the harness asks for when ``policy/drop_timing.py`` decides on them; none if the router decides
+    itself, or never drops.
     """
 
     flags: tuple[str, ...]

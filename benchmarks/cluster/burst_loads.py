@@ -30,12 +30,9 @@ PEAK_PARTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive.
+    """How requests arrive: phases of seconds and a multiple of the calm rate, or a trace.
 
-    Attributes:
-        phases: Seconds, and a multiple of the calm rate.
-        trace: A file whose most bursty window is replayed instead, with its own lengths,
-        trace_s: in so many seconds.
+    Of a trace the most bursty window is replayed, with its own lengths, in ``trace_s`` seconds.
     """
 
     phases: tuple[tuple[float, float], ...] = ()
@@ -75,15 +72,8 @@ def make_requests(
 ) -> list[LoadRequest]:
     """The requests of a load, in order of arrival; the same for the same arguments.
 
-    Args:
-        load: How they arrive.
-        rate: The calm rate of our own requests, a second.
-        seed: Of arrivals, lengths and texts.
-        tokenizer: Of the model.
-        traces: The folder with the trace.
-
-    Raises:
-        UserError: The load needs a trace, and there is no folder.
+    ``rate`` is the calm rate of our own requests, per second; ``traces`` is the folder with the trace. Raises UserError
+    if the load needs a trace, and there is no folder.
     """
     if load.trace is None:
         return _with_texts(_own_rows(load.phases, rate, seed), seed, tokenizer)

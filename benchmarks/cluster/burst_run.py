@@ -30,13 +30,7 @@ SETTLE_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common.
-
-    Attributes:
-        model: That is served.
-        blocks: KV blocks of an instance.
-        folder: For the servers' logs.
-    """
+    """What all runs have in common: the model, KV blocks of an instance, and a folder for logs."""
 
     model: str
     blocks: int

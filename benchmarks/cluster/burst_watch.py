@@ -21,17 +21,10 @@ PIPELINED = "pipelined"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was seen at one moment, in sums over instances that have a pool of their own or lead a group.
+    """What was seen at one moment since the load began, in sums over instances that have a pool or lead a group.
 
-    Attributes:
-        time_s: Since the load began.
-        used_blocks: Blocks that hold KV, and
-        blocks: of how many.
-        running: Requests that compute,
-        waiting: that wait,
-        swapped: and that are in swap space.
-        num_lines: Instances at which requests wait or are swapped out.
-        state: Of the group; None without one.
+    Requests compute, wait, or are in swap space; ``num_lines`` counts instances at which requests wait or are swapped
+    out. ``state`` is that of the group; None without one.
     """
 
     time_s: float
@@ -75,16 +68,10 @@ def load_of(sample: Sample, undropped_blocks: int, head_blocks: int) -> ClusterL
 
 
 class Watcher:
-    """Polls a router as long as the context is open.
+    """Polls a router as long as the context is open, and asks for moves when they are due.
 
-    Args:
-        url: Of the router.
-        asks: Moves that are asked for when they are due.
-        head_blocks: Blocks of a request's prompt.
-
-    Attributes:
-        samples: What was seen.
-        moves: What was asked for: ``move``, ``asked_s`` and ``answered_s`` since the load began, and ``problem``.
+    ``head_blocks`` are the blocks of a request's prompt. ``moves`` has what was asked for: ``move``, ``asked_s`` and
+    ``answered_s`` since the load began, and ``problem``.
     """
 
     def __init__(self, url: str, asks: frozenset[DropMove], head_blocks: int) -> None:

@@ -44,13 +44,7 @@ ARMS = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A burst: all requests at once.
-
-    Attributes:
-        num_requests: How many.
-        prompt: Fewest and most tokens of a prompt.
-        output: Fewest and most tokens of an answer.
-    """
+    """A burst: all requests at once; fewest and most tokens of a prompt, and of an answer."""
 
     num_requests: int
     prompt: tuple[int, int]

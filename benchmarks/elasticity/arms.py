@@ -27,12 +27,9 @@ SCALE = LendingScale(
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One pair of servers.
+    """Addresses of one pair of servers: the lender, whose own requests are measured, and the borrower.
 
-    Attributes:
-        name: ``peer`` or ``host``: where the borrower swaps to.
-        lender: Address of the one whose own requests are measured.
-        borrower: Address of the one that swaps.
+    The name is ``peer`` or ``host``: where the borrower swaps to.
     """
 
     name: str

@@ -27,11 +27,7 @@ SMALL_POOL_BYTES = 10 * 2**20
 def measure_boundary(coordinator: str, model: str, role: str, seed: int) -> dict[str, Any]:
     """Steps of an engine that lends or borrows, and the part of each that its leases took.
 
-    Args:
-        coordinator: Its address.
-        model: That the engine runs.
-        role: ``lender`` or ``borrower``.
-        seed: Of the engine.
+    ``role`` is ``lender`` or ``borrower``.
     """
     flags: dict[str, Any] = {
         "kv_memory": POOL_BYTES, "lend": "auto", "lend_after": 0.5, "swap": "none", "policy": "fcfs",

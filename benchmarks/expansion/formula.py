@@ -28,14 +28,10 @@ DTYPE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU and the link over which its layers would stream.
+    """A GPU and the link over which its layers would stream, in bytes and bytes per second.
 
-    Attributes:
-        name: For tables.
-        memory_bytes: Of the GPU. An H100 of "80 GB" has 81,559 MiB by nvidia-smi; the others are data sheets'.
-        memory_bandwidth: Bytes per second by its data sheet.
-        link_bandwidth: Bytes per second towards the GPU.
-        source: Of the link's bandwidth.
+    An H100 of "80 GB" has 81,559 MiB by nvidia-smi; the others are data sheets', and so is the bandwidth of memory.
+    ``source`` is that of the link's bandwidth towards the GPU.
     """
 
     name: str

@@ -44,14 +44,9 @@ def move_by_fifo(engine: Engine, expansion: Expansion, *, is_shared: bool) -> No
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One arm.
+    """One arm: a value of ``--kv-expansion``, and the device memory as a multiple of the others'.
 
-    Attributes:
-        name: In tables.
-        expansion: ``--kv-expansion``.
-        pool: Times the device memory of the others.
-        change: How layers stream; None: as the engine does.
-        flags: Others of its own.
+    ``change`` tells how layers stream; None: as the engine does.
     """
 
     name: str

@@ -26,14 +26,10 @@ WARM_UP_SEED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One row of the comparison.
+    """One row of the comparison: phases of (requests, rate as a multiple of capacity), or a trace.
 
-    Attributes:
-        phases: (requests, rate as a multiple of capacity), in order.
-        trace: A file whose arrivals and lengths are replayed instead.
-        speedup: How many times faster, for a capacity of one request per second: a machine that serves twice as many is
-            as hard pressed by the same window at twice the speed.
-        spec: Lengths, and for a trace how it is scaled.
+    ``speedup`` of a trace is for a capacity of one request per second: a machine that serves twice as many is as hard
+    pressed by the same window at twice the speed.
     """
 
     phases: tuple[tuple[int, float], ...] = ()

@@ -76,16 +76,9 @@ class TimedModel:
 
 
 class ModelBench:
-    """A loaded model, a KV pool full of random numbers, and the runner over both.
+    """A loaded model, a KV pool of at least ``min_pool_bytes`` full of random numbers, and the runner over both.
 
-    Args:
-        name: Of the model, as in ``floodplain serve``.
-        memory: Where parameters and KV come from.
-        min_pool_bytes: The pool is at least this large.
-        seed: Of weights, KV, prompts and block tables.
-
-    Raises:
-        UserError: It does not fit.
+    The seed is that of weights, KV, prompts and block tables. Raises UserError if it does not fit.
     """
 
     def __init__(self, name: str, memory: Device, min_pool_bytes: int, seed: int) -> None:

@@ -21,10 +21,7 @@ NUM_REMAPS = 15
 def measure_remap(device: CudaDevice, layout: KVLayout, layer_bytes: int = LAYER_BYTES) -> Iterator[Row]:
     """Drop half of the layers and restore them, again and again: milliseconds for each GB of parameters.
 
-    Args:
-        device: Has room for the parameters.
-        layout: Of the model's KV; the number of layers is not looked at.
-        layer_bytes: Parameters of one layer.
+    Of the layout of the model's KV the number of layers is not looked at.
     """
     layout = replace(layout, num_layers=NUM_LAYERS)
     buffers = [PagedBuffer(device, layer_bytes) for _ in range(NUM_LAYERS)]

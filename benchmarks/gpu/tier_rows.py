@@ -155,12 +155,7 @@ def _time_plain(wire: Wire, direction: Direction, staging: torch.Tensor) -> list
 class CopyBench:
     """Blocks of one layer of Llama-3.1-8B, scattered over a pool, and staging that has room for half of them.
 
-    Args:
-        memory: Where the pool lies.
-        seed: Of the blocks' order.
-
-    Raises:
-        UserError: It does not fit.
+    Raises UserError if it does not fit.
     """
 
     def __init__(self, memory: Device, seed: int) -> None:

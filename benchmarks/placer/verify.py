@@ -10,12 +10,7 @@ from floodplain.planner.placer import Placement
 
 
 def violations(cluster: Cluster, placement: Placement) -> list[str]:
-    """Return all errors of a placement, a line each; empty if there are none.
-
-    Args:
-        cluster: What was to be placed.
-        placement: Its claimed placement.
-    """
+    """All errors of a placement, a line each; empty if there are none."""
     models = dict(cluster.units())
     servers = {server.name: server for server in cluster.servers}
     wrong = list(_misplaced(models, servers, placement.spots))
@@ -30,7 +25,7 @@ def violations(cluster: Cluster, placement: Placement) -> list[str]:
 
 
 def objective(cluster: Cluster, spots: Mapping[Unit, Spot]) -> int:
-    """Return Eq. 6, from Eq. 4 and 5, in bytes."""
+    """Eq. 6, from Eq. 4 and 5, in bytes."""
     models = dict(cluster.units())
     mem = dict.fromkeys((server.name for server in cluster.servers), 0)
     eq = dict(mem)

@@ -19,13 +19,10 @@ LINE_GRACE_S = 1.0
 
 @dataclass(slots=True)
 class Fluid:
-    """The server between two arrivals. Work is counted in seconds.
+    """The server between two arrivals. Work is counted in seconds of the whole device.
 
-    Attributes:
-        request_s: Seconds of the whole device that a request needs.
-        window_s: Seconds from arrival until a request on time must have ended: TTFT goal, and a mean answer at its
-            TPOT goal.
-        patience: Longest wait in line as a multiple of FCFS's (``--line-patience``); inf: no limit.
+    A request on time must have ended ``window_s`` after its arrival: TTFT goal, and a mean answer at its TPOT goal.
+    ``patience`` is the longest wait in line as a multiple of FCFS's (``--line-patience``); inf: no limit.
     """
 
     request_s: float
@@ -77,12 +74,9 @@ class Fluid:
 
 
 def count_on_time(arrivals_s: Sequence[float], can_attain: Sequence[bool], fluid: Fluid) -> int:
-    """Number of requests that attain both goals.
+    """Number of requests that attain both goals; arrivals ascend, and the server is idle at first.
 
-    Args:
-        arrivals_s: Arrival of each request, ascending.
-        can_attain: Whether each request attains its goals alone; the others count as in line.
-        fluid: An idle server.
+    ``can_attain``: whether each request attains its goals alone; the others count as in line.
     """
     now, num_on_time = 0.0, 0
     for arrival_s, can in zip(arrivals_s, can_attain, strict=True):

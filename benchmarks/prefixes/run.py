@@ -36,14 +36,9 @@ PLACES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Repeated requests with one length of prefix, from one place.
+    """Repeated requests with one length of prefix, from one place; ``device`` if it was never evicted.
 
-    Attributes:
-        place: Where the prefix was; ``device`` if it was never evicted.
-        num_prefix_tokens: Its length.
-        ttft_s: Of each repeat.
-        cached_tokens: Of each repeat: how much of the prompt was not computed.
-        fetched_tokens: Of each repeat: how much of that came over the link.
+    Of each repeat: the TTFT, how much of the prompt was not computed, and how much of that came over the link.
     """
 
     place: str

@@ -41,13 +41,9 @@ STEP = StreamStep(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A burst, a memory and a link.
+    """A burst, a memory and a link: the factor over capacity, the seconds, and bytes of layers over bytes of KV pool.
 
-    Attributes:
-        factor: Of the burst, over capacity.
-        burst_s: Its length.
-        ratio: Bytes of the layers over bytes of the KV pool.
-        link: Between instances, bytes per second each way.
+    The link is between instances, in bytes per second each way.
     """
 
     factor: float

@@ -98,12 +98,9 @@ def _make_turning(environment: Environment, cell: Cell, index: int) -> VirtualIn
 
 
 def decide(cell: Cell, load: ClusterLoad, *, is_known: bool) -> dict[str, Any]:
-    """What ``policy.relief`` chooses where the drop policy would drop.
+    """What the rule of relief chooses where the drop policy would drop, for mean lengths and rates that are known.
 
-    Args:
-        cell: Whose mean lengths and rates are known.
-        load: At that moment.
-        is_known: Whether the end of the burst is; else the overload is expected to last as long again.
+    ``is_known``: whether the end of the burst is; else the overload is expected to last as long again.
     """
     rate = NUM_INSTANCES * STEP.tokens_per_s(cell.num_streams)
     num_waiting = load.num_head_blocks * BLOCK_TOKENS / PROMPT_TOKENS
@@ -122,13 +119,10 @@ def decide(cell: Cell, load: ClusterLoad, *, is_known: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """The KV that streams move when they take turns.
+    """The KV that streams move when they take turns: of a stream in the middle of its life, in bytes and tokens.
 
-    Attributes:
-        kv_bytes: KV of a stream in the middle of its life.
-        context_tokens: Tokens of this KV.
-        slice_tokens: Tokens that a stream generates in a turn.
-        turning: Share of the memory for streams that take turns; the rest is for streams that run to their end.
+    A turn generates ``slice_tokens``. ``turning`` is the share of the memory for streams that take turns; the rest is
+    for streams that run to their end.
     """
 
     kv_bytes: float
@@ -137,13 +131,9 @@ class TurnCost:
     turning: float = 0.6
 
     def swap_tokens_per_s(self, tokens_per_s: float, bandwidth: float) -> float:
-        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth``.
+        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth`` bytes per second.
 
         Copies overlap with steps until the link is saturated; then it limits the streams that take turns.
-
-        Args:
-            tokens_per_s: Tokens per second without turns.
-            bandwidth: Bytes per second of the link.
         """
         wanted = self.turning * tokens_per_s
         possible = bandwidth / self.kv_bytes * self.slice_tokens
