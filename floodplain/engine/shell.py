@@ -22,7 +22,8 @@ from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, 
 from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
-from floodplain.model.tokenizer import StreamDecoder, Tokenizer
+from floodplain.model.text_pieces import StreamDecoder
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
 

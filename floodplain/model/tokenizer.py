@@ -1,12 +1,10 @@
-"""Text to tokens and back, token by token."""
+"""Text to tokens and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
-
-from floodplain.model.text_pieces import open_pieces
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""
@@ -122,93 +120,3 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """The bytes of lines of ``role: content``."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
-
-
-_MAX_LOOK_BACK = 256
-
-
-class StreamDecoder:
-    """The text of one sequence, token by token; it ends before a stop string.
-
-    The joined results of ``push`` and the final ``flush`` are the text of prompt and output after that of the
-    prompt (see ``text_pieces``), up to the stop string that ends first. No result has a part of a
-    character, or text that may still become a stop string.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: The tokens before the output: a word that follows them keeps its space.
-        stop: Strings that end the text. A special token with such a text ends it too, even if it is removed.
-        skip_special_tokens: Remove special tokens.
-        min_tokens: Stop strings count only from this token on.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        *,
-        stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._vocab_size = tokenizer.vocab_size
-        self._text = open_pieces(tokenizer, self._end_of(prompt))
-        self._stop = tuple(stop)
-        self._stop_token_ids = {tokenizer.special_tokens.get(text) for text in self._stop} & self._skipped
-        self._num_tokens_before_stop = max(min_tokens - 1, 0)
-        self._held = ""
-        self.is_stopped = False
-
-    def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that is certain now, which may be empty."""
-        if self.is_stopped:
-            return ""
-        if token_id in self._stop_token_ids and self._num_tokens_before_stop == 0:
-            text = self.flush()
-            self.is_stopped = True
-            return text
-        text = self._text.push(token_id) if self._has_text(token_id) else ""
-        if not self._stop:
-            return text
-        if self._num_tokens_before_stop > 0:
-            self._num_tokens_before_stop -= 1
-            return text
-        return self._before_stop(text)
-
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt's end that the output's text may depend on; the whole prompt if its end is one run of bytes."""
-        last = [token for token in prompt[-_MAX_LOOK_BACK:] if self._has_text(token)]
-        if len(prompt) <= _MAX_LOOK_BACK or (last and self._tokenizer.fallback_byte(last[0]) is None):
-            return last
-        return [token for token in prompt if self._has_text(token)]
-
-    def _has_text(self, token_id: int) -> bool:
-        """Whether a token has text: not if it is special and skipped, or pads the vocabulary."""
-        return token_id < self._vocab_size and token_id not in self._skipped
-
-    def flush(self) -> str:
-        """The rest of the text, after the last token."""
-        if self.is_stopped:
-            return ""
-        text = self._text.flush()
-        if self._stop and self._num_tokens_before_stop == 0:
-            text = self._before_stop(text)
-        held, self._held = self._held, ""
-        return text + held
-
-    def _before_stop(self, text: str) -> str:
-        held = self._held + text
-        found = [(begin + len(stop), begin) for stop in self._stop if (begin := held.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            self._held = ""
-            return held[: min(found)[1]]
-        longest = min(len(held), max(map(len, self._stop)) - 1)
-        num_held = next((n for n in range(longest, 0, -1) if self._may_begin_stop(held[-n:])), 0)
-        self._held = held[len(held) - num_held :]
-        return held[: len(held) - num_held]
-
-    def _may_begin_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stop)

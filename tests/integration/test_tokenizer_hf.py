@@ -22,7 +22,7 @@ from floodplain.core.errors import RequestRefused, UserError
 from floodplain.model import chat_template, hf_tokenizer
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
-from floodplain.model.tokenizer import StreamDecoder
+from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 from tests.support.examples import examples
 from tests.support.llama_texts import keys_of, read_data

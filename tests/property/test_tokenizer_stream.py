@@ -11,7 +11,8 @@ from floodplain.core.plan import StepOutputs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.shell import OutputProcessor
-from floodplain.model.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
+from floodplain.model.text_pieces import StreamDecoder
+from floodplain.model.tokenizer import ByteTokenizer, Tokenizer
 
 
 class SpacedTokenizer(ByteTokenizer):

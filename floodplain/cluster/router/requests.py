@@ -17,7 +17,8 @@ from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.outputs import OutputDelta
-from floodplain.model.tokenizer import StreamDecoder, Tokenizer
+from floodplain.model.text_pieces import StreamDecoder
+from floodplain.model.tokenizer import Tokenizer
 
 
 class Caller:
