@@ -43,8 +43,7 @@ from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.sampler import Sampler
-from floodplain.model.weights.fingerprint import fingerprint_kv
-from floodplain.model.weights.open_model import open_model
+from floodplain.model.weights.open_model import fingerprint_kv, open_model
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy

@@ -30,8 +30,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.tokenizer import Tokenizer
-from floodplain.model.weights.fingerprint import fingerprint_kv
-from floodplain.model.weights.open_model import open_model
+from floodplain.model.weights.open_model import fingerprint_kv, open_model
 
 logger = logging.getLogger(__name__)
 

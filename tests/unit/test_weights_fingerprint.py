@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from floodplain.core.errors import UserError
 from floodplain.model.weights import fingerprint
 from floodplain.model.weights.dummy import DummyModel
-from floodplain.model.weights.fingerprint import digest_files, fingerprint_kv
-from floodplain.model.weights.open_model import open_model
+from floodplain.model.weights.fingerprint import digest_files
+from floodplain.model.weights.open_model import fingerprint_kv, open_model
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 from tests.unit.test_weights import DUMMY, dummy_weights, write_folder, write_gguf
 
@@ -43,8 +43,7 @@ def test_the_same_content_has_one_name_in_any_folder(tmp_path: Path) -> None:
 def test_another_process_finds_the_same_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     code = (
-        "import sys; from floodplain.model.weights.open_model import open_model;"
-        "from floodplain.model.weights.fingerprint import fingerprint_kv;"
+        "import sys; from floodplain.model.weights.open_model import fingerprint_kv, open_model;"
         "print(fingerprint_kv(open_model(sys.argv[1]), 'cpu', 'float32', 16))"
     )
     (tmp_path / "link.gguf").symlink_to(path)

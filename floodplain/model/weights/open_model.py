@@ -1,17 +1,20 @@
-"""Opens a model by the name that a user gives."""
+"""Opens a model by the name that a user gives, and makes the fingerprint of its KV."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from floodplain import __version__
 from floodplain.files.reading import is_file, is_folder
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.fingerprint import digest_fields
 from floodplain.model.weights.peek import packaged_smollm2, unknown_model
 
-__all__ = ["ModelSource", "open_model", "packaged_smollm2"]
+__all__ = ["ModelSource", "fingerprint_kv", "open_model", "packaged_smollm2"]
 
 
 class ModelSource(WeightSource, Protocol):
@@ -72,3 +75,27 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
     from floodplain.model.weights.gguf_file import GgufFile
 
     return GgufFile(path, name)
+
+
+def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int, layers: range | None = None) -> str:
+    """A digest of everything that determines the bytes of a KV block, except its tokens.
+
+    Names and folders are not part of it. The version of this package is, since it determines the results, and so is
+    the kind of device: kernels round differently, and dummies draw other weights there.
+
+    Args:
+        source: The model.
+        device: The torch device on which it runs; its index does not count.
+        dtype: Dtype of parameters and KV.
+        block_tokens: Tokens of a block.
+        layers: The layers whose KV a block has; None: all.
+
+    Raises:
+        UserError: A file of weights cannot be read any more.
+    """
+    shape = source.config.shape
+    config = replace(source.config, shape=replace(shape, name=""))
+    layers = range(shape.num_layers) if layers is None else layers
+    settings = f"{device.partition(':')[0]} {dtype} {block_tokens} {layers.start}-{layers.stop}"
+    parts = (__version__.encode(), repr(config).encode(), source.digest_weights(), settings.encode())
+    return digest_fields(parts).hex()
