@@ -15,15 +15,22 @@ from floodplain.engine.device_memory import DeviceMemory
 from floodplain.memory.arena import Page
 from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.paged_buffer import PagedBuffer
+from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
-from floodplain.model.network.linear import can_pack
-from floodplain.model.network.load import fill_layer, load_decoder
+from floodplain.model.network.load import load_decoder
+from floodplain.model.network.parameters import WeightSource, fill_buffer
 from floodplain.model.weights.dummy import DummyModel
 from tests.support.decoding import BLOCK_TOKENS, Sequences, all_logits
 
 CPU = torch.device("cpu")
 DROPPED, NUM_LAYERS = 3, 5
+
+
+def fill_layer(model: Decoder, index: int, source: WeightSource) -> None:
+    """Load one layer's parameters again into its buffer's present memory."""
+    family = opt if model.config.shape.family == "opt" else llama
+    fill_buffer(model.layer_buffers[index], family.layer_specs(model.config, index), source, model.dtype)
 
 
 class Loaded:
@@ -156,13 +163,3 @@ def test_pages_come_and_go_whole(loaded: Loaded) -> None:
     loaded.dropped.map(pages)
     with pytest.raises(InvariantError, match="wants 0"):
         loaded.dropped.map(loaded.other_pages())
-
-
-@pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="this torch has no packed products")
-def test_a_packed_layer_cannot_be_loaded_again() -> None:
-    source = DummyModel("tiny-llama")
-    model: Decoder = load_decoder(
-        source.config, source, dtype=torch.float32, device=CPU, block_tokens=BLOCK_TOKENS, is_packed=True
-    )
-    with pytest.raises(InvariantError, match="packed"):
-        fill_layer(model, 1, source)

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-
-MakeProjection = Callable[[torch.Tensor, torch.Tensor | None], "Projection"]
-"""``Linear`` or ``PackedLinear``."""
-
-
-class Projection(Protocol):
-    """``x [T, in] -> x W^T + b [T, out]``."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The product."""
-        ...
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual`` plus the product; ``residual`` itself is not changed."""
-        ...
-
 
 FEW_ROWS = 8
 """Most rows for which torch's bfloat16 product takes no longer than a float32 product with converted weights."""
@@ -77,6 +59,11 @@ class PackedLinear:
         x, added = x.to(self._dtype), residual.to(self._dtype)
         out = torch.ops.mkldnn._linear_pointwise.binary(x, added, self._weight, self._bias, "add")
         return out.to(residual.dtype)  # type: ignore[no-any-return]
+
+
+Projection = Linear | PackedLinear
+"""``x [T, in] -> x W^T + b [T, out]``."""
+MakeProjection = type[Linear] | type[PackedLinear]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.core.errors import InvariantError
 from floodplain.model.attention.backend import AttentionShape
 from floodplain.model.attention.backend_choice import attention_backend
 from floodplain.model.native.ops import native_ops
@@ -15,14 +14,13 @@ from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder, Layer, Stem
 from floodplain.model.network.linear import Linear, MakeProjection, PackedLinear, Projection
-from floodplain.model.network.ops import LayerOps, layer_ops
+from floodplain.model.network.ops import KernelOps, LayerOps, TorchOps
 from floodplain.model.network.parameters import (
     Allocate,
     ParameterSpec,
     Part,
     PlainBuffer,
     WeightSource,
-    fill_buffer,
     load_buffer,
 )
 
@@ -86,7 +84,7 @@ def load_decoder(
     allocate = allocate or _torch_allocate(device)
     project: MakeProjection = PackedLinear if is_packed else Linear
     native = native_ops(device, dtype)
-    ops = layer_ops(native)
+    ops = TorchOps() if native is None else KernelOps(native)
     _, stem_params = load_buffer(family.stem_specs(config), source, dtype, _torch_allocate(device))
     layers, buffers = {}, []
     for index in range(shape.num_layers) if only is None else only:
@@ -108,19 +106,6 @@ def load_decoder(
         device=device,
         layer_buffers=buffers,
     )
-
-
-def fill_layer(model: Decoder, index: int, source: WeightSource) -> None:
-    """Load one layer's parameters again into its buffer's present memory; the layer then runs as before.
-
-    Raises:
-        InvariantError: The buffer has no memory, or the model was packed and has no buffers.
-        UserError: Weights cannot be read any more.
-    """
-    if not model.layer_buffers:
-        raise InvariantError("a packed layer has no buffer to load")
-    specs = _FAMILIES[model.config.shape.family].layer_specs(model.config, index)
-    fill_buffer(model.layer_buffers[index - model.held.start], specs, source, model.dtype)
 
 
 def _load_head(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
@@ -12,19 +10,20 @@ from floodplain.model.network.decoder import Step
 from floodplain.model.network.rope import rotate_
 
 
-class LayerOps(Protocol):
-    """The operations of a layer besides matrix products and attention."""
+class TorchOps:
+    """The operations by torch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x [T, width]`` over its root mean square, times ``weight``."""
-        ...
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of the two halves of each row, [T, 2 * width] to [T, width]."""
-        ...
+        width = gate_up.shape[1] // 2
+        return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys in place; store keys and values.
+        """Rotate queries and keys in place; store keys and values in the step's slots.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim].
@@ -35,23 +34,6 @@ class LayerOps(Protocol):
         Returns:
             The keys and values that were stored, [T, 2, num_kv_heads, head_dim], a view of ``heads``.
         """
-        ...
-
-
-class TorchOps:
-    """The operations by torch, on any device."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x`` over its root mean square, times ``weight``."""
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up``."""
-        width = gate_up.shape[1] // 2
-        return F.silu(gate_up[:, :width]) * gate_up[:, width:]
-
-    def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate in place, then let the attention backend store keys and values."""
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         if step.turn is not None:
             rotate_(heads[:, : num_heads + num_kv_heads], step.turn)
@@ -75,6 +57,4 @@ class KernelOps:
         return heads[:, num_heads:].view(-1, 2, (heads.shape[1] - num_heads) // 2, heads.shape[2])
 
 
-def layer_ops(native: NativeOps | None) -> LayerOps:
-    """The CPU kernels if there are any, else torch."""
-    return TorchOps() if native is None else KernelOps(native)
+LayerOps = TorchOps | KernelOps
