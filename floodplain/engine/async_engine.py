@@ -34,10 +34,10 @@ _INBOX_S = 0.005
 
 
 class AsyncEngine:
-    """The engine of the server and of the in-process benchmarks.
+    """The engine of the server and of in-process benchmarks.
 
-    Steps run on the engine's thread; submissions and aborts wait in an inbox until the next step boundary. If the
-    thread ends with an exception, all current and later calls raise an error with it.
+    Submissions and aborts wait in an inbox until the next step boundary. If the thread ends with an exception, all
+    calls raise an error with it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -138,15 +138,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
-        Args:
-            request: The request.
-            on_accepted: Called on the event loop when the request is queued, after ``on_added``.
-            on_added: Called on the engine's thread when the request is queued, before a step can schedule it.
-
-        Raises:
-            RequestRefused: It can never be served.
-            QueueFull: Too many requests wait.
-            ShuttingDown: The engine is draining.
+        ``on_added`` is called on the engine's thread when the request is queued, before a step can schedule it, and
+        then ``on_accepted`` on the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while the engine
+        drains.
         """
         if self._loop is None or self._failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self._failure
@@ -172,10 +166,7 @@ class AsyncEngine:
     async def pause(self) -> Pause:
         """Complete all steps and copies under way, and hold the engine's thread until ``Pause.release``.
 
-        Deltas of the completed steps have been delivered when this returns.
-
-        Raises:
-            RuntimeError: The engine is not running.
+        Deltas of these steps have been delivered when this returns. Raises RuntimeError if the engine is not running.
         """
         if self._loop is None or self._failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self._failure
@@ -280,14 +271,12 @@ class AsyncEngine:
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """The caller of one ``AsyncEngine.generate``, with its request and results.
+    """The caller of one ``AsyncEngine.generate``.
 
     Attributes:
-        request: The request.
-        accepted: Done when the engine has accepted or refused it.
-        on_added: Called on the engine's thread when the request is queued; None calls nothing.
+        accepted: Done when the engine has accepted or refused the request.
         seq_id: Set and read on the engine's thread.
-        deltas: Its results, or why the engine ended; only touched on the event loop.
+        deltas: The results, or why the engine ended; only touched on the event loop.
     """
 
     request: Request
@@ -297,11 +286,7 @@ class Caller:
     deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
 
     async def next_delta(self) -> OutputDelta:
-        """The next result.
-
-        Raises:
-            BaseException: Why the engine ended.
-        """
+        """The next result; raises the exception that ended the engine."""
         delta = await self.deltas.get()
         if isinstance(delta, BaseException):
             raise delta
@@ -316,15 +301,7 @@ class Caller:
 
 
 class Pause:
-    """Holds an engine's thread between two steps, where it runs given functions.
-
-    Args:
-        loop: The event loop of the callers.
-
-    Attributes:
-        begun: Done when the thread is held.
-        is_over: Whether it was released.
-    """
+    """Holds an engine's thread between two steps, where it runs given functions. ``begun`` is done when it is held."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.begun: asyncio.Future[Engine] = loop.create_future()

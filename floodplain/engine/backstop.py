@@ -1,7 +1,8 @@
 """The backstop: a file from which a dropped layer is filled again if no peer can send it.
 
-Instances of a machine that serve one model share the file. It holds the buffers as they are in memory, so filling only
-reads: no name lookups, no conversion. The digests are those of the layers as loaded, never the file's.
+Instances of a machine that serve one model share the file. It holds the layers' buffers as they are in memory: nothing
+in it is parsed or trusted. Its header has the model's fingerprint, and each layer's size and digest; a reader compares
+it with the header that it expects from its own memory.
 """
 
 from __future__ import annotations
@@ -38,13 +39,7 @@ class BackstopDamaged(UserError):
 
 
 class Backstop:
-    """The open file; deleting or replacing it by name does not affect this instance. Callable on any thread.
-
-    Args:
-        fd: The open file; closed by ``close``.
-        path: Path at which it was opened.
-        layers: Expected contents.
-    """
+    """The open file; deleting or replacing it by name does not affect this instance. Callable on any thread."""
 
     def __init__(self, fd: int, path: Path, layers: LayerFile) -> None:
         self.path = path
@@ -53,9 +48,9 @@ class Backstop:
         self._damage: str | None = None
 
     def check(self) -> str | None:
-        """The reason in one line why no layer should be dropped; None if the file is the expected one.
+        """Why no layer should be dropped, in one line; None if size and header are the expected ones.
 
-        Compares size and header, in a fraction of a millisecond. Only ``fill`` finds damaged layers.
+        It takes a fraction of a millisecond. Only ``fill`` finds damaged layers.
         """
         if self._damage is not None:
             return self._damage
@@ -68,13 +63,9 @@ class Backstop:
     def fill(self, layer: int, buffer: ParameterBuffer) -> None:
         """Read a layer's parameters into its mapped buffer, check their digest, and set ``is_filled``.
 
-        Args:
-            layer: Index in the buffers of ``open_backstop``.
-            buffer: Of this layer.
-
         Raises:
-            BackstopDamaged: The file is truncated, unreadable or damaged. The buffer is not filled, ``check`` refuses
-                from now on, and the file is deleted, so that the next start writes a new one.
+            BackstopDamaged: The file is unreadable or damaged. ``check`` refuses from now on, and the file is deleted,
+                so that the next start writes a new one.
             InvariantError: The buffer has no memory, or is another layer's.
         """
         self._expect(layer, buffer)
@@ -90,10 +81,9 @@ class Backstop:
         buffer.is_filled = True
 
     def accept(self, layer: int, buffer: ParameterBuffer) -> bool:
-        """Check the digest of parameters that a peer sent; set ``is_filled`` and return whether it matches.
+        """Set ``is_filled`` if parameters that a peer sent have the expected digest, and return whether they do.
 
-        Raises:
-            InvariantError: The buffer has no memory, or is another layer's.
+        Raises InvariantError if the buffer has no memory, or is another layer's.
         """
         self._expect(layer, buffer)
         buffer.is_filled = _compute_layer_digest(buffer.tensor) == self._layers.digests[layer]
@@ -123,11 +113,7 @@ class Backstop:
 
 
 def default_backstop_folder() -> Path:
-    """The default folder for backstops, in the user's cache.
-
-    Raises:
-        UserError: There is no cache folder.
-    """
+    """The folder for backstops in the user's cache. Raises UserError if there is no cache folder."""
     root = user_folder("XDG_CACHE_HOME", ".cache")
     if root is None:
         raise UserError("no folder for the backstop of the model's layers: set XDG_CACHE_HOME")
@@ -138,15 +124,12 @@ def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuf
     """Open the machine's backstop of a model; write it if it is missing or not the expected one.
 
     Processes that start at the same time wait until the first one has written it. Files of other models, number formats
-    and versions in ``folder`` are not touched: the user deletes them.
+    and versions stay: the user deletes them. Raises UserError if the folder is not writable or the disk is full.
 
     Args:
         folder: On a local disk; made if it is missing.
         fingerprint: Of the model, its number format and the kind of device.
-        buffers: All layers of the model, filled, in order; their digests are computed here, once.
-
-    Raises:
-        UserError: The folder is not writable, or the disk is full.
+        buffers: All layers of the model, filled, in order.
     """
     if not all(buffer.is_filled for buffer in buffers):
         raise InvariantError("a backstop is opened before all parameters are loaded")
@@ -186,13 +169,7 @@ def _open_expected(path: Path, layers: LayerFile) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """The expected contents of a file of layers.
-
-    Attributes:
-        fingerprint: Of the model and its number format.
-        sizes: Bytes of each layer.
-        digests: SHA-256 of each layer, 32 bytes.
-    """
+    """The expected contents of a file of layers: bytes and SHA-256 (32 bytes) of each layer."""
 
     fingerprint: str
     sizes: tuple[int, ...]
@@ -215,11 +192,7 @@ class LayerFile:
         return len(self.header) + sum(_aligned(size) for size in self.sizes[:layer])
 
     def find_fault(self, fd: int) -> str | None:
-        """Why an open file is not the expected one, by size and header only; None if they match.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Why an open file is not the expected one, by size and header; None if they match. Raises OSError."""
         found, header = os.fstat(fd).st_size, self.header
         if found != self.num_bytes:
             return f"it has {found} bytes, not {self.num_bytes}"
@@ -228,14 +201,9 @@ class LayerFile:
         return None
 
     def write(self, path: Path, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the file beside ``path``, to disk, and then rename it; the caller holds ``_locked``.
+        """Write the layers (uint8) beside ``path``, to disk, and then rename the file; the caller holds ``_locked``.
 
-        Args:
-            path: Of the file.
-            tensors: uint8 of each layer.
-
-        Raises:
-            OSError: The disk is full, or the folder is not writable; a file at ``path`` is unchanged.
+        Raises OSError if the disk is full or the folder is not writable; a file at ``path`` is then unchanged.
         """
         part = path.with_name(path.name + ".part")
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -257,11 +225,7 @@ class LayerFile:
             os.close(fd)
 
     def read_layer(self, fd: int, layer: int, target: torch.Tensor) -> bool:
-        """Read a layer into uint8 memory of its size; return whether it is whole and has the expected digest.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Read a layer into uint8 memory of its size; return whether its digest is the expected one. Raises OSError."""
         offset, whole = self.find_offset(layer), hashlib.sha256()
         for chunk in _cut(target):
             staged = chunk if chunk.is_cpu else torch.empty(len(chunk), dtype=torch.uint8)
@@ -292,11 +256,7 @@ def _compute_layer_digest(tensor: torch.Tensor) -> bytes:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the machine-wide lock for writing ``path``; it is released if the process exits.
-
-    Raises:
-        OSError: The lock file beside ``path`` cannot be made.
-    """
+    """Hold the machine-wide lock for writing ``path``; it is released if the process exits."""
     fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -20,8 +20,8 @@ IntArray = npt.NDArray[np.int64]
 class SequenceSlots:
     """Block table, next position and last token of every sequence that the loop has not released.
 
-    They are in arrays, so that a decode step needs no Python loop. Arrays are indexed by *row*; a
-    sequence keeps its row until it is released, even while it is off the device.
+    Arrays, so that a decode step needs no Python loop; their index is the *row* of a sequence, which keeps it until it
+    is released, even while it is off the device.
 
     Attributes:
         tables: [rows, max_blocks] block ids.
@@ -73,13 +73,7 @@ class SequenceSlots:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Sequences and KV locations of a batch's tokens.
-
-    Attributes:
-        single: Rows of sequences that feed one token, in the order of the batch.
-        runs: The chunks of several tokens, behind the single ones in the batch.
-        slot_mapping: Where each token's KV is written, int64 [T].
-    """
+    """Rows that feed one token, chunks of several tokens behind them, and each token's KV slot, int64 [T]."""
 
     single: IntArray
     runs: Sequence[PrefillChunk]
@@ -87,16 +81,7 @@ class BatchRows:
 
 
 class Batches:
-    """Owner of a runner's state between steps. Plans are applied in their order.
-
-    Args:
-        device: Where batches lie.
-        block_tokens: Tokens in a block.
-        max_model_len: Most tokens of a sequence.
-
-    Attributes:
-        slots: Block tables, positions and last tokens of sequences.
-    """
+    """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``."""
 
     def __init__(self, device: torch.device, *, block_tokens: int, max_model_len: int) -> None:
         self.slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
@@ -179,7 +164,7 @@ class Batches:
     def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
         """Rows that feed one token: the decodes, then the chunks of one token, which compute like decodes.
 
-        Swapped-in sequences resume with such a chunk: there are many in each step when turns are taken.
+        A swapped-in sequence resumes with such a chunk.
         """
         slots, singles = self.slots, [chunk for chunk in plan.prefills if len(chunk.token_ids) == 1]
         if not singles:
@@ -204,10 +189,7 @@ class Batches:
 
 
 def _logits_rows(plan: StepPlan) -> IntArray:
-    """The rows of the batch whose logits are sampled, in the order of ``plan.sampled``.
-
-    Chunks of one token are behind the decodes, longer ones behind those; of each chunk the last row is sampled.
-    """
+    """The rows of the batch whose logits are sampled, in the order of ``plan.sampled``: the last row of each chunk."""
     ends, single = [], len(plan.decodes)
     row = single + sum(len(chunk.token_ids) == 1 for chunk in plan.prefills)
     for chunk in plan.prefills:

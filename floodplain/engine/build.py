@@ -62,12 +62,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 class OpenedEngine:
     """An engine and its parts, which ``Engine.close`` closes.
 
-    Attributes:
-        engine: The engine.
-        parts: Parts of a pipeline stage with all layers.
-        memory: The memory of parameters and KV.
-        pool: The KV pool.
-        slots: Slots of swap space in host memory; None if there is none.
+    ``parts`` are those of a pipeline stage with all layers; ``slots`` are swap space in host memory, if there is any.
     """
 
     engine: Engine
@@ -248,10 +243,7 @@ def _open_borrowers(
 ) -> tuple[PeerTier | None, NearLayers | None]:
     """Open the borrowed tier of swap space (``--swap peer``) and near copies of layers (``--expansion-tier peer``).
 
-    Each sees only the grants of its own requests.
-
-    Raises:
-        UserError: No device that this process sees can be borrowed from.
+    Each sees only the grants of its own requests. Raises UserError if no visible device can be borrowed from.
     """
     shares: list[LeaseShare] = []
     look_s = config.lease_look or LOOK_S

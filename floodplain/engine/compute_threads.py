@@ -9,14 +9,11 @@ _SOFT = 1
 
 
 def release_compute_threads() -> bool:
-    """Release the OpenMP workers of the calling thread; it gets new ones when it computes again.
+    """Release the OpenMP workers of the calling thread; return False if OpenMP cannot, or inside a parallel region.
 
-    OpenMP keeps workers for each thread that computes. GNU's workers spin between two operations only while all pools
-    together have no more threads than there are cores; else they sleep after each, and a step of hundreds of
-    operations takes half as long again. So a thread that loaded a model calls this before another thread runs it.
-
-    Returns:
-        Whether they were released. False: this OpenMP cannot do that, or the call is inside a parallel region.
+    OpenMP keeps workers for each thread that computes. GNU's spin between two operations only while all pools together
+    have no more threads than there are cores; else they sleep after each, and a step of hundreds of operations takes
+    half as long again. So a thread that loaded a model calls this before another thread runs it.
     """
     try:
         pause = ctypes.CDLL(None).omp_pause_resource_all

@@ -48,11 +48,7 @@ _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineFlags):
-    """A resolved configuration: saved beside every result, never changed.
-
-    Raises:
-        UserError: A value is out of its range; the message names the flag.
-    """
+    """A resolved configuration: saved beside every result, never changed. Raises UserError, which names the flag."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(EngineConfig).items():
@@ -89,11 +85,7 @@ class EngineConfig(EngineFlags):
             raise error.as_flags() from None
 
     def sharing_settings(self) -> SharingSettings:
-        """Settings for time-slicing policies; without ``--slice`` the policy's default slice.
-
-        Raises:
-            SettingRefused: A value is out of its range.
-        """
+        """Settings for time-slicing policies; without ``--slice`` the policy's default slice. Raises SettingRefused."""
         asked = {} if self.slice is None else {"slice_steps": self.slice}
         return settings_for(
             self.policy,
@@ -113,11 +105,7 @@ class EngineConfig(EngineFlags):
 
     @property
     def most_lent_bytes(self) -> int | None:
-        """Most bytes to lend: 0 for ``off``, None for ``auto`` (as much as can be spared).
-
-        Raises:
-            UserError: ``--lend`` is neither off, auto nor a size.
-        """
+        """Most bytes to lend: 0 for ``off``, None for ``auto`` (as much as can be spared)."""
         if self.lend in ("off", "auto"):
             return 0 if self.lend == "off" else None
         try:
@@ -135,11 +123,7 @@ class EngineConfig(EngineFlags):
 
     @property
     def asked_expansion(self) -> float | None:
-        """The configured expansion of the KV pool: 1 for ``off``, None for ``auto``.
-
-        Raises:
-            UserError: ``--kv-expansion`` is neither off, auto nor a number above 1.
-        """
+        """The configured expansion of the KV pool: 1 for ``off``, None for ``auto``."""
         if self.kv_expansion in ("off", "auto"):
             return 1.0 if self.kv_expansion == "off" else None
         try:

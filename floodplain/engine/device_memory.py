@@ -25,20 +25,13 @@ _ALIGN_SLACK_PERCENT = 105
 class DeviceMemory:
     """Owner of the device object and of everything mapped on it.
 
+    Raises UserError if the machine has less memory than was asked for, or another engine uses that name.
+
     Args:
-        config: Of the engine.
-        model: Configuration of the model that will be loaded.
-        backend: Of the device.
-        dtype: Of parameters and KV.
         shared_name: Name under which neighbours find the device; None makes a private device.
 
     Attributes:
-        layout: Shape of the KV cache.
-        device: Device on which everything is mapped.
         layer_buffers: Each layer's parameters, in the order in which they were allocated.
-
-    Raises:
-        UserError: The machine has less memory than was asked for, or another engine uses that name.
     """
 
     def __init__(
@@ -65,11 +58,8 @@ class DeviceMemory:
         self.device, self._close_device = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
-        """Map a buffer for the parameters of the next layer, which can be moved or unmapped separately.
-
-        Raises:
-            UserError: The device has no room.
-        """
+        """Map a buffer for the next layer's parameters, which can be moved or unmapped alone. Raises UserError if it is
+        too large."""
         buffer = PagedBuffer(self.device, num_bytes)
         pages = self.device.allocate(buffer.num_pages)
         if pages is None:
@@ -92,17 +82,10 @@ class DeviceMemory:
     def open_pool(
         self, num_blocks: int, least_blocks: int, most_blocks: int | None = None
     ) -> tuple[KVPool, BlockLedger]:
-        """Open the KV pool with its memory mapped, and its ledger.
+        """Open the KV pool with its memory mapped, and its ledger. Raises UserError if the device has no room for it.
 
-        Neighbours may still hold memory that was lent before this process began: then the pool starts with free memory.
-
-        Args:
-            num_blocks: Most blocks that the pool will have while no layer streams.
-            least_blocks: Fewest blocks with which it can serve.
-            most_blocks: Most blocks that it will have when layers stream; None: no layer ever streams.
-
-        Raises:
-            UserError: The device has no room for it.
+        Neighbours may still hold memory that was lent before this process began: then the pool starts with free memory,
+        and with at least ``least_blocks``. If layers may stream, it has up to ``most_blocks``; None: they never do.
         """
         pool = KVPool(self.device, self.layout, most_blocks or num_blocks)
         ledger = BlockLedger(

@@ -11,11 +11,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check_early(config: EngineConfig) -> None:
-    """Check that the model exists, and that memory sizes fit the machine and hold at least one KV block.
-
-    Raises:
-        UserError: They do not; the message says what to change.
-    """
+    """Check that the model exists, and that memory sizes fit the machine and a KV block. Raises UserError."""
     sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
     asked = {flag: size for flag, size in sizes.items() if size is not None}
     if config.device == "cpu":

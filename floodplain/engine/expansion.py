@@ -1,7 +1,4 @@
-"""Changes how many layers of an engine's KV stream, by the measured times of steps and copies.
-
-``memory.layer_slots`` moves the bytes and ``policy.expansion`` decides; this module connects both at boundaries.
-"""
+"""Changes how many layers of an engine's KV stream, by the measured times of steps and copies."""
 
 from __future__ import annotations
 
@@ -31,10 +28,8 @@ class Expansion:
     """Applies an expansion policy. Call ``look`` at each boundary, and ``change`` if it returns True.
 
     Args:
-        slots: The streamed layers and their slots.
-        loop: The step loop; its ledger is the pool's, and its block tables are updated when blocks move.
+        loop: Its ledger is the pool's, and its block tables are updated when blocks move.
         policy: Decides how many layers stream; None keeps the number.
-        plan: The allowed places.
         link_bytes_s: Expected bytes per second of loads, until loads are measured.
         near_bytes_s: The same of loads from near copies; None: as measured when the first one exists.
     """
@@ -109,15 +104,17 @@ class Expansion:
 
     @property
     def num_wanted_copies(self) -> int:
-        """Near copies that can be used: those of the streamed layers; if no layer streams because loads from home would
-        stall compute, those of the smallest place."""
+        """Near copies that can be used: those of streamed layers.
+
+        If no layer streams because loads from home would stall compute: those of the smallest place.
+        """
         num_streamed = self.slots.places.num_streamed
         would_show = not num_streamed and self._limited == ExpansionLimit.COPIES_SHOW.value
         return self._fewest if would_show else num_streamed
 
     def expect_copies(self, num_copies: int, measured_bytes_s: float) -> None:
-        """Set the number of possible near copies and their measured bytes per second, which are used while no layer
-        streams, because then no load is measured."""
+        """Set the possible near copies and their measured bytes per second, used while no layer streams and none is
+        measured."""
         if not self.slots.places.num_streamed:
             has_enough = bool(self._fewest) and num_copies >= self._fewest
             near_bytes_s = self._near_bytes_s or measured_bytes_s
@@ -163,12 +160,10 @@ class Expansion:
 def open_layer_slots(
     config: EngineConfig, plan: ExpansionPlan, pool: KVPool, ledger: BlockLedger, backend: Backend
 ) -> LayerSlots | None:
-    """Open the layer slots of a pool with the plan's first place; None if no layer ever streams.
+    """Open the layer slots of a pool with the plan's first place; None if no layer ever streams. Close them before the
+    pool.
 
-    Close them before the pool.
-
-    Raises:
-        UserError: This kind of device streams no layers, or there is no memory for their copies.
+    Raises UserError if this kind of device streams no layers, or there is no memory for their copies.
     """
     if plan.is_off:
         return None

@@ -19,13 +19,11 @@ _FEWEST_LAYERS = _FEWEST_SLOTS + 1
 
 @dataclass(frozen=True, slots=True)
 class ExpansionPlan:
-    """The places that an engine may use.
+    """The places that an engine may use, by ascending expansion; it begins with the first.
 
     Attributes:
         base_blocks: Blocks of the pool while no layer streams.
         quantum_blocks: Blocks of a quantum; the pool has whole quanta while any layer streams.
-        places: By ascending expansion; the engine begins with the first. With a single one nothing changes, and if no
-            layer streams in it, none ever does.
     """
 
     base_blocks: int
@@ -61,14 +59,9 @@ def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> 
 
 
 def place_for(expansion: float, num_layers: int) -> LayerPlaces:
-    """The places whose expansion is nearest to ``expansion`` by ratio; ties go to three slots.
+    """The places whose expansion (above 1) is nearest by ratio; ties go to three slots.
 
-    Args:
-        expansion: Above 1.
-        num_layers: At least three.
-
-    Raises:
-        UserError: The model has too few layers for it.
+    Raises UserError if the model has too few layers; it must have at least three.
     """
     most = num_layers / _FEWEST_SLOTS
     if expansion > most:
@@ -87,17 +80,9 @@ def place_for(expansion: float, num_layers: int) -> LayerPlaces:
 def plan_expansion(
     config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
 ) -> ExpansionPlan:
-    """Plan the places that the flags ask for.
+    """Plan the places that the flags ask for, for a pool of ``base_blocks`` while no layer streams.
 
-    Args:
-        config: The flags.
-        layout: Of the KV cache.
-        base_blocks: Blocks of the pool while no layer streams.
-        quantum_blocks: Of the pool.
-        available_bytes: Free host memory.
-
-    Raises:
-        UserError: The model, the pool or the host's memory does not allow them.
+    Raises UserError if the model, the pool or the free host memory (``available_bytes``) does not allow them.
     """
     asked = config.asked_expansion
     if asked == 1.0:

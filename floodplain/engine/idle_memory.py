@@ -1,7 +1,6 @@
-"""Returns memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
+"""Returns physical memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
 
-Only physical pages are returned: the pool keeps its blocks and its owned pages, swap space its slots. Cached prefixes
-in them are dropped first.
+The pool keeps its blocks and its owned pages, swap space its slots. Cached prefixes in them are dropped first.
 """
 
 from __future__ import annotations
@@ -26,17 +25,10 @@ KEPT_SHARE = 16
 
 
 class IdleMemory:
-    """Returns idle memory at step boundaries, on the thread that steps.
+    """Returns memory at step boundaries after ``idle_s`` seconds without use, on the thread that steps.
 
-    Memory that was touched while the parts were built is returned at once: nothing is in use yet.
-
-    Args:
-        pool: The KV pool, of a device whose pages take memory when they are written.
-        ledger: Its blocks.
-        slots: Swap space in the host's memory; None if there is none.
-        backups: Backups in swap space.
-        idle_s: Seconds without use after which memory is returned.
-        trim: Returns unused memory of the heap.
+    Memory that was touched while the parts were built is returned at once. The pool's device must be one whose pages
+    take memory when they are written.
     """
 
     def __init__(
@@ -60,12 +52,8 @@ class IdleMemory:
         trim()
 
     def look(self, now_s: float, *, is_busy: bool) -> None:
-        """Return memory that is due, unless the last look is less than ``LOOK_S`` ago.
-
-        Args:
-            now_s: Monotonic.
-            is_busy: Whether any request is live.
-        """
+        """Return memory that is due, unless the last look is less than ``LOOK_S`` ago. ``is_busy``: any request is
+        live."""
         if now_s - self._look_s < LOOK_S:
             return
         self._look_s = now_s

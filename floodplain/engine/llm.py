@@ -35,14 +35,12 @@ Prompt = str | Mapping[str, Sequence[int]]
 class LLM:
     """A loaded model; as a context manager it frees its memory at exit.
 
-    With a coordinator, a thread handles leases between two calls.
+    With a coordinator, a thread handles leases between two calls. Raises UserError if a flag or the model is not
+    usable.
 
     Args:
         model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
         flags: The engine flags, with underscores (fields of ``EngineConfig``).
-
-    Raises:
-        UserError: A flag or the model is not usable; the message says what to change.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -90,14 +88,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for all prompts, batched as memory allows.
+        """Generate for all prompts, batched as memory allows; return one output per prompt, in their order.
 
-        Returns:
-            One output per prompt, in the order of the prompts.
-
-        Raises:
-            UserError: A prompt can never be served, the numbers of prompts and parameters differ, or this object is
-                closed. Nothing was run.
+        Raises UserError, before anything runs, if a prompt can never be served, the numbers of prompts and parameters
+        differ, or this object is closed.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._match_params(sampling_params, len(many))
@@ -243,9 +237,6 @@ class IdleSteps:
     """A thread that steps an engine periodically and on news of leases, while no caller drives it.
 
     Only one thread steps at a time: a driving caller holds the lock. Without neighbours no thread is started.
-
-    Args:
-        engine: An engine whose requests are all submitted by callers that drive it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -265,11 +256,8 @@ class IdleSteps:
 
     @contextmanager
     def driven(self) -> Generator[None]:
-        """Context in which the caller drives the engine alone.
-
-        Raises:
-            RuntimeError: A background step has failed before.
-        """
+        """Context in which the caller drives the engine alone. Raises RuntimeError if a background step has failed
+        before."""
         self._is_free.clear()  # or the thread might take the lock again and again
         try:
             with self._lock:

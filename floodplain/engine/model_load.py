@@ -31,18 +31,9 @@ def load_model(
     dtype: torch.dtype,
     only: range | None = None,
 ) -> Decoder:
-    """Load a model into an engine's memory, or packed for a CPU beside it.
+    """Load a model's layers (``only`` those of a stage) into an engine's memory, or packed for a CPU beside it.
 
-    Args:
-        config: The flags.
-        source: Where the weights come from.
-        memory: Of the engine.
-        device: Device that computes.
-        dtype: Of parameters and KV.
-        only: The layers of a stage; None loads all.
-
-    Raises:
-        UserError: Weights are missing or unreadable, or memory is too small.
+    Raises UserError if weights are missing or unreadable, or memory is too small.
     """
     is_packed = config.pack_weights and can_pack(dtype, device)
     return load_decoder(

@@ -14,8 +14,8 @@ class OutputDelta:
     """New text and tokens of a request since the last delta.
 
     Attributes:
-        text: New text; may be empty (half a character, or text that may become a stop string).
-        token_ids: New tokens, at least one unless the request ends by a stop string or an abort.
+        text: May be empty (half a character, or text that may become a stop string).
+        token_ids: At least one unless the request ends by a stop string or an abort.
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
         logprobs: One entry for each of ``token_ids`` if the request asked for them.
         num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
@@ -59,7 +59,6 @@ class ExpansionFacts:
 
     Attributes:
         expansion: Blocks that the pool's memory holds, over those that it would hold if no layer streamed.
-        num_streamed: Layers that stream.
         loaded_bytes: KV that was loaded onto the device for steps, since the start.
         written_bytes: KV that was written to layers' copies.
         stall_s: Time for which compute waited for loads.
@@ -86,12 +85,7 @@ class ExpansionFacts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFacts:
-    """How busy the stages of a pipeline were; their idle time while steps were outstanding is the bubble.
-
-    Attributes:
-        active_s: Time in which steps were outstanding.
-        busy_s: The part of it in which each stage computed, by the stage's number.
-    """
+    """Seconds in which steps of a pipeline were outstanding, and the part in which each stage computed, by its number."""
 
     active_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)

@@ -25,15 +25,8 @@ def find_limits(
 ) -> PoolLimits:
     """The limits that the flags ask for, or else that the model and the pool allow.
 
-    Args:
-        config: The flags.
-        model: Configuration of the model.
-        num_blocks: Blocks of the pool while nothing is lent.
-        block_bytes: Bytes of a block.
-        steady: The steady state of a profile, which limits lending; None without a profile.
-
-    Raises:
-        UserError: The limits that the flags ask for do not fit.
+    ``num_blocks`` are the pool's while nothing is lent; ``steady`` limits lending. Raises UserError if limits do not
+    fit.
     """
     asked_lent = _lent_blocks(config, block_bytes)
     spare = num_blocks if steady is None else min(num_blocks, steady.free_bytes // block_bytes)

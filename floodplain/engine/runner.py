@@ -19,17 +19,12 @@ from floodplain.model.sampler import Sampler
 
 
 class ModelRunner:
-    """Runs step plans on a model and its KV, one at a time (an ``Executor``).
+    """Runs step plans on a model and its KV, one at a time (an ``Executor``). It closes ``swap`` and ``layer_slots``.
 
     Args:
-        model: Loaded parameters.
         kv_layers: The KV of each layer, [num_blocks, 2, block_tokens, kv_heads, head_dim].
-        sampler: Chooses tokens.
-        swap: Runs the transfers of plans; the runner closes it.
-        block_tokens: Tokens in a block.
-        max_model_len: Most tokens of a sequence.
         on_close: Frees the memory behind ``kv_layers``.
-        layer_slots: Slots for streamed layers of ``kv_layers``; the runner closes them. None: no layer ever streams.
+        layer_slots: Slots for streamed layers of ``kv_layers``; None: no layer ever streams.
     """
 
     def __init__(
@@ -91,8 +86,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end. Its transfers begin first and run beside it; they may end after the step.
 
-        Raises:
-            InvariantError: The plan moves KV to swap space that is not there, or the runner is closed.
+        Raises InvariantError if swap space is missing for a transfer, or the runner is closed.
         """
         if self._is_closed:
             raise InvariantError("a plan reached a closed model runner")
@@ -135,12 +129,7 @@ class ModelRunner:
 class StageRunner:
     """One stage of a pipeline. All stages run all plans, in the same order, over KV of their own layers.
 
-    Args:
-        model: The layers of the stage.
-        kv_layers: KV by the index of a layer in the whole model; only that of the stage's layers is read.
-        sampler: Chooses tokens, in the last stage.
-        block_tokens: Tokens in a block.
-        max_model_len: Most tokens of a sequence.
+    ``kv_layers`` is indexed by a layer's number in the whole model; only entries of the stage's layers are read.
     """
 
     def __init__(
@@ -168,17 +157,10 @@ class StageRunner:
         return self._model.held.stop == self._model.num_layers
 
     def run(self, plan: StepPlan, x: torch.Tensor | None) -> torch.Tensor | StepResult:
-        """Run the next plan.
+        """Run the next plan on activations [T, hidden] from the stage before (None in the first stage).
 
-        Args:
-            plan: In stages behind the first, token ids of chunks are ignored.
-            x: Activations [T, hidden] from the stage before; None in the first.
-
-        Returns:
-            Activations [T, hidden] for the next stage; the tokens, if it is the last.
-
-        Raises:
-            InvariantError: The plan computes nothing, or activations are missing.
+        Returns activations [T, hidden] for the next stage; the tokens, if it is the last. Stages behind the first
+        ignore token ids of chunks. Raises InvariantError if the plan computes nothing, or activations are missing.
         """
         self._batches.apply(plan)
         made = self._batches.make(plan)

@@ -71,30 +71,23 @@ class Executor(Protocol):
 
 
 class Engine:
-    """A model behind a step loop, driven one step at a time by its owner (one thread).
+    """A model behind a step loop, driven one step at a time by its owner (one thread). ``close`` closes its parts.
 
     Args:
-        loop: The step loop.
-        executor: Runs its plans; ``close`` closes it.
-        tokenizer: The model's.
         model_name: The name under which the model is served.
-        config: The engine's configuration, resolved: fields that have a value are not None.
+        config: Resolved: fields that have a value are not None.
         block_bytes: Bytes of one KV block over all layers.
         vocab_size: Token ids are below this.
-        swap_stats: Returns what swap space has copied so far.
         links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
-        neighbours: Started; ``close`` closes them. None if it has none.
+        neighbours: Started; None if it has none.
         expansion: Decides how many layers of its KV stream. None: no layer ever streams.
         idle_memory: Returns memory that no request uses; None keeps all (may be set later, too).
-        pipeline: Returns how busy the stages of a pipeline were.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds; may be replaced before the first request, for example by one that can be stopped.
         meter: Also updated by the executor if it waits for other stages.
 
     Attributes:
-        clock: As above. It may be replaced before the first request, for example by one that can be stopped.
         has_news: Set by the owner that feeds the engine from another thread: a waiting step returns when it is True.
         scheduler_s: The loop's own time, all steps.
-        meter: Which steps have begun and ended.
         is_stepping: Whether a step has begun and not returned. If it was interrupted, the loop's state is inconsistent.
     """
 
@@ -169,10 +162,7 @@ class Engine:
         return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
 
     def wake_by_leases(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when there is news of leases, so that a step is taken soon.
-
-        It is also called at once, since there may have been news before.
-        """
+        """Have ``wake`` called, on any thread, at once and on news of leases, so that a step is taken soon."""
         if self.neighbours is not None:
             self.neighbours.on_news = wake
             wake()
@@ -188,21 +178,12 @@ class Engine:
                 self.neighbours.retire()
 
     def check(self, request: Request) -> None:
-        """Check that a request can be served.
-
-        Raises:
-            RequestRefused: It can never be served; the message has the numbers.
-        """
+        """Check that a request can be served. Raises RequestRefused, with the numbers, if it never can."""
         request.check_vocabulary(self._vocab_size)
         self.loop.check(request)
 
     def add(self, request: Request) -> SeqId:
-        """Queue a request; returns its sequence id.
-
-        Raises:
-            RequestRefused: It can never be served.
-            QueueFull: Too many requests wait.
-        """
+        """Queue a request; returns its sequence id. Raises RequestRefused, or QueueFull if too many requests wait."""
         request.check_vocabulary(self._vocab_size)
         seq_id = self.loop.submit(request)
         seq = self.loop.state.sequences[seq_id]
@@ -222,9 +203,7 @@ class Engine:
         """Plan as many steps as may be outstanding, complete the oldest, and return its deltas; [] without one.
 
         If nothing can run before a copy ends, it waits for one: at most ``MAX_WAIT_S``, or until ``has_news`` is True.
-
-        Raises:
-            InvariantError: A bug; the engine must not go on.
+        After an InvariantError the engine must not go on.
         """
         self.is_stepping = True
         self._submit_plans()
@@ -241,11 +220,7 @@ class Engine:
         return deltas
 
     def come_to_rest(self) -> list[tuple[SeqId, OutputDelta]]:
-        """Complete all outstanding steps and copies without planning more, so that blocks and pages can be moved.
-
-        Raises:
-            InvariantError: A bug; the engine must not go on.
-        """
+        """Complete all outstanding steps and copies without planning more, so that blocks and pages can be moved."""
         deltas: list[tuple[SeqId, OutputDelta]] = []
         self.is_stepping = True
         while self._driver.num_outstanding:
@@ -393,8 +368,8 @@ class OutputProcessor:
     def process(self, outputs: StepOutputs) -> Iterator[tuple[SeqId, OutputDelta]]:
         """One delta for every sequence that got a token.
 
-        A delta whose ``finish_reason`` is ``stop`` although the step did not finish its sequence means that a stop
-        string was found: the caller must end the sequence in the loop.
+        If its ``finish_reason`` is ``stop`` although the step did not finish the sequence, a stop string was found: the
+        caller must end the sequence in the loop.
         """
         for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
             stream = self._streams.get(seq_id)

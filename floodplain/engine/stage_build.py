@@ -39,11 +39,7 @@ _SOME_BYTES = 2**30
 
 
 def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage; the result is the same in every process.
-
-    Raises:
-        UserError: The model has fewer layers than stages.
-    """
+    """The layers of each stage, equal in every process. Raises UserError if the model has fewer layers than stages."""
     if shape.num_layers < num_stages:
         raise UserError(
             f"{config.model} has {shape.num_layers} layers, too few for a pipeline of {num_stages} stages: "
@@ -63,14 +59,7 @@ def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple
 class StageParts:
     """The parts of a process that computes a stage of a pipeline, except for the KV.
 
-    Attributes:
-        config: The engine flags, resolved.
-        shape: Of the whole model.
-        model: The stage's layers; embedding and head are in all stages.
-        tokenizer: The model's.
-        eos_token_ids: Tokens that end a request.
-        fingerprint: Of the whole model.
-        block_bytes: Bytes of a KV block over all layers of the model.
+    ``model`` has the stage's layers, embedding and head; shape, fingerprint and ``block_bytes`` are the whole model's.
     """
 
     config: EngineConfig
@@ -87,12 +76,7 @@ class StageParts:
         return self.model.held
 
     def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
-        """Make a runner without sequences.
-
-        Args:
-            kv_layers: KV by the index of a layer in the whole model, as in ``StageRunner``.
-            max_model_len: Of the pipeline.
-        """
+        """Make a runner without sequences; ``kv_layers`` as in ``StageRunner``, ``max_model_len`` of the pipeline."""
         sampler = Sampler(self.eos_token_ids, self.config.seed)
         block_tokens = self.config.block_tokens
         return StageRunner(self.model, kv_layers, sampler, block_tokens=block_tokens, max_model_len=max_model_len)
@@ -102,11 +86,7 @@ class StageParts:
 class Stage:
     """One process's stage of a pipeline; it outlives re-formed pipelines. ``close`` it.
 
-    Attributes:
-        parts: Model, tokenizer and configuration.
-        pool: The KV of its layers.
-        memory: The memory of the parameters and the KV.
-        max_model_len: Most tokens of a request, if the other stages have as many blocks.
+    ``max_model_len`` is the most tokens of a request, if the other stages have as many blocks.
     """
 
     parts: StageParts
@@ -138,15 +118,9 @@ class Stage:
 
 
 def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
-    """Load one stage of a model, and map its KV pool.
+    """Load stage number ``stage`` of a model, and map its KV pool.
 
-    Args:
-        config: The engine flags.
-        stage: From 0.
-        num_stages: All of them.
-
-    Raises:
-        UserError: The model cannot be read, has too few layers, or memory is too small for one request.
+    Raises UserError if the model cannot be read, has too few layers, or memory is too small for one request.
     """
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     source = open_model(config.model, config.seed)

@@ -15,13 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """The highest load that meets the goals.
-
-    Attributes:
-        rate_rps: Requests per second.
-        peak_bytes: Bytes of KV in use at that rate.
-        free_bytes: Most bytes to lend; 0 for a consumer.
-    """
+    """The highest load that meets the goals: its rate, its KV in use, and the most bytes to lend (0: a consumer)."""
 
     rate_rps: float
     peak_bytes: int
@@ -33,11 +27,7 @@ class SteadyState:
 
 
 def read_steady_state(profile: str | None) -> SteadyState | None:
-    """Read the steady state from an llm profile; None without a profile.
-
-    Raises:
-        UserError: The file cannot be read, or is no llm profile.
-    """
+    """Read the steady state from an llm profile; None without one. Raises UserError if the file is none."""
     if profile is None:
         return None
     known = read_profile(Path(profile), "llm")

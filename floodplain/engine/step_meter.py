@@ -14,14 +14,11 @@ class Progress:
     """A snapshot of an engine's progress. All times are durations, since clocks of two machines differ.
 
     Attributes:
-        num_begun: Steps that were submitted to the device, and
-        num_ended: those that have ended.
+        num_begun: Steps that were submitted to the device; ``num_ended`` of these have ended.
         num_copies: Copies to and from swap space that ended.
-        step_s: Age in seconds of the oldest outstanding step; None without one.
-        step_tokens: Tokens that it computes; 0 without one.
+        step_s: Age in seconds of the oldest outstanding step, of ``step_tokens``; None without one.
         busy_s: Seconds that the thread has been in one piece of its own work; None: it rests or waits for a stage.
-        longest_s: Seconds of the longest step that ended.
-        most_tokens: Tokens of the largest step that ended.
+        longest_s: Seconds of the longest step that ended, and ``most_tokens`` the tokens of the largest.
     """
 
     num_begun: int = 0
@@ -40,11 +37,7 @@ NO_PROGRESS = Progress()
 class StepMeter:
     """Updated by the thread that computes; ``progress`` and ``renew`` may be called on any thread.
 
-    Args:
-        clock: Monotonic seconds.
-
-    Attributes:
-        num_copies: Copies that ended; counted by the engine.
+    ``clock`` gives monotonic seconds. The engine counts ``num_copies``, the copies that ended.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -38,16 +38,12 @@ PEER_LINK = "nvlink4"
 
 @dataclass(frozen=True, slots=True)
 class OpenedSwap:
-    """Swap space with its ledgers and links, nearest tier first.
+    """Swap space with its ledgers and links, nearest tier first. ``slots`` are of the host tier, if there is any.
 
     Attributes:
-        space: Moves the bytes.
-        ledgers: Slot ledger of each tier.
-        links: Price of copies of each tier.
         facts: The links for benchmark results: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large copy, the
             slower direction), and if it is emulated its model.
         peer: With ``--swap peer``; its mover is closed before ``space``.
-        slots: Of the host tier; None if there is no swap space.
     """
 
     space: SwapSpace
@@ -72,8 +68,7 @@ class OpenedSwap:
 def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwap:
     """Make the swap space of an engine, without tiers for ``--swap none``. Close it before the pool.
 
-    Raises:
-        UserError: The machine has less memory than was asked for, or the memory asked for holds no block.
+    Raises UserError if the machine has less memory than was asked for, or the memory asked for holds no block.
     """
     if config.swap == "none":
         return OpenedSwap(SwapSpace({}), (), (), ())
