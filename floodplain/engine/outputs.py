@@ -85,7 +85,7 @@ class ExpansionFacts:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFacts:
-    """Seconds in which steps of a pipeline were outstanding, and the part in which each stage computed, by its number."""
+    """Seconds in which steps of a pipeline were outstanding, and those in which each stage computed, by number."""
 
     active_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)

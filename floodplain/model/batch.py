@@ -9,13 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegment:
-    """A run of consecutive tokens of one sequence.
+    """A run of ``num_tokens`` consecutive tokens of one sequence, from row ``first_row`` of the batch on.
 
     Attributes:
-        first_row: The row of the batch at which the run begins.
-        num_tokens: Its length.
-        context_len: Tokens of the sequence up to the end of the run; the run's first position is
-            ``context_len - num_tokens``.
+        context_len: Tokens of the sequence up to the end of the run; its first position is ``context_len -
+            num_tokens``.
         block_table: The sequence's blocks, int64, at least those that hold ``context_len`` tokens.
     """
 
@@ -27,7 +25,7 @@ class PrefillSegment:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The T tokens of one step: B decodes first, one row each, then the prefill segments.
+    """The T tokens of one step: B decodes first, one row each, then the prefill segments in the order of their rows.
 
     All tensors are int64 on the model's device.
 
@@ -38,7 +36,6 @@ class ForwardBatch:
         block_tables: [B, max_blocks]; entries past a sequence's context may be any valid block.
         context_lens: [B], tokens of each decoding sequence including this one.
         max_context_len: The largest of ``context_lens``, known on the host; 0 without decodes.
-        prefills: The segments, in the order of their rows.
         logits_rows: [S], the rows whose logits are computed.
     """
 

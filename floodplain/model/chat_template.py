@@ -25,11 +25,7 @@ class TemplateTooSlow(Exception):
 
 @contextmanager
 def template_errors(max_render_s: float = MAX_RENDER_S) -> Generator[None]:
-    """Turn every failure of the template rendered in this context into a refusal of the messages.
-
-    Raises:
-        RequestRefused: The template failed or took too long; the message quotes the template's error.
-    """
+    """Raise RequestRefused, with the error, if the template rendered in this context fails or takes too long."""
     try:
         with _time_limit(max_render_s):
             yield

@@ -22,12 +22,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class HfTokenizer:
-    """A tokenizer of transformers.
-
-    Args:
-        tokenizer: A fast tokenizer (``PreTrainedTokenizerFast``).
-        more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
-    """
+    """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); ``more_eos_token_ids`` end a sequence, too."""
 
     def __init__(self, tokenizer: Any, more_eos_token_ids: Collection[int] = ()) -> None:
         from tokenizers.decoders import ByteLevel
@@ -50,15 +45,7 @@ class HfTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, more_eos_token_ids: Collection[int] = ()) -> HfTokenizer:
-        """The tokenizer in a Hugging Face folder.
-
-        Args:
-            folder: The folder.
-            more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
-
-        Raises:
-            UserError: There is none, or it cannot be read.
-        """
+        """The tokenizer in a Hugging Face folder. Raises UserError if there is none, or it cannot be read."""
         if not any(is_file(folder / file) for file in VOCABULARIES):
             raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
         with view_of_folder(folder) as view, parsing(folder, _FAULT), quiet_panics():
@@ -66,10 +53,9 @@ class HfTokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
-        """The tokenizer in the metadata of a ``.gguf`` file; it encodes texts as llama.cpp does.
+        """The tokenizer in a ``.gguf`` file; it encodes texts as llama.cpp does.
 
-        Raises:
-            UserError: There is none, it cannot be read, or llama.cpp's rules for it are not implemented here.
+        Raises UserError if there is none, it cannot be read, or llama.cpp's rules for it are not implemented here.
         """
         from floodplain.model.weights.gguf_header import read_fields
         from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
@@ -83,11 +69,7 @@ class HfTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of ``text``.
-
-        Raises:
-            UserError: The tokenizer fails on this text.
-        """
+        """Tokens of ``text``. Raises UserError if the tokenizer fails on it."""
         with parsing("the text", "cannot be encoded by the model's tokenizer"):
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

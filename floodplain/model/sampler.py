@@ -24,11 +24,7 @@ class Sampler:
     """Batch sampler. Rows do not influence each other, so a seeded request gets the same tokens in any batch.
 
     Randomness is a function of (seed, position), not a stream: nothing has to be restored after a preemption. Rows
-    without a seed use ``seed`` and a counter of calls.
-
-    Args:
-        eos_token_ids: Tokens that end a sequence, masked until ``min_tokens``.
-        seed: For requests without a seed.
+    without a seed use ``seed`` and a counter of calls. EOS tokens are masked until ``min_tokens``.
     """
 
     def __init__(self, eos_token_ids: Collection[int], seed: int = 0) -> None:
@@ -46,17 +42,14 @@ class Sampler:
         positions: IntArray,
         num_generated: IntArray,
     ) -> tuple[IntArray, list[TokenLogprobs] | None]:
-        """Choose one token for each row.
+        """Choose one token for each row; returns ids [S], and log-probabilities of every row if any row asked for them.
 
         Args:
             logits: [S, vocab], float32; may be overwritten.
-            params: One for each row. While the batch does not change, pass the same list object: derived data is
-                then reused.
+            params: One for each row. While the batch does not change, pass the same list object: derived data is then
+                reused.
             positions: [S], positions of the chosen tokens in their sequences.
             num_generated: [S], tokens that each sequence has generated before this one.
-
-        Returns:
-            Token ids [S], and log-probabilities of every row if any row asked for them.
         """
         if params is not self._params:
             self._params = params
@@ -152,15 +145,12 @@ def _random_rows(
 
 
 def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Set probabilities that top-k and then top-p exclude to zero.
+    """Set probabilities that top-k and then top-p exclude to zero; also tell whether n tokens were enough for that.
 
     Args:
         probabilities: [R, n] of the n likeliest tokens, in falling order.
         top_k: [R, 1], ``_NO_TOP_K`` for none.
         top_p: [R, 1], as a share of the mass that top-k leaves.
-
-    Returns:
-        The remaining probabilities, and whether n tokens were enough to compute them.
     """
     num_candidates = probabilities.shape[-1]
     kept = probabilities * (torch.arange(num_candidates, device=probabilities.device) < top_k)

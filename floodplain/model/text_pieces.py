@@ -1,11 +1,10 @@
-"""The text of generated tokens, piece by piece: joined, it continues the text of the prompt.
+"""The text of generated tokens, piece by piece.
 
-For every tokenizer, prompt text + joined pieces is the text of prompt and output decoded as a whole. Three
-exceptions:
+Prompt text + joined pieces is the text of prompt and output decoded as a whole, for every tokenizer, except that:
 
 - If a prompt ends within a character and the output completes it, the character is part of the first piece.
-- If any byte of a run of byte tokens is invalid, SentencePiece decodes the whole run to U+FFFD. Complete characters
-  of the run that were returned before the invalid byte are not changed.
+- If any byte of a run of byte tokens is invalid, SentencePiece decodes the whole run to U+FFFD. Complete characters of
+the run that were returned before the invalid byte are not changed.
 - If ``ByteLevel`` is one of several decoders, invalid bytes are decoded with only the last tokens as context.
 """
 
@@ -27,17 +26,13 @@ _MAX_LOOK_BACK = 256
 
 
 class StreamDecoder:
-    """The text of one sequence, token by token; it ends before a stop string.
+    """The text of one sequence, token by token; it ends before the stop string that ends first.
 
-    The joined results of ``push`` and the final ``flush`` are the text of prompt and output after that of the
-    prompt, up to the stop string that ends first. No result has a part of a
-    character, or text that may still become a stop string.
+    No result has a part of a character, or text that may still become a stop string.
 
     Args:
-        tokenizer: The model's tokenizer.
         prompt: The tokens before the output: a word that follows them keeps its space.
         stop: Strings that end the text. A special token with such a text ends it too, even if it is removed.
-        skip_special_tokens: Remove special tokens.
         min_tokens: Stop strings count only from this token on.
     """
 
@@ -241,12 +236,7 @@ def _beyond(before: str, whole: str) -> str:
 
 
 class _ByteRun:
-    """Incremental UTF-8 validation.
-
-    Attributes:
-        is_broken: Whether a byte was invalid: then all bytes of the run are, later ones too.
-        num_open_bytes: Bytes of an incomplete character.
-    """
+    """Incremental UTF-8 validation. Once a byte is invalid, all bytes of the run are."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")

@@ -14,12 +14,9 @@ _BYTES = range(256)
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """The bound of a tokenizer whose tokens represent every byte of a text except dropped ones.
+    """The bound of a tokenizer whose tokens represent every byte of a text except ``dropped`` ones.
 
-    Attributes:
-        longest_token_bytes: Most bytes of a text that one token represents.
-        dropped: Bytes that no token represents: the tokenizer drops them.
-        composes: Whether the tokenizer first normalises texts to NFC.
+    A token represents at most ``longest_token_bytes``; with ``composes`` a text is first normalised to NFC.
     """
 
     longest_token_bytes: int
@@ -30,9 +27,7 @@ class TokenBound:
     def of(cls, tokenizer_json: str, letters: Mapping[str, int]) -> Self | None:
         """The bound of a ``tokenizer.json``; None if its settings may drop or join bytes in other ways.
 
-        Args:
-            tokenizer_json: The content of the file.
-            letters: The byte of each letter of byte-level tokens.
+        ``letters`` has the byte of each letter of byte-level tokens.
         """
         settings = json.loads(tokenizer_json)
         model, added = settings["model"], settings["added_tokens"]

@@ -16,8 +16,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: Known ids are below this. The model's vocabulary may be larger, for padding.
         eos_token_ids: Tokens that end a sequence.
-        special_token_ids: Tokens that ``skip_special_tokens`` removes from the text.
-        special_tokens: Their ids by text.
+        special_tokens: Ids by text of tokens that ``skip_special_tokens`` removes from the text.
         is_byte_level: Whether a token's bytes do not depend on its neighbours, so that ``token_bytes`` works.
     """
 
@@ -59,17 +58,12 @@ class Tokenizer(Protocol):
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Text of a conversation, up to where the assistant's answer begins; encode it without special tokens.
 
-        Raises:
-            UserError: The model has no chat template, or the template refuses these messages.
+        Raises UserError if the model has no chat template, or the template refuses these messages.
         """
         ...
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Tokens of a conversation, up to where the assistant's answer begins.
-
-        Raises:
-            UserError: The model has no chat template, or the template refuses these messages.
-        """
+        """Tokens of a conversation, up to where the assistant's answer begins. Raises as ``render_chat``."""
         ...
 
 

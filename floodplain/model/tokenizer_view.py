@@ -1,8 +1,4 @@
-"""A temporary folder with only a tokenizer's data, for a loader that would also run a model's code.
-
-``AutoTokenizer`` reads class names, Python modules and paths from a model's folder. It gets a folder of links and
-copies instead, which has only data.
-"""
+"""A temporary folder with only a tokenizer's data, for ``AutoTokenizer``, which would also run a model's code."""
 
 from __future__ import annotations
 
@@ -50,8 +46,7 @@ _SETTINGS = frozenset((
 def view_of_folder(folder: Path) -> Iterator[Path]:
     """A view of the tokenizer in a Hugging Face folder, while the context is open.
 
-    Raises:
-        UserError: The folder names an unsupported tokenizer class, or a file is malformed or too large.
+    Raises UserError if the folder names an unsupported tokenizer class, or a file is malformed or too large.
     """
     with _temporary_folder() as view:
         for name in _DATA:

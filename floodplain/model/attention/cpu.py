@@ -1,8 +1,8 @@
 """Attention on a CPU: by kernels that read blocks in place, or by torch.
 
-With torch the contexts are gathered head by head, then one batched product serves all decodes: query heads that share
-a key/value head are the rows of one matrix, so grouped-query attention needs neither copies of the keys nor one product
-per head. Decodes of similar length form a group, padded to its longest.
+With torch, contexts are gathered head by head, and one batched product serves all decodes: query heads that share a
+key/value head are the rows of one matrix, so grouped-query attention copies no keys. Decodes of similar length form a
+group, padded to its longest.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ FOLDED_PREFILL_TOKENS = range(64, 257)
 
 
 class CpuAttention:
-    """The backend for ``cpu``.
-
-    Args:
-        shape: Sizes.
-        native: Kernels that read blocks in place; used for decodes if they support these sizes.
-    """
+    """The backend for ``cpu``. ``native`` kernels compute decodes if they support these sizes."""
 
     def __init__(self, shape: AttentionShape, native: NativeOps | None = None) -> None:
         self._shape = shape
@@ -150,10 +145,9 @@ class _Segment:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Split the indices of ``lengths`` into groups that are each padded to their longest member.
+    """Split the indices of ``lengths`` into groups that are each padded to their longest member; usually one group.
 
-    A group wastes at most ``MAX_WASTED_TOKENS`` and holds at most ``MAX_GROUP_TOKENS`` (or one member). Usually it is
-    one group, in the order given.
+    A group wastes at most ``MAX_WASTED_TOKENS`` and holds at most ``MAX_GROUP_TOKENS`` (or one member).
     """
     longest = max(lengths, default=0)
     total = longest * len(lengths)

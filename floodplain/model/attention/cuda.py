@@ -12,12 +12,8 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 
 class CudaAttention:
-    """The backend for ``cuda``. A plan is valid until the next call of ``plan``.
-
-    Args:
-        shape: Sizes.
-        may_use_flashinfer: Compute prefills with FlashInfer, unless ``refuse_flashinfer`` gives a reason not to.
-    """
+    """The backend for ``cuda``; FlashInfer computes prefills unless refused. A plan is valid until the next call of
+    ``plan``."""
 
     def __init__(self, shape: AttentionShape, *, may_use_flashinfer: bool = True) -> None:
         self._shape = shape
@@ -34,14 +30,8 @@ class CudaAttention:
 
 
 class CudaAttentionPlan:
-    """Indices of one batch. Nothing here blocks on the batch's work on the device.
-
-    Args:
-        batch: The batch.
-        shape: Sizes.
-        num_processors: Multiprocessors of the device.
-        flashinfer: Computes prefills; None: torch does.
-    """
+    """Indices of one batch. Nothing here blocks on the batch's work on the device. Without ``flashinfer`` torch
+    prefills."""
 
     def __init__(
         self,

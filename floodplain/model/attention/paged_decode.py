@@ -32,15 +32,13 @@ def paged_decode(
     num_splits: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of ``q`` into ``out``.
+    """Write the attention of ``q`` into ``out``; each context is read in ``num_splits`` parts.
 
     Args:
         q: [B, num_heads, head_dim]; the last two dimensions are contiguous.
         kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim], contiguous.
         block_tables: [B, max_blocks], int64; rows may be strided.
         context_lens: [B], int64, at least 1.
-        max_context_len: The largest of them.
-        num_splits: Number of parts of each context.
         out: [B, num_heads, head_dim], contiguous.
     """
     num_sequences, num_heads, head_dim = q.shape

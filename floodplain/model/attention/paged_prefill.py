@@ -2,7 +2,7 @@
 
 All chunks of a step are one launch, and contexts are read in place; torch needs a launch for each chunk, after
 gathering its context. Written against flashinfer-python 0.7.2 (docs.flashinfer.ai/api/prefill.html), which compiles a
-kernel for a dtype and a head size on first use. It is imported only if ``refuse_flashinfer`` returns None.
+kernel for a dtype and a head size on first use.
 """
 
 from __future__ import annotations
@@ -38,15 +38,7 @@ _TILES_PER_PROCESSOR = 2
 def refuse_flashinfer(
     device_type: str, dtype: torch.dtype, head_dim: int, *, is_installed: bool, is_disabled: bool
 ) -> str | None:
-    """Why FlashInfer does not compute prefills, as text for a log; None if it does.
-
-    Args:
-        device_type: Device type of KV and activations: ``cuda``, ``cpu``.
-        dtype: Their dtype.
-        head_dim: Numbers in a head.
-        is_installed: Whether the package ``flashinfer`` can be imported.
-        is_disabled: Whether the user has disabled it.
-    """
+    """Why FlashInfer does not compute prefills, as text for a log; None if it does."""
     if device_type != "cuda":
         return f"it does not run on {device_type}"
     if is_disabled:
@@ -89,8 +81,8 @@ def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
     """Bytes for partial results when long contexts are split over multiprocessors.
 
     FlashInfer's recommended 128 MiB is too little for large groups of query heads, and a shortage is an error there.
-    For any batch it splits only up to two tiles per multiprocessor (``scheduler.cuh``); a
-    tile is at most 128 rows, each with a head's output and its log-sum in float32.
+    For any batch it splits only up to two tiles per multiprocessor (``scheduler.cuh``); a tile is at most 128 rows,
+    each with a head's output and its log-sum in float32.
     """
     tiles = _TILES_PER_PROCESSOR * num_processors
     alignment = 4096
@@ -129,12 +121,7 @@ def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> Page
 class FlashInferPrefill:
     """Prefills of one batch at a time: call ``plan`` once per step, then ``run`` in each layer.
 
-    Args:
-        module: The package ``flashinfer``.
-        shape: Sizes.
-        dtype: Dtype of queries and KV, one of ``DTYPES``.
-        device: Their device; the workspace is allocated there at once.
-        num_processors: Its multiprocessors.
+    ``module`` is the package ``flashinfer``. The workspace is allocated on ``device`` at once.
     """
 
     def __init__(
@@ -171,12 +158,10 @@ class FlashInferPrefill:
                 self._planned.record()
 
     def run(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the attention of the planned segments into ``out``.
+        """Write the attention of the planned segments into ``out``, contiguous, of the shape of ``q``.
 
-        Args:
-            q: [rows of all segments, num_heads, head_dim]; the last two dimensions are contiguous.
-            kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim], with the segments' own tokens written.
-            out: The shape of ``q``, contiguous.
+        ``q`` is [rows of all segments, num_heads, head_dim], its last two dimensions contiguous; ``kv`` [num_blocks, 2,
+        block_tokens, num_kv_heads, head_dim] has the segments' own tokens already.
         """
         with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
             self._wrapper.run(q, kv, out=out)

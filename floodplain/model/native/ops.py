@@ -18,12 +18,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class NativeOps:
-    """The kernels for one dtype. Tensors must be contiguous, on the CPU, and of that dtype.
-
-    Args:
-        library: From ``load_library``.
-        dtype: float32 or bfloat16.
-    """
+    """The kernels for float32 or bfloat16. Tensors must be contiguous, on the CPU, and of that dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         def kernel(name: str, *types: Any, result: Any = None) -> Callable[..., Any]:
@@ -61,7 +56,6 @@ class NativeOps:
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim].
-            num_heads: Query heads.
             turn: Cosines and sines, each [T, head_dim / 2] in float32; None rotates nothing.
             slots: [T], block * block_tokens + offset.
             kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim].
@@ -82,15 +76,13 @@ class NativeOps:
     ) -> torch.Tensor:
         """Attention of one query row per sequence, [B, heads * head_dim]; reads blocks in place.
 
+        Raises InvariantError if ``can_decode`` is False for these sizes.
+
         Args:
             q: [B, heads, head_dim]; only its rows may be strided.
             kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim].
             tables: [B, max_blocks], int64.
             lengths: [B], int64.
-            scale: Factor on the scores.
-
-        Raises:
-            InvariantError: ``can_decode`` is False for these sizes.
         """
         rows, num_heads, dim = q.shape
         out = q.new_empty(rows, num_heads * dim)

@@ -13,9 +13,7 @@ class RopeConfig:
     """Rotary positions: the base, and the scaling for contexts longer than in pre-training.
 
     Attributes:
-        theta: The base.
         kind: ``linear`` divides every frequency by ``factor``; ``llama3`` and ``yarn`` divide long wavelengths only.
-        factor: The divisor of ``linear``, ``llama3`` and ``yarn``.
         low_freq_factor: ``llama3`` scales wavelengths above ``original_max_position / low_freq_factor``, and
         high_freq_factor: keeps those below ``original_max_position / high_freq_factor``.
         original_max_position: The context in pre-training (``llama3`` and ``yarn``).
@@ -44,11 +42,9 @@ class ModelConfig:
     """A decoder that this package can run.
 
     Attributes:
-        shape: All sizes.
         rope: Rotary positions (Llama family); None for learned ones (OPT).
         norm_eps: Added to the variance in a norm.
         o_bias: Whether the projection after attention has a bias.
-        mlp_bias: Whether the feed-forward projections have biases.
         qk_norm: Whether each query and key head is RMS-normalised before the rotation (Qwen3).
         norm_first: Whether norms precede attention and feed-forward (OPT-350m has them after).
     """

@@ -66,11 +66,8 @@ class Decoder:
     """A loaded model. It holds only parameters; batches and KV are arguments.
 
     Attributes:
-        config: The model's configuration.
-        dtype: Dtype of parameters, activations and KV.
-        device: The device on which it runs.
-        layer_buffers: Each layer's parameters, which may be unmapped and refilled between steps; empty if packed
-            for the CPU. For a stage: only those of its layers.
+        layer_buffers: Each held layer's parameters, which may be unmapped and refilled between steps; empty if packed
+            for the CPU.
         held: The loaded layers: all, or those of a pipeline stage.
     """
 
@@ -104,8 +101,7 @@ class Decoder:
     def part(self, layers: range) -> Decoder:
         """The model with only some of its layers, as a pipeline stage; parameters are shared.
 
-        Raises:
-            InvariantError: A layer was not loaded.
+        Raises InvariantError if a layer was not loaded.
         """
         if not layers or layers.start < self.held.start or layers.stop > self.held.stop:
             raise InvariantError(f"layers {layers} are not among the loaded {self.held}")
@@ -124,16 +120,10 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """Run one step: ``embed``, all of ``run_layers``, ``finish``.
+        """Run one step; returns logits [S, vocab] in float32 of ``batch.logits_rows``.
 
-        Args:
-            batch: The step's tokens.
-            kv_layers: One [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer; the batch's slots are
-                written.
-            hooks: Called around each layer.
-
-        Returns:
-            Logits [S, vocab] in float32 of ``batch.logits_rows``.
+        ``kv_layers`` has [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer; the batch's slots are
+        written. ``hooks`` are called around each layer.
         """
         x = self.run_layers(range(self.num_layers), batch, self.embed(batch), kv_layers, hooks)
         return self.finish(batch, x)
@@ -152,20 +142,14 @@ class Decoder:
         kv_layers: Sequence[torch.Tensor],
         hooks: LayerHooks | None = None,
     ) -> torch.Tensor:
-        """Run some layers: a pipeline stage, or all. Consecutive stages give bitwise the result of the whole.
+        """Run adjacent layers, in order. Consecutive stages give bitwise the result of the whole.
+
+        Raises InvariantError if the parameters of a layer are not loaded.
 
         Args:
-            layers: Adjacent layers, in order.
             batch: The step's tokens; the same whole batch in each stage.
-            x: Activations [T, hidden], from ``embed`` or the layer before.
+            x: Activations [T, hidden], from ``embed`` or the layer before; those for the next layer are returned.
             kv_layers: As in ``forward``; only those of these layers are used.
-            hooks: Called around each layer.
-
-        Returns:
-            Activations [T, hidden] for the next layer, or for ``finish``.
-
-        Raises:
-            InvariantError: The parameters of a layer are not loaded.
         """
         plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
         step = Step(plan, turn, batch.slot_mapping)

@@ -20,10 +20,7 @@ _REQUIRED: Final = object()
 class Fields:
     """The keys of one mapping, read by type. Each method raises a ``UserError`` that names the key.
 
-    Args:
-        values: The mapping as it was parsed.
-        where: The file, for messages.
-        prefix: Prefix of each key in messages (``rope_scaling.``).
+    Messages name the file ``where``, and each key with its ``prefix`` (``rope_scaling.``).
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
@@ -123,16 +120,10 @@ class Fields:
         pattern: str = r"(?!)",
         because: str = "no code reads this key, so the model would be computed without it",
     ) -> None:
-        """Refuse the mapping if it has keys that were not read.
+        """Raise UserError if keys that were not read have a value.
 
-        Args:
-            known: Keys that change no number.
-            neutral: Keys that change no number at these values.
-            pattern: A regular expression for more keys that change no number.
-            because: Why other keys are not read, for the error.
-
-        Raises:
-            UserError: A key was not read, is none of these, and its value is not None.
+        Keys that change no number are ``known``, ``neutral`` at these values, or match ``pattern``; the error says
+        ``because``.
         """
         rest = [key for key in self._values if key not in self._read and key not in known]
         unread = [key for key in rest if not re.fullmatch(pattern, key) and not self._is_neutral(key, neutral)]

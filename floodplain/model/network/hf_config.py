@@ -65,16 +65,15 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How transformers reads the keys of one ``model_type``.
+    """How transformers reads the keys of one ``model_type``; defaults are the values of absent keys.
 
     Attributes:
         architecture: Its class in transformers.
         attention_bias: Projections to which ``attention_bias`` applies; ``fixed``: query, key and value have biases.
         mlp_bias: Whether the key ``mlp_bias`` is read.
-        kv_heads: ``num_key_value_heads`` if the key is absent; None: as many as query heads.
-        head_dim: ``head_dim`` if the key is absent; None: by the hidden size.
-        window: ``sliding_window`` if the key is absent.
-        switches_window: Whether ``use_sliding_window`` turns the window on.
+        kv_heads: ``num_key_value_heads``; None: as many as query heads.
+        head_dim: None: by the hidden size.
+        window: ``sliding_window``; ``switches_window``: ``use_sliding_window`` turns it on.
         qk_norm: Whether query and key heads are normalised.
     """
 
@@ -106,16 +105,9 @@ _ARCHITECTURES = {**{family.architecture: name for name, family in _LLAMA_LIKE.i
 
 
 def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelConfig:
-    """Read the mapping in a HF ``config.json``.
+    """Read the mapping in a HF ``config.json`` (``where``, for messages) into a configuration with this ``name``.
 
-    Args:
-        config: The mapping.
-        name: The name of the shape.
-        where: The file, for messages.
-
-    Raises:
-        UserError: A key is missing or malformed, asks for something that is not supported, or is not known here; the
-            message names it.
+    Raises UserError if a key is missing, malformed or unknown here, or asks for something that is not supported.
     """
     fields = Fields(config, where)
     fields.require("quantization_config", None)

@@ -17,16 +17,10 @@ _TYPES = ("default", "linear", "dynamic", *_SCALED_TYPES)
 
 
 def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeConfig, int]:
-    """Read all keys of rotary positions.
+    """Read all keys of rotary positions; returns these and the longest context, in tokens.
 
-    Args:
-        config: The whole ``config.json``.
-        head_dim: Numbers of a head.
-        max_position: ``max_position_embeddings``.
-
-    Returns:
-        The rotary positions and the longest context, in tokens: ``linear`` and ``yarn`` extend it; ``dynamic`` and
-        ``longrope``, whose frequencies depend on the text's length, are limited to lengths where these do not change.
+    ``linear`` and ``yarn`` extend ``max_position``; ``dynamic`` and ``longrope``, whose frequencies depend on the
+    text's length, are limited to lengths where these do not change.
     """
     config.require("partial_rotary_factor", 1.0, None)
     scaling, parameters = config.child("rope_scaling"), config.child("rope_parameters")

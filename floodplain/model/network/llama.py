@@ -1,8 +1,4 @@
-"""The Llama family: Llama, Mistral, Qwen2, Qwen3, Yi, SmolLM2.
-
-They differ in the bias of the query, key and value projections (Qwen2), in a norm on each query and key head (Qwen3),
-and in sizes.
-"""
+"""The Llama family: Llama, Mistral, Qwen2 (query, key and value biases), Qwen3 (a norm on heads), Yi, SmolLM2."""
 
 from __future__ import annotations
 

@@ -62,21 +62,13 @@ def load_decoder(
     is_packed: bool = False,
     only: range | None = None,
 ) -> Decoder:
-    """Load a model.
+    """Load a model. Raises UserError if weights are missing, unreadable or of another shape.
 
     Args:
-        config: The model's configuration.
-        source: The source of its weights.
-        dtype: Dtype of parameters, activations and KV.
-        device: The device on which it runs.
-        block_tokens: Tokens of a KV block.
         allocate: Allocates the buffer of each layer; by default torch does.
         is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
             layers then have no buffers, so their parameters cannot be moved or unmapped; ``allocate`` must be None.
         only: The adjacent layers of a pipeline stage; None loads all.
-
-    Raises:
-        UserError: Weights are missing, unreadable or of another shape.
     """
     if is_packed and allocate is not None:
         raise ValueError("packed parameters do not lie in allocated buffers")

@@ -23,16 +23,11 @@ class TorchOps:
         return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys in place; store keys and values in the step's slots.
+        """Rotate queries and keys in place (unless the step has no rotation); store keys and values in the layer's
+        ``kv``.
 
-        Args:
-            heads: [T, num_heads + 2 * num_kv_heads, head_dim].
-            num_heads: Query heads.
-            step: The rotation (None rotates nothing), the attention, and the KV slots.
-            kv: KV of this layer.
-
-        Returns:
-            The keys and values that were stored, [T, 2, num_kv_heads, head_dim], a view of ``heads``.
+        ``heads`` is [T, num_heads + 2 * num_kv_heads, head_dim]. Returns a view of it, the keys and values that were
+        stored, [T, 2, num_kv_heads, head_dim].
         """
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         if step.turn is not None:

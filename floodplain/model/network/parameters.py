@@ -72,8 +72,7 @@ class WeightSource(Protocol):
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write the weights called ``name`` (as in a HF checkpoint) into ``target``.
 
-        Raises:
-            UserError: They are missing, unreadable, or have another shape.
+        Raises UserError if they are missing, unreadable, or have another shape.
         """
         ...
 
@@ -89,12 +88,10 @@ def load_buffer(
 def fill_buffer(
     buffer: ParameterBuffer, specs: Sequence[ParameterSpec], source: WeightSource, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Load all ``specs`` into a mapped buffer and return their views by name.
+    """Load all ``specs`` into a mapped buffer and return their views by name. Raises InvariantError if it is not
+    mapped.
 
     Gaps between parameters become zeros, so that equal parameters are equal bytes wherever the memory came from.
-
-    Raises:
-        InvariantError: The buffer is not mapped.
     """
     if not buffer.is_mapped:
         raise InvariantError("parameters are loaded into a buffer without memory")

@@ -17,13 +17,7 @@ _MOST_SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file's table of contents.
-
-    Attributes:
-        file: Its file, for messages.
-        shape: Sizes, rows first.
-        kind: Its data type by the file's own name.
-    """
+    """A tensor in a file's table of contents: file, sizes with rows first, and data type by the file's own name."""
 
     file: str
     shape: tuple[int, ...]
@@ -56,16 +50,9 @@ class Format:
 
 
 def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form: Format, model: str) -> dict[str, str]:
-    """The stored name of every parameter, by its name in a HF checkpoint.
+    """The stored name of every parameter, by its name in a HF checkpoint. ``model`` is its place, for messages.
 
-    Args:
-        config: The model's configuration.
-        stored: All tensors of the checkpoint.
-        form: The checkpoint's format.
-        model: Its folder or file, for messages.
-
-    Raises:
-        UserError: A parameter is missing or has another shape, or a tensor is not read; the message names it.
+    Raises UserError, which names the tensor, if a parameter is missing or has another shape, or a tensor is not read.
     """
     from floodplain.model.network.load import parameter_parts  # imports torch, which reading a shape does not need
 

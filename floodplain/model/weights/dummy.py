@@ -15,11 +15,7 @@ _LAYER_GAIN = 0.5
 
 
 class DummyModel:
-    """The shape called ``name`` with seeded weights, equal on every machine with the same kind of device.
-
-    Raises:
-        UserError: No shape has this name.
-    """
+    """The shape called ``name`` with seeded weights, equal on every machine with the same kind of device."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
         shape = shape_named(name)

@@ -1,4 +1,4 @@
-"""Fingerprints the content of a model, so that equal keys of KV blocks mean equal bytes in all processes and machines.
+"""Hashes of a model's files, for its fingerprint.
 
 Files are hashed whole. A sample would miss typical changes of weights: an adapter merged into some matrices, one matrix
 edited. docs/design/011-loading.md has the cost.
@@ -22,11 +22,8 @@ _MAX_THREADS = 16
 
 
 def digest_files(files: Sequence[Path]) -> bytes:
-    """The hash of these files' bytes, in this order. Hashes of unchanged files are cached.
-
-    Raises:
-        UserError: A file cannot be read.
-    """
+    """The hash of these files' bytes, in this order, cached while they are unchanged. Raises UserError if one is
+    unreadable."""
     return digest_fields([_digest_unchanged(file) for file in files])
 
 

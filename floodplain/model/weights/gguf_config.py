@@ -53,17 +53,10 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 def parse_gguf_config(
     fields: Fields, tensors: Mapping[str, StoredTensor], divisors: tuple[float, ...], name: str
 ) -> ModelConfig:
-    """Read the keys of a file with the architecture ``llama``.
+    """Read the keys of a file with the architecture ``llama`` into a configuration with this ``name``.
 
-    Args:
-        fields: The keys of the (first) file.
-        tensors: All tensors, because some facts are in no key.
-        divisors: Divisors of the rotary frequencies, from ``rope_freqs.weight``; empty if there is none.
-        name: The name of the shape.
-
-    Raises:
-        UserError: A key is missing or malformed, asks for something that is not supported, or is not known here; the
-            message names it.
+    ``tensors`` tell what is in no key; ``divisors`` of the rotary frequencies are those in ``rope_freqs.weight``.
+    Raises UserError if a key is missing, malformed or unknown here, or asks for something that is not supported.
     """
     fields.require("general.architecture", "llama")
     fields.require("general.type", "model")

@@ -67,14 +67,9 @@ _FORMAT = Format(
 
 
 class GgufFile:
-    """A model in one ``.gguf`` file, or in the parts of a split one.
+    """A model in one ``.gguf`` file, or in the parts of a split one, of which ``path`` is the first.
 
-    Args:
-        path: The file, or the first part.
-        name: The name of the model.
-
-    Raises:
-        UserError: A file cannot be read, the model is not supported, or a part of it would not be read.
+    Raises UserError if a file cannot be read, the model is not supported, or a part of it would not be read.
     """
 
     def __init__(self, path: Path, name: str) -> None:

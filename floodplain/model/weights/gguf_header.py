@@ -36,17 +36,10 @@ _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 1
 
 
 class GgufParts:
-    """A model in one file or several.
+    """A model in one file or several, of which ``path`` is the first, with the model's keys (``fields``).
 
-    Args:
-        path: The only file, or the first part.
-
-    Attributes:
-        fields: The keys of the first file, which are those of the model.
-        tensors: Tensors of all files, by name: each with its file and its ``gguf`` entry.
-
-    Raises:
-        UserError: A file cannot be read, is missing, or is not the part that it should be.
+    ``tensors`` has each one's file and ``gguf`` entry. Raises UserError if a file cannot be read, is missing, or is not
+    the part that it should be.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,11 +91,7 @@ class GgufParts:
 
 
 def read_fields(path: Path) -> Fields:
-    """The keys of one file.
-
-    Raises:
-        UserError: It cannot be read.
-    """
+    """The keys of one file. Raises UserError if it cannot be read."""
     return Fields(_Values(_open(path).fields), str(path))
 
 
@@ -141,10 +130,9 @@ class _Values(Mapping[str, Any]):
 
 
 def check_header(path: Path) -> None:
-    """Walk the file's metadata and tensor table.
+    """Walk a file's metadata and tensor table.
 
-    Raises:
-        OSError, ValueError: It is no ``.gguf`` file, ends inside its header, or exceeds a limit.
+    Raises OSError or ValueError if it is no ``.gguf`` file, ends inside its header, or exceeds a limit.
     """
     if not is_file(path):
         raise ValueError("it is not a regular file")
@@ -157,17 +145,10 @@ def check_header(path: Path) -> None:
 
 @lru_cache(maxsize=2)
 def read_gguf(path: Path, changed_ns: int) -> Any:
-    """A ``gguf.GGUFReader`` of the file, cached while the file does not change.
+    """A ``gguf.GGUFReader`` of a file with a checked header, cached while its mtime ``changed_ns`` does not change.
 
     A vocabulary has hundreds of thousands of values, and the original reader makes several arrays for each. Here an
-    array of numbers is one array, and an array of strings is a list of views.
-
-    Args:
-        path: The file, whose header was checked (``check_header``).
-        changed_ns: When it changed last (``st_mtime_ns``).
-
-    Raises:
-        OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError: It is truncated or malformed.
+    array of numbers is one array, and an array of strings is a list of views. A malformed file may raise any error.
     """
     from gguf import GGUFReader, GGUFValueType
 

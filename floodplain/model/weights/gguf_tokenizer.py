@@ -51,11 +51,7 @@ class _Vocabulary:
 
 
 def check_tokenizer_keys(fields: Fields) -> None:
-    """Refuse a kind of tokenizer, or of text splitting, whose llama.cpp defaults are not implemented.
-
-    Raises:
-        UserError: ``tokenizer.ggml.model`` or ``tokenizer.ggml.pre`` has a value that is not supported.
-    """
+    """Raise UserError for a ``tokenizer.ggml.model`` or ``pre`` whose llama.cpp defaults are not implemented."""
     kind = fields.value(f"{_KEYS}model", None)
     if kind is None:
         return  # the weights alone can be read
@@ -67,13 +63,9 @@ def check_tokenizer_keys(fields: Fields) -> None:
 
 
 def read_gguf_tokenizer(fields: Fields) -> tuple[Any, frozenset[int]]:
-    """The tokenizer, as one of transformers, and the tokens that end an answer.
+    """The tokenizer, as one of transformers, and the tokens that end an answer, from the keys of the (first) file.
 
-    Args:
-        fields: The keys of the (first) file.
-
-    Raises:
-        UserError: A key is missing, malformed or not supported; the message names it.
+    Raises UserError if a key is missing, malformed or not supported.
     """
     from transformers import PreTrainedTokenizerFast
 

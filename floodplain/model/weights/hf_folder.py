@@ -80,8 +80,7 @@ def _read_generation_config(path: Path) -> frozenset[int]:
 class HfFolder:
     """A model in ``folder``; its name is the folder's.
 
-    Raises:
-        UserError: A file is missing or cannot be read, the model is not supported, or a part of it would not be read.
+    Raises UserError if a file is missing or unreadable, the model is not supported, or a part of it would not be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,14 +136,7 @@ class HfFolder:
 
 
 class _SafetensorsFiles:
-    """All tensors of the files that make up the model in ``folder``.
-
-    Attributes:
-        tensors: All tensors by name.
-
-    Raises:
-        UserError: A file is missing or cannot be read, or files and index differ.
-    """
+    """All tensors of a folder's safetensors files: one, or shards with an index that maps tensors to files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -160,11 +152,6 @@ class _SafetensorsFiles:
             raise UserError(f"{folder / index[missing]}: the tensor {missing[:120]!r} is missing, which {_INDEX} names")
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor called ``name``.
-
-        Raises:
-            UserError: It cannot be read.
-        """
         path = Path(self.tensors[name].file)
         with parsing(f"{path}: {name}"):
             tensor: torch.Tensor = self._open(path.name).get_tensor(name)

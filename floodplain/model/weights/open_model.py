@@ -18,42 +18,26 @@ __all__ = ["ModelSource", "fingerprint_kv", "open_model", "packaged_smollm2"]
 
 
 class ModelSource(WeightSource, Protocol):
-    """One model: ``fill`` reads its weights, one tensor at a time.
-
-    Attributes:
-        name: Its default name.
-        config: The model's configuration.
-    """
+    """One model: ``fill`` reads its weights, one tensor at a time."""
 
     name: str
     config: ModelConfig
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load its tokenizer.
-
-        Raises:
-            UserError: There is none, or it cannot be read.
-        """
+        """Load its tokenizer. Raises UserError if there is none, or it cannot be read."""
         ...
 
     def digest_weights(self) -> bytes:
-        """A hash of its weights: equal for equal weights, independent of file names.
-
-        Raises:
-            UserError: They cannot be read any more.
-        """
+        """A hash of its weights: equal for equal weights, independent of file names. Raises UserError if they are
+        unreadable."""
         ...
 
 
 def open_model(model: str, seed: int = 0) -> ModelSource:
-    """Open a model: read its configuration, not yet its weights.
+    """Open a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``: read its configuration, not its
+    weights.
 
-    Args:
-        model: A Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
-        seed: Seed of a dummy's weights.
-
-    Raises:
-        UserError: It is none of these, cannot be read, or is not supported.
+    Raises UserError if it is none of these, cannot be read, or is not supported. ``seed`` is of a dummy's weights.
     """
     if model == "smollm2":
         return _open_gguf(packaged_smollm2(), "smollm2")
@@ -78,20 +62,12 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
 
 
 def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int, layers: range | None = None) -> str:
-    """A digest of everything that determines the bytes of a KV block, except its tokens.
+    """A digest of everything that determines the bytes of a KV block, except its tokens. Raises UserError if files
+    vanish.
 
-    Names and folders are not part of it. The version of this package is, since it determines the results, and so is
-    the kind of device: kernels round differently, and dummies draw other weights there.
-
-    Args:
-        source: The model.
-        device: The torch device on which it runs; its index does not count.
-        dtype: Dtype of parameters and KV.
-        block_tokens: Tokens of a block.
-        layers: The layers whose KV a block has; None: all.
-
-    Raises:
-        UserError: A file of weights cannot be read any more.
+    Names and folders are not part of it. The version of this package is, since it determines the results, and so is the
+    kind of device (not its index): kernels round differently, and dummies draw other weights there. ``layers`` are
+    those whose KV a block has; None: all.
     """
     shape = source.config.shape
     config = replace(source.config, shape=replace(shape, name=""))

