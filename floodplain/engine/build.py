@@ -14,11 +14,10 @@ import torch
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
 from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots
 from floodplain.engine.expansion_plan import plan_expansion
 from floodplain.engine.idle_memory import IdleMemory
-from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine

@@ -1,4 +1,4 @@
-"""All memory of one engine on its device: an arena for each layer's parameters, and the KV pool."""
+"""All memory of one engine on its device: an arena for each layer's parameters, loaded there, and the KV pool."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.network.linear import can_pack
+from floodplain.model.network.load import load_decoder
+from floodplain.model.weights.open_model import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,9 @@ class DeviceMemory:
         dtype: torch.dtype,
         shared_name: str | None = None,
     ) -> None:
-        clear_away()
+        left = sweep()  # a host device's memory outlives its process
+        if left:
+            logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))
         shape = model.shape
         self.layout = KVLayout(
             num_layers=shape.num_layers,
@@ -126,8 +132,37 @@ class DeviceMemory:
         self._close_device()
 
 
-def clear_away() -> None:
-    """Remove host devices of this user's killed engines: a host device's memory outlives its process."""
-    left = sweep()
-    if left:
-        logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))
+def torch_dtype(name: str) -> torch.dtype:
+    """The number format that ``--dtype`` names."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return dtypes[name]
+
+
+def reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """The token ids that the model has logits for: files may have others, such as -1 for none."""
+    return frozenset(token for token in token_ids if 0 <= token < vocab_size)
+
+
+def load_model(
+    config: EngineConfig,
+    source: ModelSource,
+    memory: DeviceMemory,
+    device: torch.device,
+    dtype: torch.dtype,
+    only: range | None = None,
+) -> Decoder:
+    """Load a model's layers (``only`` those of a stage) into an engine's memory, or packed for a CPU beside it.
+
+    Raises UserError if weights are missing or unreadable, or memory is too small.
+    """
+    is_packed = config.pack_weights and can_pack(dtype, device)
+    return load_decoder(
+        source.config,
+        source,
+        dtype=dtype,
+        device=device,
+        block_tokens=config.block_tokens,
+        allocate=None if is_packed else memory.allocate_parameters,
+        is_packed=is_packed,
+        only=only,
+    )

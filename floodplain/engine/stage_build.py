@@ -20,8 +20,7 @@ from floodplain.core.sizes import format_size
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.model_load import load_model, reachable, torch_dtype
+from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from floodplain.model.batch import ForwardBatch
 
@@ -76,3 +77,22 @@ def context_rows(block_tables: torch.Tensor, max_context_len: int, block_tokens:
     first_rows = block_tables[:, :num_blocks, None] * (2 * block_tokens)
     rows = first_rows + torch.arange(block_tokens, device=block_tables.device)  # [B, blocks, block_tokens]
     return rows.flatten(1)[:, :max_context_len]
+
+
+def attend_segment(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+) -> torch.Tensor:
+    """Attention [n, num_heads, head_dim] of one run's queries, by torch; causal without a mask.
+
+    ``keys`` and ``values`` are [1, num_kv_heads, C, head_dim].
+    """
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=shape.scale,
+        enable_gqa=shape.group_size > 1,
+    )
+    return out[0].transpose(0, 1)

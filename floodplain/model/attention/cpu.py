@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from floodplain.model.attention.backend import AttentionShape, context_rows, head_rows, write_rows
+from floodplain.model.attention.backend import AttentionShape, attend_segment, context_rows, head_rows, write_rows
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 from floodplain.model.native.ops import NativeOps
 
@@ -101,16 +100,7 @@ class CpuAttentionPlan:
         else:
             context = kv.view(-1, shape.head_dim).index_select(0, segment.gather_rows)
             keys, values = context.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=segment.mask,
-            is_causal=segment.mask is None,
-            scale=shape.scale,
-            enable_gqa=shape.group_size > 1,
-        )
-        return out[0].transpose(0, 1).flatten(1)
+        return attend_segment(q, keys, values, segment.mask, shape).flatten(1)
 
     def _prefill_folded(self, mask: torch.Tensor, q: torch.Tensor, new_kv: torch.Tensor) -> torch.Tensor:
         """Attention by two batched products: the query heads of a key/value head are stacked as rows."""

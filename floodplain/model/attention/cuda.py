@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from floodplain.model.attention.backend import AttentionShape, context_rows, write_rows
+from floodplain.model.attention.backend import AttentionShape, attend_segment, context_rows, write_rows
 from floodplain.model.attention.paged_prefill import FlashInferPrefill, open_flashinfer
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 
@@ -83,16 +82,7 @@ class CudaAttentionPlan:
             new_kv = kv.view(-1, shape.num_kv_heads, shape.head_dim)[gather_rows]  # [C, 2, heads, head_dim]
         keys, values = new_kv.permute(1, 2, 0, 3)[:, None]  # [1, num_kv_heads, C, head_dim] each
         mask = None if gather_rows is None else _lower_right(q.shape[0], new_kv.shape[0], q)
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=shape.scale,
-            enable_gqa=shape.group_size > 1,
-        )
-        return out[0].transpose(0, 1)
+        return attend_segment(q, keys, values, mask, shape)
 
 
 def _gather_rows(segment: PrefillSegment, shape: AttentionShape) -> torch.Tensor | None:
