@@ -168,7 +168,6 @@ class EngineConfig(EngineFlags):
             raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 
     def _check_alone(self, lent_bytes: int | None) -> None:
-        """Refuse flags that need a coordinator."""
         if self.swap == "peer":
             raise UserError("--swap peer needs --coordinator: it knows which devices lend memory")
         if lent_bytes != 0:
@@ -191,7 +190,6 @@ class EngineConfig(EngineFlags):
             )
 
     def _check_lends_nothing(self) -> None:
-        """Refuse flags that need ``--lend``."""
         if self.lend_after != DEFAULT_LEND_AFTER_S:
             raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
         if self.recall_deadline != DEFAULT_RECALL_DEADLINE_S:

@@ -87,7 +87,6 @@ class _RandomRows:
         return torch.from_numpy((mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48)
 
     def choose(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        """One token for each of these rows of ``logits``."""
         scaled = logits[self.index]
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperatures
         if self.top_k is None or self.top_p is None:

@@ -130,7 +130,6 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
 
 
 def _stored_merges(fields: Fields, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges in order, without duplicates."""
     key = f"{_KEYS}merges"
     merges = fields.value(key)
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
