@@ -29,42 +29,33 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool:
         """Whether ``apply_chat_template`` works."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of ``text``, by default with the special tokens that the model expects before it."""
-        ...
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of ``text``; 0 if only tokenising it would tell."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, if ``is_byte_level``."""
-        ...
 
     def fallback_byte(self, token_id: int) -> int | None:
         """The byte that a SentencePiece byte token (``<0xE2>``) stands for; None for other tokens."""
-        ...
 
     def token_text(self, token_id: int) -> str:
         """The text of one token inside a text: with the space that it would lose at the start."""
-        ...
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Text of a conversation, up to where the assistant's answer begins; encode it without special tokens.
 
         Raises UserError if the model has no chat template, or the template refuses these messages.
         """
-        ...
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation, up to where the assistant's answer begins. Raises as ``render_chat``."""
-        ...
 
 
 class ByteTokenizer:

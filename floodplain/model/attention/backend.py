@@ -36,14 +36,12 @@ class AttentionPlan(Protocol):
 
     def write(self, kv: torch.Tensor, new_kv: torch.Tensor) -> None:
         """Store the keys and values [T, 2, num_kv_heads, head_dim] of the batch's tokens in the layer's ``kv``."""
-        ...
 
     def attend(self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Attention [T, num_heads * head_dim] of the queries ``q`` [T, num_heads, head_dim]; after ``write``.
 
         ``new_kv`` is what was just written: a prompt that starts at position 0 needs only that.
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -51,7 +49,6 @@ class AttentionBackend(Protocol):
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> AttentionPlan:
         """Prepare one forward pass whose activations and KV have this ``dtype``."""
-        ...
 
 
 def write_rows(slot_mapping: torch.Tensor, block_tokens: int) -> torch.Tensor:

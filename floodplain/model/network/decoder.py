@@ -31,7 +31,6 @@ class Layer(Protocol):
 
     def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """Activations [T, hidden] in, activations out; the tokens' keys and values go into ``kv``."""
-        ...
 
 
 class Stem(Protocol):
@@ -39,15 +38,12 @@ class Stem(Protocol):
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Activations [T, hidden] of the tokens."""
-        ...
 
     def rotation(self, positions: torch.Tensor) -> Rotation | None:
         """The rotation that layers apply at these positions; None if there is none."""
-        ...
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """The final norm."""
-        ...
 
 
 class LayerHooks(Protocol):
@@ -55,11 +51,9 @@ class LayerHooks(Protocol):
 
     def before_layer(self, index: int) -> None:
         """Layer ``index`` runs next: ``kv_layers[index]`` and its parameters are read after this returns."""
-        ...
 
     def after_layer(self, index: int) -> None:
         """The work of layer ``index`` has been issued (on CUDA it may still run)."""
-        ...
 
 
 class Decoder:

@@ -28,7 +28,6 @@ class ParameterBuffer(Protocol):
     @property
     def is_mapped(self) -> bool:
         """Whether there is memory behind ``tensor``."""
-        ...
 
 
 class PlainBuffer:
@@ -74,7 +73,6 @@ class WeightSource(Protocol):
 
         Raises UserError if they are missing, unreadable, or have another shape.
         """
-        ...
 
 
 def load_buffer(

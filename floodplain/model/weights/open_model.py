@@ -25,12 +25,10 @@ class ModelSource(WeightSource, Protocol):
 
     def load_tokenizer(self) -> Tokenizer:
         """Load its tokenizer. Raises UserError if there is none, or it cannot be read."""
-        ...
 
     def digest_weights(self) -> bytes:
         """A hash of its weights: equal for equal weights, independent of file names. Raises UserError if they are
         unreadable."""
-        ...
 
 
 def open_model(model: str, seed: int = 0) -> ModelSource:
