@@ -64,8 +64,7 @@ class DeviceMemory:
         self.device, self._close_device = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
-        """Map a buffer for the next layer's parameters, which can be moved or unmapped alone. Raises UserError if it is
-        too large."""
+        """Map a buffer for the next layer's parameters, which can move or be unmapped alone. Raises UserError."""
         buffer = PagedBuffer(self.device, num_bytes)
         pages = self.device.allocate(buffer.num_pages)
         if pages is None:

@@ -113,8 +113,7 @@ class Expansion:
         return self._fewest if would_show else num_streamed
 
     def expect_copies(self, num_copies: int, measured_bytes_s: float) -> None:
-        """Set the possible near copies and their measured bytes per second, used while no layer streams and none is
-        measured."""
+        """Set the possible near copies and their measured bytes per second, used while no layer streams."""
         if not self.slots.places.num_streamed:
             has_enough = bool(self._fewest) and num_copies >= self._fewest
             near_bytes_s = self._near_bytes_s or measured_bytes_s
@@ -160,10 +159,10 @@ class Expansion:
 def open_layer_slots(
     config: EngineConfig, plan: ExpansionPlan, pool: KVPool, ledger: BlockLedger, backend: Backend
 ) -> LayerSlots | None:
-    """Open the layer slots of a pool with the plan's first place; None if no layer ever streams. Close them before the
-    pool.
+    """Open the layer slots of a pool with the plan's first place; None if no layer ever streams.
 
-    Raises UserError if this kind of device streams no layers, or there is no memory for their copies.
+    Close them before the pool. Raises UserError if this kind of device streams no layers, or there is no memory for
+    their copies.
     """
     if plan.is_off:
         return None

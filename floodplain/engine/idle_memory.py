@@ -52,8 +52,7 @@ class IdleMemory:
         trim()
 
     def look(self, now_s: float, *, is_busy: bool) -> None:
-        """Return memory that is due, unless the last look is less than ``LOOK_S`` ago. ``is_busy``: any request is
-        live."""
+        """Return memory that is due, unless the last look is less than ``LOOK_S`` ago; less of it if busy."""
         if now_s - self._look_s < LOOK_S:
             return
         self._look_s = now_s

@@ -256,8 +256,7 @@ class IdleSteps:
 
     @contextmanager
     def driven(self) -> Generator[None]:
-        """Context in which the caller drives the engine alone. Raises RuntimeError if a background step has failed
-        before."""
+        """Context in which the caller drives the engine alone. Raises RuntimeError if a background step has failed."""
         self._is_free.clear()  # or the thread might take the lock again and again
         try:
             with self._lock:

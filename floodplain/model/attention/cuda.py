@@ -11,8 +11,7 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 
 class CudaAttention:
-    """The backend for ``cuda``; FlashInfer computes prefills unless refused. A plan is valid until the next call of
-    ``plan``."""
+    """The backend for ``cuda``; FlashInfer computes prefills unless refused. A plan is valid until the next one."""
 
     def __init__(self, shape: AttentionShape, *, may_use_flashinfer: bool = True) -> None:
         self._shape = shape
@@ -29,8 +28,7 @@ class CudaAttention:
 
 
 class CudaAttentionPlan:
-    """Indices of one batch. Nothing here blocks on the batch's work on the device. Without ``flashinfer`` torch
-    prefills."""
+    """Indices of one batch. Nothing here blocks on the batch's work on the device."""
 
     def __init__(
         self,

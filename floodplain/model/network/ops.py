@@ -23,8 +23,7 @@ class TorchOps:
         return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys in place (unless the step has no rotation); store keys and values in the layer's
-        ``kv``.
+        """Rotate queries and keys in place; store keys and values in the layer's ``kv``.
 
         ``heads`` is [T, num_heads + 2 * num_kv_heads, head_dim]. Returns a view of it, the keys and values that were
         stored, [T, 2, num_kv_heads, head_dim].

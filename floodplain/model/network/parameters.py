@@ -86,8 +86,7 @@ def load_buffer(
 def fill_buffer(
     buffer: ParameterBuffer, specs: Sequence[ParameterSpec], source: WeightSource, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Load all ``specs`` into a mapped buffer and return their views by name. Raises InvariantError if it is not
-    mapped.
+    """Load all ``specs`` into a buffer and return their views by name. Raises InvariantError if it is not mapped.
 
     Gaps between parameters become zeros, so that equal parameters are equal bytes wherever the memory came from.
     """

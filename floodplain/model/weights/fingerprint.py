@@ -22,8 +22,7 @@ _MAX_THREADS = 16
 
 
 def digest_files(files: Sequence[Path]) -> bytes:
-    """The hash of these files' bytes, in this order, cached while they are unchanged. Raises UserError if one is
-    unreadable."""
+    """The hash of these files' bytes, in this order, cached while they are unchanged. Raises UserError."""
     return digest_fields([_digest_unchanged(file) for file in files])
 
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextDefaults:
-    """Defaults of tokenisation; ``add_bos`` and ``add_space`` are for absent keys
-    ``tokenizer.ggml.add_..._token/_prefix``.
+    """Defaults of tokenisation.
 
     Attributes:
         splits: Expressions that cut a text before it is merged, in order: each cuts the pieces that the last one left.
+        add_bos: Whether a text gets a BOS token if ``tokenizer.ggml.add_bos_token`` is absent.
         ignore_merges: Whether a piece that is a token stays one even if no merge makes it.
-        add_space: Whether a space goes before a text, and after special tokens.
+        add_space: Whether a space goes before a text, and after special tokens, if ``tokenizer.ggml.add_space_prefix``
+            is absent.
     """
 
     splits: tuple[str, ...] = ()

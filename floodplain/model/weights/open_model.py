@@ -27,15 +27,14 @@ class ModelSource(WeightSource, Protocol):
         """Load its tokenizer. Raises UserError if there is none, or it cannot be read."""
 
     def digest_weights(self) -> bytes:
-        """A hash of its weights: equal for equal weights, independent of file names. Raises UserError if they are
-        unreadable."""
+        """A hash that is equal for equal weights, whatever the files' names. Raises UserError."""
 
 
 def open_model(model: str, seed: int = 0) -> ModelSource:
-    """Open a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``: read its configuration, not its
-    weights.
+    """Open a model: read its configuration, not yet its weights. ``seed`` is of a dummy's weights.
 
-    Raises UserError if it is none of these, cannot be read, or is not supported. ``seed`` is of a dummy's weights.
+    ``model`` is a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``. Raises UserError if it is none
+    of these, cannot be read, or is not supported.
     """
     if model == "smollm2":
         return _open_gguf(packaged_smollm2(), "smollm2")
@@ -60,12 +59,11 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
 
 
 def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int, layers: range | None = None) -> str:
-    """A digest of everything that determines the bytes of a KV block, except its tokens. Raises UserError if files
-    vanish.
+    """A digest of everything that determines the bytes of a KV block, except its tokens.
 
     Names and folders are not part of it. The version of this package is, since it determines the results, and so is the
     kind of device (not its index): kernels round differently, and dummies draw other weights there. ``layers`` are
-    those whose KV a block has; None: all.
+    those whose KV a block has; None: all. Raises UserError if a file of weights cannot be read any more.
     """
     shape = source.config.shape
     config = replace(source.config, shape=replace(shape, name=""))

