@@ -73,10 +73,11 @@ def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwa
     if config.swap == "none":
         return OpenedSwap(SwapSpace({}), (), (), ())
     num_slots = _count_slots(config.swap_memory, pool, backend)
-    emulated = _emulated_link(config.hardware, pool.layout)
+    emulated = None if config.hardware is None else _emulate_link(config.hardware, pool.layout)
     with ExitStack() as on_failure:
         slots, host = backend.open_host_tier(pool, num_slots, emulated)
-        on_failure.callback(_close_tier, host)
+        on_failure.callback(host.slots.close)
+        on_failure.callback(host.engine.close)
         link, facts = _describe_link(emulated, pool, host)
         opened = OpenedSwap(
             SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,), None, slots
@@ -86,11 +87,6 @@ def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwa
             opened = _add_peer_tier(opened, backend, pool, slots, peer_bytes, host, emulated)
         on_failure.pop_all()
     return opened
-
-
-def _close_tier(tier: SwapTier) -> None:
-    tier.engine.close()
-    tier.slots.close()
 
 
 def _add_peer_tier(
@@ -103,8 +99,12 @@ def _add_peer_tier(
     emulated: EmulatedLink | None,
 ) -> OpenedSwap:
     """Add a tier of slots on neighbours as the nearest one; it has no slots until leases are granted."""
-    link, facts = _price_peer_link(opened, backend, emulated)
-    links = None if emulated is None else LinkPair(host=emulated, peer=_emulate_peer_link(emulated))
+    links, link, facts = None, opened.links[0], dict(opened.facts[0])
+    if emulated is not None:
+        links = LinkPair(host=emulated, peer=EmulatedLink(LINKS[PEER_LINK], emulated.scale))
+        link, facts = _describe_emulated(links.peer)
+    elif not backend.shares_host_memory:
+        facts["name"] = "assumed"  # until copies are measured
     tier, parts = open_peer_parts(backend, pool, host_slots, peer_bytes, links)
     return OpenedSwap(
         SwapSpace({Tier.PEER: tier, Tier.HOST: host}),
@@ -114,19 +114,6 @@ def _add_peer_tier(
         parts,
         host_slots,
     )
-
-
-def _price_peer_link(
-    opened: OpenedSwap, backend: Backend, emulated: EmulatedLink | None
-) -> tuple[Link, Mapping[str, Any]]:
-    """(link, facts) of the peer tier; on a GPU those of the host link, until copies are measured."""
-    if emulated is not None:
-        return _describe_emulated(_emulate_peer_link(emulated))
-    return opened.links[0], {**opened.facts[0], **({} if backend.shares_host_memory else {"name": "assumed"})}
-
-
-def _emulate_peer_link(emulated: EmulatedLink) -> EmulatedLink:
-    return EmulatedLink(LINKS[PEER_LINK], emulated.scale)
 
 
 def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:
@@ -170,9 +157,7 @@ def _available_beside(pool: KVPool, backend: Backend) -> int:
     return max(0, available_bytes() - is_untaken * pool.num_blocks * pool.block_bytes)
 
 
-def _emulated_link(hardware: str | None, layout: KVLayout) -> EmulatedLink | None:
-    if hardware is None:
-        return None
+def _emulate_link(hardware: str, layout: KVLayout) -> EmulatedLink:
     return EmulatedLink(LINKS[hardware.removeprefix(HARDWARE_PREFIX)], _emulation_scale(layout))
 
 
@@ -193,7 +178,8 @@ def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) 
 
 def _describe_emulated(emulated: EmulatedLink) -> tuple[Link, dict[str, Any]]:
     modelled = large_copy_bandwidth(emulated.profile)
-    link = Link(Tier.HOST, modelled * emulated.scale, _latency_s(emulated.profile) / emulated.scale)
+    latency_s = max(emulated.profile.outbound.latency_s, emulated.profile.inbound.latency_s)
+    link = Link(Tier.HOST, modelled * emulated.scale, latency_s / emulated.scale)
     facts = {
         "tier": Tier.HOST.value,
         "name": f"{HARDWARE_PREFIX}{emulated.profile.name}",
@@ -208,14 +194,10 @@ def _describe_emulated(emulated: EmulatedLink) -> tuple[Link, dict[str, Any]]:
 
 def emulated_bandwidth(hardware: str, layout: KVLayout) -> float:
     """Bytes per second of a large copy over an emulated link, scaled like all emulated links."""
-    profile = LINKS[hardware.removeprefix(HARDWARE_PREFIX)]
-    return large_copy_bandwidth(profile) * _emulation_scale(layout)
+    link = _emulate_link(hardware, layout)
+    return large_copy_bandwidth(link.profile) * link.scale
 
 
 def large_copy_bandwidth(profile: LinkProfile) -> float:
     """Bytes per second of the profile's largest copy, in its slower direction."""
     return min(curve.points[-1][1] for curve in (profile.outbound, profile.inbound))
-
-
-def _latency_s(profile: LinkProfile) -> float:
-    return max(profile.outbound.latency_s, profile.inbound.latency_s)
