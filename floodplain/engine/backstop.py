@@ -89,10 +89,6 @@ class Backstop:
         buffer.is_filled = _compute_layer_digest(buffer.tensor) == self._layers.digests[layer]
         return buffer.is_filled
 
-    def digest_of(self, layer: int) -> bytes:
-        """SHA-256 of a layer's buffer as loaded: 32 bytes, equal in all instances with the same fingerprint."""
-        return self._layers.digests[layer]
-
     def close(self) -> None:
         """Close the file, which stays on disk for the next start. Safe to call twice."""
         fd, self._fd = self._fd, -1
