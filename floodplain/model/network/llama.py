@@ -12,7 +12,7 @@ from floodplain.model.network.config import ModelConfig, RopeConfig
 from floodplain.model.network.decoder import Step
 from floodplain.model.network.linear import MakeProjection
 from floodplain.model.network.ops import LayerOps
-from floodplain.model.network.parameters import ParameterSpec, Part
+from floodplain.model.network.parameters import ParameterSpec, Part, weight_and_bias
 from floodplain.model.network.rope import Rotation, inverse_frequencies, rotation
 
 
@@ -30,32 +30,21 @@ def layer_specs(config: ModelConfig, index: int) -> list[ParameterSpec]:
     """The parameters of one layer; query, key and value rows are one matrix, gate and up rows another."""
     shape, prefix = config.shape, f"model.layers.{index}."
     hidden, ffn = shape.hidden_size, shape.ffn_size
-    projections = {
-        "qkv": (
-            hidden,
-            shape.qkv_bias,
-            {"self_attn.q_proj": shape.q_size, "self_attn.k_proj": shape.kv_size, "self_attn.v_proj": shape.kv_size},
-        ),
-        "o": (shape.q_size, config.o_bias, {"self_attn.o_proj": hidden}),
-        "gate_up": (hidden, config.mlp_bias, {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}),
-        "down": (ffn, config.mlp_bias, {"mlp.down_proj": hidden}),
-    }
     norms = {"input_norm": ("input_layernorm", hidden), "ffn_norm": ("post_attention_layernorm", hidden)}
     if config.qk_norm:
-        norms |= {
-            "q_norm": ("self_attn.q_norm", shape.head_dim),
-            "k_norm": ("self_attn.k_norm", shape.head_dim),
-        }
-    specs = [
-        ParameterSpec(name, (Part(f"{prefix}{stored}.weight", (size,)),)) for name, (stored, size) in norms.items()
+        norms |= {"q_norm": ("self_attn.q_norm", shape.head_dim), "k_norm": ("self_attn.k_norm", shape.head_dim)}
+
+    def project(name: str, width: int, has_bias: bool, rows: Mapping[str, int]) -> list[ParameterSpec]:
+        return weight_and_bias(name, {prefix + stored: size for stored, size in rows.items()}, width, has_bias=has_bias)
+
+    qkv = {"self_attn.q_proj": shape.q_size, "self_attn.k_proj": shape.kv_size, "self_attn.v_proj": shape.kv_size}
+    return [
+        *(ParameterSpec(name, (Part(f"{prefix}{stored}.weight", (size,)),)) for name, (stored, size) in norms.items()),
+        *project("qkv", hidden, shape.qkv_bias, qkv),
+        *project("o", shape.q_size, config.o_bias, {"self_attn.o_proj": hidden}),
+        *project("gate_up", hidden, config.mlp_bias, {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}),
+        *project("down", ffn, config.mlp_bias, {"mlp.down_proj": hidden}),
     ]
-    for name, (width, has_bias, rows) in projections.items():
-        parts = tuple(Part(f"{prefix}{stored}.weight", (size, width)) for stored, size in rows.items())
-        specs.append(ParameterSpec(f"{name}.weight", parts))
-        if has_bias:
-            parts = tuple(Part(f"{prefix}{stored}.bias", (size,)) for stored, size in rows.items())
-            specs.append(ParameterSpec(f"{name}.bias", parts))
-    return specs
 
 
 class LlamaStem:

@@ -13,7 +13,7 @@ from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Step
 from floodplain.model.network.linear import MakeProjection
 from floodplain.model.network.ops import LayerOps
-from floodplain.model.network.parameters import ParameterSpec, Part
+from floodplain.model.network.parameters import ParameterSpec, Part, weight_and_bias
 
 _PREFIX = "model.decoder."
 
@@ -27,30 +27,20 @@ def stem_specs(config: ModelConfig) -> list[ParameterSpec]:
         ParameterSpec("positions", (Part(f"{_PREFIX}embed_positions.weight", (num_positions, shape.hidden_size)),)),
     ]
     if config.norm_first:
-        specs += _with_bias("norm", shape.hidden_size, None, (f"{_PREFIX}final_layer_norm",))
+        specs += weight_and_bias("norm", {f"{_PREFIX}final_layer_norm": shape.hidden_size})
     return specs
 
 
 def layer_specs(config: ModelConfig, index: int) -> list[ParameterSpec]:
     """The parameters of one layer; query, key and value rows are one matrix."""
     hidden, ffn, prefix = config.shape.hidden_size, config.shape.ffn_size, f"{_PREFIX}layers.{index}."
-    qkv = tuple(f"{prefix}self_attn.{one}_proj" for one in "qkv")
     return [
-        *_with_bias("attention_norm", hidden, None, (f"{prefix}self_attn_layer_norm",)),
-        *_with_bias("ffn_norm", hidden, None, (f"{prefix}final_layer_norm",)),
-        *_with_bias("qkv", hidden, hidden, qkv),
-        *_with_bias("o", hidden, hidden, (f"{prefix}self_attn.out_proj",)),
-        *_with_bias("up", ffn, hidden, (f"{prefix}fc1",)),
-        *_with_bias("down", hidden, ffn, (f"{prefix}fc2",)),
-    ]
-
-
-def _with_bias(name: str, rows: int, width: int | None, stored: tuple[str, ...]) -> list[ParameterSpec]:
-    """Weight and bias. Each of ``stored`` has ``rows`` rows of ``width`` numbers; None: of one number each."""
-    weight_shape = (rows,) if width is None else (rows, width)
-    return [
-        ParameterSpec(f"{name}.weight", tuple(Part(f"{one}.weight", weight_shape) for one in stored)),
-        ParameterSpec(f"{name}.bias", tuple(Part(f"{one}.bias", (rows,)) for one in stored)),
+        *weight_and_bias("attention_norm", {f"{prefix}self_attn_layer_norm": hidden}),
+        *weight_and_bias("ffn_norm", {f"{prefix}final_layer_norm": hidden}),
+        *weight_and_bias("qkv", {f"{prefix}self_attn.{one}_proj": hidden for one in "qkv"}, hidden),
+        *weight_and_bias("o", {f"{prefix}self_attn.out_proj": hidden}, hidden),
+        *weight_and_bias("up", {f"{prefix}fc1": ffn}, hidden),
+        *weight_and_bias("down", {f"{prefix}fc2": hidden}, ffn),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +63,15 @@ class ParameterSpec:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+
+def weight_and_bias(
+    name: str, rows: Mapping[str, int], width: int | None = None, *, has_bias: bool = True
+) -> list[ParameterSpec]:
+    """Specs of a weight and, if it has one, a bias, by the rows of each stored part; without ``width`` a vector."""
+    weights = tuple(Part(f"{one}.weight", (size,) if width is None else (size, width)) for one, size in rows.items())
+    biases = tuple(Part(f"{one}.bias", (size,)) for one, size in rows.items())
+    return [ParameterSpec(f"{name}.weight", weights), *([ParameterSpec(f"{name}.bias", biases)] if has_bias else [])]
 
 
 class WeightSource(Protocol):
