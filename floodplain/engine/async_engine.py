@@ -20,7 +20,6 @@ from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
-from floodplain.model.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -38,10 +37,16 @@ class AsyncEngine:
 
     Submissions and aborts wait in an inbox until the next step boundary. If the thread ends with an exception, all
     calls raise an error with it.
+
+    Attributes:
+        engine: Only the engine's thread may use its state once started.
+        failure: The exception that ended the engine's thread; None if none did.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.model_name = engine.model_name
+        self.tokenizer = engine.tokenizer
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         engine.has_news = lambda: not self._inbox.empty()
         engine.wake_by_leases(lambda: self._inbox.put(lambda: None))
@@ -53,7 +58,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = self._is_draining = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
@@ -63,38 +68,18 @@ class AsyncEngine:
     # -- facts -----------------------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
-        """The wrapped engine; only the engine's thread may use its state once started."""
-        return self._engine
-
-    @property
-    def model_name(self) -> str:
-        """The name under which the model is served."""
-        return self._engine.model_name
-
-    @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
-        return self._engine.max_model_len
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._engine.tokenizer
+        return self.engine.max_model_len
 
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters; callable on any thread."""
-        return self._engine.stats()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the engine's thread; None if none did."""
-        return self._failure
+        return self.engine.stats()
 
     @property
     def can_serve(self) -> bool:
         """Whether the engine's thread was started and has not failed."""
-        return self._thread is not None and self._failure is None
+        return self._thread is not None and self.failure is None
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
         """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""
@@ -128,8 +113,8 @@ class AsyncEngine:
             self._inbox.put(lambda: None)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
-        self._fail(self._failure or RuntimeError("the engine is closed"))
-        self._engine.close()
+        self._fail(self.failure or RuntimeError("the engine is closed"))
+        self.engine.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -142,8 +127,8 @@ class AsyncEngine:
         then ``on_accepted`` on the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while the engine
         drains.
         """
-        if self._loop is None or self._failure is not None or self._is_closing:
-            raise RuntimeError("the engine is not running") from self._failure
+        if self._loop is None or self.failure is not None or self._is_closing:
+            raise RuntimeError("the engine is not running") from self.failure
         if self._is_draining:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
         caller = Caller(request, self._loop.create_future(), on_added)
@@ -168,8 +153,8 @@ class AsyncEngine:
 
         Deltas of these steps have been delivered when this returns. Raises RuntimeError if the engine is not running.
         """
-        if self._loop is None or self._failure is not None or self._is_closing:
-            raise RuntimeError("the engine is not running") from self._failure
+        if self._loop is None or self.failure is not None or self._is_closing:
+            raise RuntimeError("the engine is not running") from self.failure
         pause = Pause(self._loop)
         self._pauses = [other for other in self._pauses if not other.is_over] + [pause]
         self._inbox.put(lambda: self._hold(pause))
@@ -182,18 +167,18 @@ class AsyncEngine:
 
     def post(self, function: Callable[[Engine], object]) -> None:
         """Have ``function`` called with the engine on its thread, between two steps (some may be outstanding)."""
-        self._inbox.put(lambda: function(self._engine))
+        self._inbox.put(lambda: function(self.engine))
 
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while True:
-                self._take_inbox(block_s=self._engine.rest_s)
+                self._take_inbox(block_s=self.engine.rest_s)
                 if self._is_closing:  # before a step: a pause may have unmapped memory
                     return
-                deltas = self._engine.step()
-                ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
+                deltas = self.engine.step()
+                ended = [life for _, life, reason in self.engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:
                     self._call(self._dispatch, deltas, ended)
         except BaseException as error:  # all exceptions go to the callers: there is no other handler on this thread
@@ -201,12 +186,12 @@ class AsyncEngine:
                 logger.warning("the engine stops: %s", error)
             else:
                 logger.critical("the engine's thread died", exc_info=error)
-            self._failure = error
+            self.failure = error
             self._call(self._fail, error)
 
     def _take_inbox(self, block_s: float) -> None:
         with contextlib.suppress(queue.Empty):
-            with self._engine.meter.waiting():
+            with self.engine.meter.waiting():
                 first = self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait()
             first()
             end_s = time.monotonic() + _INBOX_S
@@ -214,26 +199,26 @@ class AsyncEngine:
                 self._inbox.get_nowait()()
 
     def _hold(self, pause: Pause) -> None:
-        deltas = self._engine.come_to_rest()
+        deltas = self.engine.come_to_rest()
         self._call(self._dispatch, deltas, [])
-        self._call(pause.begin, self._engine)
-        with self._engine.meter.waiting():
+        self._call(pause.begin, self.engine)
+        with self.engine.meter.waiting():
             pause.hold()
 
     def _submit(self, caller: Caller) -> None:
         try:
-            seq_id = self._engine.add(caller.request)
+            seq_id = self.engine.add(caller.request)
         except UserError as error:
             self._call(caller.fail, error)
         else:
             caller.seq_id = seq_id
             if caller.on_added is not None:
-                caller.on_added(self._engine, seq_id)
+                caller.on_added(self.engine, seq_id)
             self._call(self._accept, caller, seq_id)
 
     def _abandon(self, caller: Caller) -> None:
         if caller.seq_id is not None:
-            self._engine.finish(caller.seq_id, FinishReason.ABORT)
+            self.engine.finish(caller.seq_id, FinishReason.ABORT)
             self._call(self._by_seq.pop, caller.seq_id, None)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:

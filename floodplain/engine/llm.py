@@ -53,10 +53,10 @@ class LLM:
         for name in ("kv_memory", "swap_memory", "peer_memory"):
             if isinstance(flags.get(name), str):
                 flags[name] = parse_size(flags[name])
-        self._engine = build_engine(EngineConfig(model=model, **flags))
+        self.engine = build_engine(EngineConfig(model=model, **flags))
         self._num_requests = 0
         self._is_broken = self._is_closed = False
-        self._idle = IdleSteps(self._engine)
+        self._idle = IdleSteps(self.engine)
         self._idle.start()
 
     def __enter__(self) -> LLM:
@@ -71,16 +71,11 @@ class LLM:
         """Free all memory; the object cannot be used afterwards."""
         self._is_closed = True
         self._idle.close()
-        self._engine.close()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine behind it."""
-        return self._engine
+        self.engine.close()
 
     def stats(self) -> EngineStats:
         """Gauges and counters since the model was loaded."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def generate(
         self,
@@ -106,7 +101,7 @@ class LLM:
         """The same for conversations (one, or a list of them), through the model's chat template."""
         chats: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts: list[tuple[str | None, list[int]]] = [
-            (None, self._engine.tokenizer.apply_chat_template(chat)) for chat in chats
+            (None, self.engine.tokenizer.apply_chat_template(chat)) for chat in chats
         ]
         return self._run(prompts, self._match_params(sampling_params, len(prompts)), use_tqdm)
 
@@ -114,7 +109,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._engine.tokenizer.encode(prompt)
+            return prompt, self.engine.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
             raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {reprlib.repr(prompt)}')
         if set(prompt) != {"prompt_token_ids"} or not all(
@@ -144,7 +139,7 @@ class LLM:
             raise UserError("this LLM is closed: make a new one")
         requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
         for request in requests:
-            self._engine.check(request)
+            self.engine.check(request)
         if self._is_broken:
             raise RuntimeError("this LLM was interrupted in the middle of a step: make a new one")
         with self._idle.driven():
@@ -158,7 +153,7 @@ class LLM:
         collectors: dict[SeqId, _Collector] = {}
         try:
             for request in requests:
-                collectors[self._engine.add(request)] = _Collector()
+                collectors[self.engine.add(request)] = _Collector()
             self._run_to_end(collectors, use_tqdm)
         except BaseException:
             self._abandon(collectors)
@@ -168,12 +163,12 @@ class LLM:
     def _abandon(self, collectors: Iterable[SeqId]) -> None:
         """Abort all requests of an interrupted call, so that the next call finds an empty engine."""
         for seq_id in collectors:
-            self._engine.finish(seq_id, FinishReason.ABORT)
-        self._engine.take_finished()
-        if self._engine.is_stepping:  # the step was interrupted and will never end
+            self.engine.finish(seq_id, FinishReason.ABORT)
+        self.engine.take_finished()
+        if self.engine.is_stepping:  # the step was interrupted and will never end
             self._is_broken = True
             self._idle.end()
-            self._engine.close()
+            self.engine.close()
 
     def _make_request(self, tokens: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1
@@ -188,11 +183,11 @@ class LLM:
         from tqdm import tqdm
 
         with tqdm(total=len(collectors), desc="requests", disable=not use_tqdm) as progress:
-            while self._engine.has_unfinished:
-                for seq_id, delta in self._engine.step():
+            while self.engine.has_unfinished:
+                for seq_id, delta in self.engine.step():
                     collectors[seq_id].add(delta)
                     progress.update(delta.finish_reason is not None)
-                for seq_id, lifecycle, _ in self._engine.take_finished():
+                for seq_id, lifecycle, _ in self.engine.take_finished():
                     collectors[seq_id].lifecycle = lifecycle
 
 
