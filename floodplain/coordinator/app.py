@@ -58,11 +58,7 @@ AnyName = Annotated[Name, Path()]
 
 
 class LeaseRoutes:
-    """The endpoints under ``/v1``.
-
-    Args:
-        worker: Passes their jobs to the book.
-    """
+    """The endpoints under ``/v1``."""
 
     def __init__(self, worker: LeaseWorker) -> None:
         self._worker = worker
@@ -124,11 +120,8 @@ def create_app(
 ) -> ASGIApp:
     """Return the application; its lifespan opens and closes ``worker``.
 
-    Args:
-        worker: Not yet open.
-        drain: Turned on to stop the server; None if it is never turned on.
-        tokens: Who may use ``/v1``; None allows every caller everything.
-        names: Host names under which clients may reach it, beside those of this machine's loopback.
+    ``drain`` is turned on to stop the server. ``tokens`` says who may use ``/v1``; None allows every caller everything.
+    ``names`` are host names under which clients may reach it, beside those of this machine's loopback.
     """
 
     @asynccontextmanager
@@ -175,11 +168,7 @@ def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
 class MessageRoute:
     """ASGI middleware that answers ``POST /v1/messages`` itself: nearly all requests to a coordinator are of this kind.
 
-    FastAPI documents it like the others, but took half of the processor's time for it.
-
-    Args:
-        app: Gets all other requests.
-        answer: Returns the response to a caller's batch.
+    FastAPI documents it like the others, but took half of the processor's time for it. ``app`` gets all other requests.
     """
 
     def __init__(self, app: ASGIApp, answer: Callable[[Sequence[Message], Caller], Awaitable[Response]]) -> None:
@@ -221,11 +210,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def admit(batch: MessageBatch, caller: Caller) -> Sequence[Message]:
-    """Return the messages of a batch, if the caller may send all of them.
-
-    Raises:
-        ApiError: 403: it may not send one of them.
-    """
+    """Return the messages of a batch; ApiError (403) if the caller may not send one of them."""
     refused = first_refused(caller, batch.messages)
     if refused is not None:
         kind = type(refused).__name__.lower()

@@ -18,11 +18,7 @@ BEAT_S = 0.5
 
 
 class Watch:
-    """Measures for how long a leader's beat is unchanged, by a waiting coordinator's clock.
-
-    Args:
-        instance: Drawn by this coordinator at its start.
-    """
+    """Measures for how long a leader's beat is unchanged, by the clock of the waiting coordinator ``instance``."""
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
@@ -32,9 +28,7 @@ class Watch:
     def may_take_over(self, seen: Leadership, now: float) -> bool:
         """True if there is no live leader: none elected, resigned, this process, or a stale beat.
 
-        Args:
-            seen: What the store has, as read before ``now``.
-            now: The clock, after reading.
+        ``seen`` was read from the store before ``now``.
         """
         if seen != self._seen:
             self._seen, self._since_s = seen, now
@@ -44,9 +38,7 @@ class Watch:
 class Tenure:
     """Decides how long a leader may answer, and when it must write a beat.
 
-    Args:
-        epoch: Its own.
-        began_s: When it began the write that made it the leader.
+    ``began_s`` is when it began the write that made it the leader.
     """
 
     def __init__(self, epoch: int, began_s: float) -> None:

@@ -14,12 +14,7 @@ PREFIX = "floodplain_coordinator_"
 
 
 class CoordinatorMetrics(Collector):
-    """The metrics of one scrape.
-
-    Args:
-        view: The book; None if this coordinator does not lead, and so has no book.
-        totals: Of the service.
-    """
+    """The metrics of one scrape; the view is None if this coordinator does not lead, and so has no book."""
 
     def __init__(self, view: BookView | None, totals: ServiceTotals) -> None:
         self._view, self._totals = view, totals

@@ -27,10 +27,7 @@ class NewsMarks:
     """Numbers each member's last news; members bring the number back as a *mark*.
 
     A member whose mark is older than its last news has news. So has one whose mark is another coordinator's, or older
-    than what is remembered: it may have missed some.
-
-    Args:
-        most_names: The most members whose last news is remembered.
+    than the last news of the ``most_names`` members that are remembered: it may have missed some.
     """
 
     def __init__(self, most_names: int = MOST_NAMES) -> None:
@@ -64,8 +61,7 @@ class NewsMarks:
 class NewsBoard:
     """Holds the waiting requests for news and answers them. Everything is called on one event loop.
 
-    Attributes:
-        most_waiting: The most members that may wait; each takes a connection.
+    At most ``most_waiting`` members may wait; each takes a connection.
     """
 
     def __init__(self) -> None:
@@ -93,16 +89,13 @@ class NewsBoard:
         self.refuse(STOPPING)
 
     async def wait(self, name: str, mark: str, wait_s: float) -> News:
-        """Return once there is news of a member's leases, or after ``wait_s``. Only its latest request waits.
+        """Return once there is news of a member's leases, or after ``wait_s`` seconds. Only its latest request waits.
 
-        Args:
-            name: Of the member.
-            mark: The mark that it was given last; empty the first time.
-            wait_s: Seconds, at most.
+        ``mark`` is the one that it was given last; empty the first time.
 
         Raises:
-            ApiError: 409: another request of that member waits now. 429: too many wait. 503: this coordinator does not
-                lead any more, or ends.
+            ApiError: 409: another request of that member waits now. 429: too many wait. 503: this coordinator ends, or
+                does not lead any more.
         """
         if self._is_closed:
             raise _unavailable(STOPPING)
@@ -131,7 +124,6 @@ def _unavailable(reason: str) -> ApiError:
 
 
 def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
-    """Wake a waiting request, if it was not woken yet and is still connected."""
     if told.done():
         return
     if error is None:
@@ -161,9 +153,6 @@ def concerned(leases: Iterable[Lease]) -> set[str]:
     """Return names of the members that should ask for their leases now, not at the next heartbeat.
 
     One must free bytes, or one waits to see bytes free.
-
-    Args:
-        leases: Rows after their changes.
     """
     return {
         lease.producer if end is _End.PRODUCER else lease.consumer for lease in leases for end in _HAS_NEWS[lease.state]

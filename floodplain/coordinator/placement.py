@@ -15,11 +15,7 @@ KIND, VERSION = "floodplain placement", 1
 
 
 def read_pairs(path: Path) -> AllowedPairs:
-    """Return the producers of each consumer, from a file that ``floodplain place --out`` wrote.
-
-    Raises:
-        UserError: It cannot be read, or is not a placement.
-    """
+    """Return the producers of each consumer, from a file of ``floodplain place --out``; UserError if it is none."""
     document = read_json_object(path)
     if document.get("kind") != KIND or document.get("version") != VERSION:
         raise UserError(f"{path} is no placement of version {VERSION}: write one with floodplain place --out")

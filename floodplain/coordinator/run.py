@@ -36,9 +36,7 @@ CLOSING_S = 5
 class PlacementFile:
     """Reads a placement file for a service, off the event loop. Used on one event loop.
 
-    Args:
-        path: The file.
-        service: Gets the pairs. It keeps its present ones if the file cannot be read.
+    If the file cannot be read, the service keeps its present pairs.
     """
 
     def __init__(self, path: Path, service: LeaseService) -> None:
@@ -121,9 +119,7 @@ class CoordinatorServer(StoppableServer):
 def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Args:
-        config: The flags.
-        on_ready: Called with this coordinator's address and its store's, once it takes requests.
+    ``on_ready`` is called with this coordinator's address and its store's, once it takes requests.
 
     Raises:
         UserError: An address, a file or the store is unusable.

@@ -98,11 +98,7 @@ def make_tables(connection: sql.Connection) -> None:
 
 
 def check_version(connection: sql.Connection) -> None:
-    """Check that the tables are of the newest version, or of one that can be upgraded.
-
-    Raises:
-        UserError: They are newer, or older than the first version; one line that says what to change.
-    """
+    """Raise UserError if the tables are neither of the newest version nor of one that can be upgraded."""
     _check(_read_version(connection))
 
 
@@ -110,7 +106,7 @@ def upgrade(connection: sql.Connection) -> None:
     """Upgrade the tables to the newest version, in the transaction of a leader, after its fence.
 
     Raises:
-        UserError: The version is not one that can be upgraded (``check_version``).
+        UserError: The version is not one that can be upgraded.
     """
     version = _read_version(connection)
     _check(version)
@@ -150,7 +146,6 @@ def _read_version(connection: sql.Connection) -> str:
 
 
 def _stamp(connection: sql.Connection, version: str) -> None:
-    """Record the version of tables that have none."""
     VERSION.create(connection)
     connection.execute(VERSION.insert().values(version_num=version))
 

@@ -42,12 +42,7 @@ MAX_TOLD_LEASES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The answer of a coordinator that does not lead, or cannot write.
-
-    Attributes:
-        reason: One line.
-        leader_url: The address of the leader, as far as it is known.
-    """
+    """The answer of a coordinator that does not lead, or cannot write, with the leader's address if known."""
 
     reason: str
     leader_url: str = ""
@@ -55,11 +50,7 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class TooManyLeases:
-    """The answer to a batch whose replies would list too many leases; nothing of the batch is done.
-
-    Attributes:
-        num_leases: About how many the replies would list.
-    """
+    """The answer to a batch whose replies would list too many leases, about so many; nothing of the batch is done."""
 
     num_leases: int
 
@@ -120,14 +111,13 @@ class LeaseService:
         url: This coordinator's address, for clients that ask another one.
         ttl_s: Seconds of silence after which a member is considered dead.
         clock: For lives and deadlines (``lease_clock``).
-        may_borrow_from: The pairs that ``LeaseBook.allow`` takes; leases that they do not allow are recalled.
+        may_borrow_from: The pairs that ``LeaseBook.allow`` takes; leases that they do not allow are recalled. Any
+            thread may replace it; it takes effect at the next transaction or tick.
         limits: The book's limits.
 
     Attributes:
-        ttl_s: As given.
-        may_borrow_from: Any thread may replace it; it takes effect at the next transaction or tick.
-        on_change: Called with changed leases after their commit, with None when it stops leading; on the thread
-            that calls the service.
+        on_change: Called with changed leases after their commit, with None when it stops leading; on the thread that
+            calls the service.
         granted_unix_s: When each lease was granted, only to be shown.
         totals: Counts since the start.
     """
@@ -167,9 +157,7 @@ class LeaseService:
     def handle(self, messages: Sequence[Message], speaker: Speaker | None = None) -> Job:
         """Return a job that handles messages in their order; its answer is their replies, or ``TooManyLeases``.
 
-        Args:
-            messages: From members.
-            speaker: What the sender may do; None if tokens are not checked.
+        ``speaker`` is what the sender may do; None if tokens are not checked.
         """
 
         def job(book: LeaseBook, now: float) -> list[Reply] | TooManyLeases:
@@ -193,8 +181,8 @@ class LeaseService:
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
         """Do jobs in one transaction; return their values in order, or ``Unavailable`` for each.
 
-        Only the first jobs are done if all take longer than ``SERVE_S``: a leader that works for too long before it
-        writes cannot know whether it still leads. The number of values is the number of jobs done, at least one.
+        Only the first jobs, at least one, are done if all take longer than ``SERVE_S``: a leader that works for too
+        long before it writes cannot know whether it still leads.
 
         Raises:
             InvariantError: A bug; the book must not be used any more.
@@ -239,7 +227,6 @@ class LeaseService:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _allow_pairs(self, book: LeaseBook, now: float) -> None:
-        """Give the book a new placement; leases that it does not allow are recalled in this transaction."""
         pairs = self.may_borrow_from
         if book.may_borrow_from is pairs:
             return
@@ -331,14 +318,9 @@ class LeaseService:
             self._lead(Tenure(seen.epoch + 1, now), rows, seen.ttl_s)
 
     def _lead(self, tenure: Tenure, rows: StoredRows, old_ttl_s: float) -> None:
-        """Start to lead. All members count as alive for a TTL, or for the last leader's TTL if that is longer.
+        """Start to lead. All members count as alive for a TTL, or for the last leader's if that is longer.
 
         For so long, the store keeps the longer TTL for the next leader.
-
-        Args:
-            tenure: This coordinator's.
-            rows: The rows in the store.
-            old_ttl_s: The TTL that the store had.
         """
         with sound(self._store.shown_url):
             check_rows(rows.members, rows.leases)

@@ -47,11 +47,7 @@ def sound(shown_url: str) -> Iterator[None]:
 
 @contextmanager
 def intact(shown_url: str) -> Iterator[None]:
-    """Turn errors from damaged or missing tables into ``DamagedStore``.
-
-    Raises:
-        DamagedStore: A table is damaged or missing.
-    """
+    """Turn errors from damaged or missing tables into ``DamagedStore``."""
     try:
         yield
     except sql.exc.DBAPIError as error:
@@ -61,11 +57,7 @@ def intact(shown_url: str) -> Iterator[None]:
 
 
 def to_row(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a row of the store as a value.
-
-    Raises:
-        ValueError: A column holds what no coordinator writes there.
-    """
+    """Return a row of the store as a value; ValueError if a column holds what no coordinator writes there."""
     found = dict(values)
     if kind is Lease:
         found["state"] = LeaseState(found["state"])
@@ -75,11 +67,7 @@ def to_row(kind: type[R], values: Mapping[str, Any]) -> R:
 
 
 def check_value(name: str, value: object, wanted: Any) -> None:
-    """Check a column's value against a type; numbers must be finite, not negative, and of 64 bits.
-
-    Raises:
-        ValueError: It does not fit.
-    """
+    """Raise ValueError if a column's value is not of a type; numbers must be finite, not negative, and of 64 bits."""
     wanted = getattr(wanted, "__supertype__", wanted)  # of a NewType
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_odd = isinstance(value, int | float) and not (math.isfinite(value) and 0 <= value <= _MOST)
@@ -88,11 +76,7 @@ def check_value(name: str, value: object, wanted: Any) -> None:
 
 
 def check_rows(members: Sequence[Member], leases: Sequence[Lease]) -> None:
-    """Check that leases fit what their producers offer, and are in states that a store keeps.
-
-    Raises:
-        ValueError: They do not, or are not.
-    """
+    """Raise ValueError if leases exceed what their producers offer, or are in states that no store keeps."""
     offered = {member.name: member.offered_bytes for member in members}
     leased: Counter[str] = Counter()
     for lease in leases:

@@ -145,11 +145,7 @@ class Statement:
     """A compiled statement for one dialect. Its columns hold only what drivers take unconverted: texts and numbers.
 
     SQLAlchemy would look up the statement, and the conversion of each value, at every call: a third of the time of a
-    transaction with a few rows.
-
-    Args:
-        statement: Of SQLAlchemy; every value that it takes has a name.
-        dialect: Of the database.
+    transaction with a few rows. Every value that the statement takes has a name.
     """
 
     def __init__(self, statement: Any, dialect: sql.Dialect) -> None:
@@ -195,14 +191,7 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The rows from which a lease book is built.
-
-    Attributes:
-        members: All.
-        leases: Those that have not ended.
-        granted_unix_s: When each was granted; only to be shown.
-        floor: The floor of ``leases.table.LeaseTable``.
-    """
+    """The rows from which a lease book is built; ``granted_unix_s`` is only to be shown."""
 
     members: Sequence[Member]
     leases: Sequence[Lease]
@@ -213,11 +202,8 @@ class StoredRows:
 class Store:
     """Reads and writes the rows of a lease book, fenced by the leader's epoch.
 
-    Args:
-        engine: Of SQLAlchemy, with one connection.
-
-    Attributes:
-        shown_url: The store's address without a password.
+    The engine has one connection. ``shown_url`` is the store's address without a password. ``StoreError``, of every
+    method, means that the store does not answer: whether a write was done is unknown.
     """
 
     def __init__(self, engine: sql.Engine) -> None:
@@ -252,12 +238,7 @@ class Store:
         return store
 
     def look(self) -> Leadership:
-        """Return the present leadership.
-
-        Raises:
-            StoreError: The store does not answer.
-            UserError: It holds what no coordinator writes.
-        """
+        """Return the present leadership; UserError if the store holds what no coordinator writes."""
         with sound(self.shown_url), self._engine.connect() as connection:
             return _read_leadership(connection)
 
@@ -267,7 +248,6 @@ class Store:
         Older tables are upgraded.
 
         Raises:
-            StoreError: The store does not answer; whether it was done is unknown.
             UserError: The tables are newer than ours by now, or hold what no coordinator writes; nothing was done.
         """
         change = (
@@ -286,14 +266,9 @@ class Store:
     def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
         """Write all changes and a beat in one transaction; True if the leader of ``epoch`` still leads.
 
-        Args:
-            epoch: The writer's own.
-            changes: New rows.
-            unix_s: Now; new leases are granted at this time.
-            ttl_s: The new ``Leadership.ttl_s``.
+        New leases are granted at ``unix_s``, which is now; ``ttl_s`` is the new ``Leadership.ttl_s``.
 
         Raises:
-            StoreError: The store does not answer; whether it was done is unknown.
             UserError: A table is damaged, or missing.
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
@@ -310,11 +285,7 @@ class Store:
         return True
 
     def resign(self, epoch: int) -> None:
-        """Remove the leader of ``epoch`` from the store, so that another coordinator may lead at once.
-
-        Raises:
-            StoreError: The store does not answer.
-        """
+        """Remove the leader of ``epoch`` from the store, so that another coordinator may lead at once."""
         change = BOOK.update().where(BOOK.c.epoch == epoch).values(leader="", leader_url="")
         with self._engine.begin() as connection:
             connection.execute(change)
@@ -333,7 +304,6 @@ class Store:
                 self._check(connection)
 
     def _check(self, connection: sql.Connection) -> None:
-        """Create the tables if there are none, and check that they are as a coordinator left them."""
         if self._engine.dialect.name == "sqlite":
             said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
             if said != "ok":
@@ -396,6 +366,5 @@ def _lease_row(lease: Lease, unix_s: float) -> dict[str, Any]:
 
 
 def _upsert(insert: Any, table: sql.Table, key: str, kept: str | None = None) -> Any:
-    """Return a statement that inserts a row, or replaces all but ``kept`` of the row with its key."""
     names = [column.name for column in table.columns if column.name not in (key, kept)]
     return insert.on_conflict_do_update(index_elements=[key], set_={name: insert.excluded[name] for name in names})

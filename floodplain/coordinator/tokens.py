@@ -75,11 +75,7 @@ UNRESTRICTED = Caller(((Role.ADMIN, "*"),))
 
 
 class TokenRing:
-    """The tokens of a coordinator.
-
-    Args:
-        callers: By token.
-    """
+    """The tokens of a coordinator, with their callers."""
 
     def __init__(self, callers: Mapping[str, Caller]) -> None:
         self._callers = {_digest(token.encode()): caller for token, caller in callers.items()}
@@ -106,18 +102,14 @@ class TokenRing:
     def client_of(self, authorization: bytes, /) -> Caller | None:
         """Return the caller whose token an ``Authorization`` header carries; None if the token is unknown.
 
-        Looked up by its digest: as fast for ten thousand tokens as for one, and the time says nothing about the token.
+        Looked up by its digest: the time does not depend on the number of tokens, and says nothing about the token.
         """
         scheme, _, presented = authorization.partition(b" ")
         return self._callers.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
 
 
 def check_exposure(host: str, tokens: TokenRing | None) -> None:
-    """Refuse to serve other machines without tokens.
-
-    Raises:
-        UserError: ``host`` is reachable from other machines, and there are no tokens.
-    """
+    """Refuse to serve other machines without tokens, by UserError."""
     if tokens is None and not is_loopback(host):
         raise UserError(f"--host {host} lets other machines in: give --token-file FILE, or --host 127.0.0.1")
 

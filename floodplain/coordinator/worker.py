@@ -53,13 +53,10 @@ class NotLeading(ApiError):
 class LeaseWorker:
     """Does the jobs of an event loop on a thread of its own, several in one transaction.
 
-    Everything is called on the loop that called ``open``.
-
-    Args:
-        service: Its book and store are used by the thread alone, from ``open`` on; others read its state.
+    Everything is called on the loop that called ``open``. From then on the thread alone uses the service's book and
+    store; others read its state.
 
     Attributes:
-        service: As above.
         news: Holds members' requests for news of their leases.
         failure: The bug, or the damaged store, that ended the thread, if one did.
     """
@@ -117,11 +114,7 @@ class LeaseWorker:
         return answer
 
     async def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
-        """Return once there is news of a member's leases, or after ``wait_s`` (``NewsBoard.wait``).
-
-        Raises:
-            ApiError: As there; 503, too, if this coordinator does not lead.
-        """
+        """As ``NewsBoard.wait``; ApiError (503) also if this coordinator does not lead."""
         if not self.service.is_leading:
             raise NotLeading(Unavailable(NOT_LEADING, self.service.leader_url))
         return await self.news.wait(name, mark, wait_s)

@@ -1,11 +1,9 @@
-"""The thread that talks to the coordinator, so that no other thread waits for the network.
+"""The threads that talk to the coordinator, so that no other thread waits for the network.
 
-It sends heartbeats and its process's messages, and applies the answers. A second thread waits for news of its leases,
-so that a recall is known before the next beat. While no coordinator answers, everything stays as it is: nothing new is
-borrowed, what is held is kept, and recalls wait.
-
-Only these threads use the network. ``start``, ``retire`` and ``close`` wait for it, each for a stated time at most, so
-a server that is no coordinator can delay neither the engine's start nor its end.
+One sends heartbeats and its process's messages, and applies the answers; the other waits for news of its leases, so
+that a recall is known before the next beat. While no coordinator answers, nothing new is borrowed, what is held is
+kept, and recalls wait. ``start``, ``retire`` and ``close`` wait for the network for a stated time at most, so a server
+that is no coordinator can delay neither the engine's start nor its end.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class LeaseAgent:
     Attributes:
         membership: What the process wants, has and may do.
         problem: Why the coordinator did not answer last; empty if it did.
-        failures: Exchanges that failed, by problem: ``unreachable``, ``refused`` (a token, a message), or ``malformed``
-            (the server is no coordinator). None of them ends the agent.
+        failures: Failed exchanges by problem: ``unreachable``, ``refused`` (a token, a message), or ``malformed``.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class LeaseAgent:
         self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
 
     def start(self) -> None:
-        """Join, and go on in the background; without a coordinator, also after ``START_S``, it goes on trying.
+        """Join, and go on in the background; without an answer in ``START_S``, it goes on trying.
 
         Raises:
             UserError: The coordinator refuses: the token is wrong, or the name.
@@ -114,8 +111,7 @@ class LeaseAgent:
     def retire(self) -> None:
         """Stop, and report what is free of the device while it can still be measured (``Lender.say_last``).
 
-        Takes some milliseconds; at most a second if what was freed cannot be seen free, and ``LAST_WORDS_S`` longer if
-        the coordinator does not answer. The device is not measured afterwards. Safe to call twice.
+        Takes at most ``RETIRE_S``, and ``LAST_WORDS_S`` longer without a coordinator. Safe to call twice.
         """
         self._is_ending.set()
         self._wake()
@@ -134,7 +130,6 @@ class LeaseAgent:
         return self._thread.ident is not None
 
     def _end(self) -> None:
-        """Let the thread end, and wait for it."""
         self._is_ending.set()
         self._may_leave.set()
         self._wake()
@@ -181,7 +176,7 @@ class LeaseAgent:
             self._first.set_result(None)
 
     def _say_last(self) -> None:
-        """Report what is free of the device; the first exchange also reports on the leases since the last beat."""
+        """The first exchange also reports on the leases since the last beat."""
         if self._is_abandoned or not self.membership.retire():
             return
         end_s = time.monotonic() + RETIRE_S
@@ -209,7 +204,6 @@ class LeaseAgent:
         return max(RETURN_BEAT_S, min(wanted_s, self._ttl_s / BEATS_PER_TTL))
 
     def _exchange(self) -> None:
-        """Send the messages and apply the answers; a failure is counted, and everything stays as it is."""
         try:
             self._try_exchange()
         except UserError as error:
@@ -230,7 +224,6 @@ class LeaseAgent:
         self._news.want(self.membership.has_leases)
 
     def _note_refusals(self, replies: Sequence[Reply]) -> None:
-        """Log what the coordinator refuses for good: once for each reason."""
         for reply in replies:
             logger.debug("%s: %s %s", self.membership.name, reply.outcome.value, reply.detail)
         refusal = next((reply.detail for reply in replies if reply.outcome is Outcome.CONFLICT), "")
@@ -262,12 +255,11 @@ CLOSING_S = 1.0
 
 
 class NewsWatch:
-    """Long-polls for news of a member's leases. It starts when first wanted, and ``close`` ends it.
+    """The thread that long-polls for news of a member's leases. It starts when first wanted, and ``close`` ends it.
 
-    Args:
-        client: Its own from now on.
-        name: Of the member.
-        on_news: Called on the thread when the agent should exchange.
+    News is a hint: the agent then exchanges (``on_news``, called on the thread), as it does with every beat. Without
+    news, for example from an older coordinator, everything arrives with the next beat. The client is its own from now
+    on.
     """
 
     def __init__(self, client: CoordinatorClient, name: str, on_news: Callable[[], None]) -> None:

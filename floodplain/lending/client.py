@@ -55,6 +55,9 @@ class CoordinatorClient:
         token: Sent with every request; None sends none.
         timeout_s: Of a whole exchange with one of them.
 
+    Every request raises CoordinatorUnreachable if no coordinator answered (the messages may have been applied), and
+    UserError if the coordinator refuses: a wrong token, or a message that it does not take.
+
     Raises:
         UserError: An address is invalid.
     """
@@ -74,53 +77,31 @@ class CoordinatorClient:
         return CoordinatorClient(*self._spelled, self._timeout_s)
 
     def send(self, messages: Sequence[Message]) -> Answer:
-        """Send messages in one request, and return the answer.
-
-        Raises:
-            CoordinatorUnreachable: No coordinator answered; the messages may have been applied.
-            UserError: The coordinator refuses: a wrong token, or a message that it does not take.
-        """
+        """Send messages in one request, and return the answer."""
         body = self._ask("POST", "/v1/messages", {"messages": [encode_message(message) for message in messages]})
         return _understood(lambda: decode_answer(body, [message.name for message in messages]))
 
     def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
-        """Return whether there is news of a member's leases: once there is, or after ``wait_s``.
+        """Return whether there is news of a member's leases: once there is, or after ``wait_s`` seconds.
 
-        Args:
-            name: Of the member.
-            mark: Of the last answer; empty the first time.
-            wait_s: Seconds.
-
-        Raises:
-            CoordinatorUnreachable: No coordinator answered.
-            UserError: The coordinator refuses.
+        ``mark`` is that of the last answer; empty the first time.
         """
         query = urlencode({"member": name, "mark": mark, "wait_s": wait_s})
         body = self._ask("GET", f"/v1/changes?{query}", wait_s=wait_s)
         return _understood(lambda: decode_news(body))
 
     def list_leases(self) -> Mapping[str, Any]:
-        """Return all members and leases that the coordinator knows, as the JSON of a ``Listing``.
-
-        Raises:
-            CoordinatorUnreachable: No coordinator answered.
-            UserError: The coordinator refuses.
-        """
+        """Return all members and leases that the coordinator knows, as the JSON of a ``Listing``."""
         body = self._ask("GET", "/v1/leases")
         return _understood(lambda: check_listing(body))
 
     def forget(self, name: str) -> Reply:
-        """Forget a device that will not come back.
-
-        Raises:
-            CoordinatorUnreachable: No coordinator answered.
-            UserError: The coordinator refuses.
-        """
+        """Forget a device that will not come back."""
         body = self._ask("DELETE", f"/v1/members/{quote(name, safe='')}")
         return _understood(lambda: decode_reply(body))
 
     def hang_up(self) -> None:
-        """Abort the exchange that is under way, if there is one, and fail all later ones. Callable on any thread."""
+        """Abort the exchange that is under way, and fail all later ones. Callable on any thread."""
         self._has_hung_up = True
         connection = self._connection
         if connection is not None:
@@ -154,7 +135,7 @@ class CoordinatorClient:
         raise CoordinatorUnreachable(_one_line(problem))
 
     def _exchange(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
-        """Do one request; over a new connection if the old one turns out to have been closed in the meantime."""
+        """Over a new connection if the old one turns out to have been closed in the meantime."""
         deadline_s = time.monotonic() + self._timeout_s + wait_s
         if self._connection is None:
             self._connection = DeadlineConnection(*self._urls[0])
@@ -205,7 +186,7 @@ def _read(text: bytes) -> object:
 
 
 def _refuse_constant(name: str) -> object:
-    """Refuse NaN and infinities, which JSON lacks and Python's parser takes."""
+    """NaN and infinities, which JSON lacks and Python's parser takes."""
     raise ValueError(name)
 
 
@@ -231,13 +212,7 @@ class AnswerTooLong(Exception):
 
 
 class DeadlineConnection:
-    """A connection that is kept between exchanges.
-
-    Args:
-        scheme: ``http`` or ``https``.
-        host: A name or an address.
-        port: None for the scheme's own.
-    """
+    """A connection that is kept between exchanges."""
 
     def __init__(self, scheme: str, host: str, port: int | None) -> None:
         self._context = ssl.create_default_context() if scheme == "https" else None
@@ -254,14 +229,7 @@ class DeadlineConnection:
     def exchange(
         self, method: str, path: str, body: str | None, headers: dict[str, str | bytes], deadline_s: float
     ) -> tuple[int, bytes]:
-        """Send a request; return (status, body) of the answer.
-
-        Args:
-            method: Of HTTP.
-            path: The path and query.
-            body: What is sent; None sends nothing.
-            headers: Beside those that HTTP needs.
-            deadline_s: On the clock ``time.monotonic``: everything has ended by then.
+        """Send a request; return (status, body) of the answer, by ``deadline_s`` on the clock ``time.monotonic``.
 
         Raises:
             OSError, http.client.HTTPException: There is no whole answer.
@@ -313,11 +281,7 @@ class _DeadlineSocket:
         return io.BufferedReader(_Reader(self, self._socket.makefile("rb", buffering=0)))
 
     def allow_the_rest(self) -> None:
-        """Limit the next call to the time that is left.
-
-        Raises:
-            TimeoutError: Nothing is left.
-        """
+        """Limit the next call to the time that is left; TimeoutError if nothing is."""
         self._socket.settimeout(_left_s(self.deadline_s))
 
     def hang_up(self) -> None:
@@ -330,8 +294,6 @@ class _DeadlineSocket:
 
 
 class _Reader(io.RawIOBase):
-    """Reads from a socket, each in what is left of the time."""
-
     def __init__(self, owner: _DeadlineSocket, raw: Any) -> None:
         self._owner, self._raw = owner, raw
 
@@ -349,11 +311,7 @@ class _Reader(io.RawIOBase):
 
 
 def _dial(host: str, port: int, context: ssl.SSLContext | None, deadline_s: float) -> _DeadlineSocket:
-    """Return a connected socket, after the TLS handshake if there is one.
-
-    Raises:
-        OSError: No address of the host can be connected to.
-    """
+    """Return a connected socket, after the TLS handshake if there is one; OSError if no address can be connected to."""
     failure: OSError | None = None
     for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, proto)

@@ -37,18 +37,11 @@ class TensorLost(Exception):
 class ElasticTensor:
     """A tensor whose bytes move between this process's host memory and another device (AQUA, section 6: AQUA tensor).
 
-    Made by ``ElasticPool.to_elastic``; used on its pool's thread. The bytes are in one place at a time. A move copies
-    first, then switches, and frees last, so that a failed one leaves everything as it was.
-
-    Args:
-        tensor: A dense one with at least one element, on any device; its values are copied.
-        on_close: Called after ``close`` has freed the bytes.
-
-    Attributes:
-        num_bytes: Of its values.
+    Made by ``ElasticPool.to_elastic``; used on its pool's thread. A move copies first, then switches, and frees last,
+    so that a failed one leaves everything as it was. ``on_close`` is called after ``close`` has freed the bytes.
 
     Raises:
-        UserError: It is not dense, or is empty.
+        UserError: The tensor is not dense, or is empty.
     """
 
     def __init__(self, tensor: torch.Tensor, on_close: Callable[[ElasticTensor], None]) -> None:
@@ -63,7 +56,7 @@ class ElasticTensor:
 
     @property
     def location(self) -> Tier:
-        """Return where the bytes are: PEER or HOST, so that a program can act on it (AQUA, section 7, end).
+        """Return where the bytes are, PEER or HOST, so that a program can act on it (AQUA, section 7, end).
 
         Raises:
             UserError: It is closed.
@@ -158,11 +151,8 @@ class PageMoves:
 class ElasticPool:
     """All elastic tensors of a program, one lease for each. One thread at a time.
 
-    A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor.
-
-    Args:
-        client: Requests the leases; stays its owner's, and must outlive the pool.
-        memory: Allocates the lent bytes.
+    A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor. The
+    client stays its owner's, and must outlive the pool.
     """
 
     def __init__(self, client: LeaseClient, memory: PeerMemory) -> None:
@@ -248,7 +238,7 @@ class ElasticPool:
         return sum(self._move_to_peer(lease_id, refusals) for lease_id in prepared), refusals
 
     def _allocate(self, lease: Lease) -> Extent | str:
-        """Return the extent of a grant, or why there is none; the client is told."""
+        """Return the extent of a grant, or why there is none."""
         extent, reason = allocate_lease(self._memory, lease)
         if extent is None:
             self._client.refused(lease.lease_id, reason)

@@ -20,12 +20,7 @@ MOST_MORE = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """The use of a chunk at one moment.
-
-    Attributes:
-        num_copies: Copies that have ever begun to read or write there.
-        num_kept: Its slots whose content is needed or being copied.
-    """
+    """The use of a chunk at one moment: the copies that ever began there, and its slots with needed content."""
 
     num_copies: int
     num_kept: int
@@ -56,10 +51,8 @@ class IdleChunks:
     def choose(self, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool) -> list[LeaseId]:
         """Return the leases of idle chunks to return now; all their slots can be given up at once.
 
-        Args:
-            now: The clock.
-            chunks: Present chunks that are not recalled, by lease: a chunk's number is used again, with other memory.
-            is_needed: Whether any request needs swap space. If so, room for one more chunk's slots stays.
+        ``chunks`` are those that are not recalled, by lease: a chunk's number is used again, with other memory. If any
+        request needs swap space (``is_needed``), room for one more chunk's slots stays.
         """
         self._next_check_s = now + self._idle_s / CHECKS_PER_IDLE
         self._note_uses(now, chunks)
@@ -72,13 +65,7 @@ class IdleChunks:
         return returned
 
     def note_room(self, num_chunks: int, num_free: int, is_needed: bool) -> None:
-        """Want more chunks if the present room is too small.
-
-        Args:
-            num_chunks: Present chunks.
-            num_free: Their slots that are not needed.
-            is_needed: As above.
-        """
+        """Want more chunks if less than half a chunk's room is free in the present ones, and needed."""
         if is_needed and 2 * num_free < self._chunk_slots:
             more = max(1, min(num_chunks, MOST_MORE))
             self.num_wanted = max(self.num_wanted, min(self._max_chunks, num_chunks + more))

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """The limits of one engine, for its life.
+    """The limits that the size of a KV pool sets, for an engine's life.
 
     Attributes:
         num_blocks: Of the pool while nothing is lent.
@@ -46,11 +46,10 @@ class LentPool:
         loop: The step loop with the pool's ledger; its block tables follow the blocks that move.
         full_blocks: Of the pool while nothing is lent.
         least_blocks: The pool never has fewer: what the longest request needs.
-        guest_bytes: What consumers' processes take of the device beside their leases.
+        guest_bytes: What consumers' processes take of the device beside their leases: not offered.
         most_moved_bytes: At one boundary.
 
     Attributes:
-        guest_bytes: As above: so much is not offered.
         num_failed_growths: How often bytes that ought to be free were not.
     """
 
@@ -110,11 +109,7 @@ class LentPool:
         return max(0, self._device.num_foreign_pages() * self._device.page_bytes - self.guest_bytes)
 
     def as_device(self, deadline_s: float) -> LentDevice:
-        """Return the device in the form that the agent takes.
-
-        Args:
-            deadline_s: Seconds that consumers get at a recall.
-        """
+        """Return the device in the form that the agent takes; consumers get ``deadline_s`` seconds at a recall."""
         return LentDevice(
             capacity_bytes=self.full_bytes, foreign_bytes=lambda: self.foreign_bytes, deadline_s=deadline_s
         )
@@ -152,7 +147,6 @@ class LentPool:
                 logger.warning("others hold memory that should be free: the KV pool stays smaller, and tries again")
 
     def _affordable(self, num_blocks: int, num_bytes: int) -> int:
-        """Return how many of these blocks ``num_bytes`` more memory is enough for."""
         num_pages = self._pool.count_growth_pages(num_blocks)
         if num_pages is not None and num_pages * self._device.page_bytes <= num_bytes:
             return num_blocks

@@ -44,7 +44,7 @@ class Membership:
         name: Of the member: of its device.
         instance: Drawn at the start of the process.
         device: What it may lend; None lends nothing.
-        clock: For lives and deadlines (``lease_clock``).
+        clock: For lives and deadlines.
         is_last: No process will have that name after this one.
 
     Attributes:
@@ -139,10 +139,7 @@ class Membership:
 
         To grow, the owner claims first. After it has shrunk it claims what it has left, and the rest may be offered. It
         keeps what it has: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
-
-        Args:
-            wanted_bytes: All that it would take, including what it has.
-            has_bytes: What it has taken.
+        ``wanted_bytes`` is all that it would take, including ``has_bytes``.
         """
         with self._lock:
             assert self._lender is not None and self._device is not None, "a member without a device owns nothing"
@@ -186,14 +183,7 @@ class Membership:
             return messages, self._clock()
 
     def learn(self, messages: Sequence[Message], replies: Sequence[Reply], ttl_s: float, sent_s: float) -> bool:
-        """Apply the answers; True if they brought news, so that there may be more to send at once.
-
-        Args:
-            messages: As collected.
-            replies: One for each.
-            ttl_s: The coordinator's.
-            sent_s: When the messages were collected.
-        """
+        """Apply answers to messages collected at ``sent_s``; True if they brought news: there may be more to send."""
         with self._lock:
             before = self._known_rows()
             self._side.ttl_s = ttl_s
@@ -270,7 +260,7 @@ class Membership:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _grants(self) -> list[Lease]:
-        """Return unanswered grants of this life, whether or not they may be allocated at this moment."""
+        """Unanswered grants of this life, whether or not they may be allocated at this moment."""
         return [lease for lease in self._side.borrowed() if self._borrower.is_untouched(lease)]
 
     def _counts_on(self, lease: Lease) -> bool:

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Copy:
-    """The memory of one lease: the copy of a layer, or spare."""
-
     extent: Extent
     layer: int | None = None
 
@@ -42,9 +40,6 @@ class NearLayers:
         on_count: Called at each poll with the number of copies, and the bytes per second that were measured to the
             first of them; 0 before that.
         look_s: Seconds between two polls of the leases.
-
-    Attributes:
-        totals: Counts since the start.
     """
 
     def __init__(

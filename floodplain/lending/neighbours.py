@@ -35,9 +35,7 @@ class LeaseFacts:
         num_recalls: Recalls that have ended.
         recall_times_s: How long the last of them took, at most ``MOST_RECALL_TIMES``.
         num_failed_growths: How often bytes that ought to be free were not, when the pool was to grow.
-        num_borrowed: A consumer's leases by outcome, since the start: ``granted`` and made slots, ``refused`` for lack
-        of
-            memory; of the granted, ``returned`` empty, or ``forced`` at the deadline.
+        num_borrowed: A consumer's leases by outcome, since the start (``PeerTotals``).
         failed_exchanges: Exchanges with the coordinator that failed, by problem (``LeaseAgent.failures``).
     """
 
@@ -56,8 +54,8 @@ class Neighbours:
         agent: Not yet started.
         lent_pool: What the engine lends of; None lends nothing.
         lender: Decides and moves what is lent.
-        peer_tier: What the engine borrows for swapping; None borrows nothing for that.
-        near_layers: What it borrows for layers that stream; None borrows nothing for these.
+        peer_tier: What the engine borrows for swapping, or None.
+        near_layers: What it borrows for layers that stream, or None.
         hurry: Called in place of the borrowers' own, on a thread of its own, whenever there is news of leases.
 
     Attributes:
@@ -87,11 +85,7 @@ class Neighbours:
         self.on_news: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Join, and go on in the background; without a coordinator it warns once and goes on trying.
-
-        Raises:
-            UserError: The coordinator refuses: the token is wrong, or the name.
-        """
+        """Join, and go on in the background; UserError if the coordinator refuses the token or the name."""
         self.agent.membership.on_news = self._note_news
         if self._watch is not None:
             self._watch.start()
@@ -160,11 +154,7 @@ class Neighbours:
 
 
 def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
-    """Return a client of the coordinators at these addresses, with commas between. Nothing is sent yet.
-
-    Raises:
-        UserError: An address or the token's file is not usable.
-    """
+    """Return a client of the coordinators at these addresses, with commas between; UserError if one is not usable."""
     token = None if token_file is None else read_secret(Path(token_file), "coordinator token file")
     return CoordinatorClient(addresses, token)
 
@@ -178,10 +168,8 @@ def default_device_name() -> str:
 class PeerWatch:
     """A thread that frees borrowed memory at its deadline, whatever the step loop is doing: the last resort.
 
-    ``start`` it, and ``close`` it before what ``hurry`` frees.
-
-    Args:
-        hurry: Frees what is due; returns the seconds until the next deadline, None if nothing is recalled.
+    ``hurry`` frees what is due; it returns the seconds until the next deadline, None if nothing is recalled. ``close``
+    the watch before what ``hurry`` frees.
     """
 
     def __init__(self, hurry: Callable[[], float | None]) -> None:

@@ -20,13 +20,7 @@ CHUNK_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
-    """The memory, slots and mover of one PEER tier.
-
-    Attributes:
-        memory: Of other devices.
-        slots: Without memory.
-        mover: Between these slots and the host's; started.
-    """
+    """Of one PEER tier: the memory of other devices, slots in it, and the started mover to and from the host's."""
 
     memory: PeerMemory
     slots: PeerSlots
@@ -36,14 +30,7 @@ class PeerParts:
 def open_peer_parts(
     backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: LinkPair | None = None
 ) -> tuple[SwapTier, PeerParts]:
-    """Open the PEER tier of an engine, without memory.
-
-    Args:
-        backend: Of the engine's device.
-        pool: Of the engine.
-        host: Its slots in host memory.
-        num_bytes: The most lent memory.
-        links: To host memory and to lent memory; None lets copies run as fast as this machine does.
+    """Open the PEER tier of an engine for at most ``num_bytes``, without memory; copies are paced by ``links``, if any.
 
     Raises:
         UserError: This process can borrow from none of the devices that it sees.
@@ -54,6 +41,6 @@ def open_peer_parts(
 
 
 def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
-    """Return slots for ``num_bytes``, rounded down to whole chunks, but at least one chunk."""
+    """Rounded down to whole chunks, but at least one."""
     chunk_slots = max(1, CHUNK_BYTES // layout.block_bytes)
     return PeerSlots(layout, chunk_slots, max(1, num_bytes // (chunk_slots * layout.block_bytes)))

@@ -39,9 +39,6 @@ class PeerTier:
         relocations: Of the loop.
         look_s: Seconds between two polls of the leases.
         idle_s: A chunk that was not used for so long is returned; 0 keeps all.
-
-    Attributes:
-        totals: Counts since the start.
     """
 
     def __init__(
@@ -198,7 +195,7 @@ class PeerTier:
         return next(is_free, None)
 
     def _ask(self) -> None:
-        """Request or cancel chunks up to the wanted number, a few at a time; none while some are recalled."""
+        """None are requested while some are recalled."""
         if self._leaving:
             return
         num_chunks, between = len(self._held) + len(self._forced), self._relocations

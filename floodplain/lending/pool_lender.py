@@ -82,7 +82,7 @@ class PoolLender:
         guest_bytes: Of what the engine releases, so much is not offered: consumers' contexts take it.
 
     Attributes:
-        is_moving: Whether the last boundary moved bytes, so that the next one will, too: it should come soon.
+        is_moving: Whether the last boundary moved bytes, so that the next one should come soon.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class PoolLender:
         self._put_up()
 
     def _put_up(self) -> None:
-        """Tell the agent how much to lend: what the engine has released, and no more than the target."""
+        """Lend what the engine has released, and no more than the target."""
         given_bytes = max(0, self._engine.full_bytes - self._engine.own_bytes)
         put_up_bytes = max(0, min(self._target_bytes, given_bytes) - self._guest_bytes)
         if put_up_bytes != self._put_up_bytes:

@@ -47,14 +47,7 @@ class PeerTotals:
 
 
 class LeaseRequests:
-    """The open requests of one borrower. One thread at a time.
-
-    Args:
-        client: Of the coordinator.
-        memory: Of other devices; each lease takes whole pages of it.
-        num_bytes: The least size of a lease.
-        totals: Counts the refused leases.
-    """
+    """The open requests of one borrower for leases of at least ``num_bytes``, in whole pages. One thread at a time."""
 
     def __init__(self, client: LeaseClient, memory: PeerMemory, num_bytes: int, totals: PeerTotals) -> None:
         self._client, self._memory, self._num_bytes, self._totals = client, memory, num_bytes, totals

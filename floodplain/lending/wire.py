@@ -24,12 +24,7 @@ MAX_UNIX_S = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The coordinator's answer to a batch of messages.
-
-    Attributes:
-        ttl_s: Seconds of silence after which it considers a member dead.
-        replies: In the order of the messages.
-    """
+    """The coordinator's answer to a batch: its TTL in seconds, and a reply to each message in order."""
 
     ttl_s: float
     replies: tuple[Reply, ...]
@@ -57,12 +52,7 @@ class EncodedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Whether the member should ask for its leases now, and the mark to send with the next request for news.
-
-    Attributes:
-        mark: To be sent with the next request for news.
-        has_news: Whether a lease of the member may have changed since the mark that it sent.
-    """
+    """Whether the member should ask for its leases now, and the mark to send with the next request for news."""
 
     mark: Annotated[str, Pattern(r"[0-9a-f]{1,32}\.[0-9]{1,19}")]
     has_news: bool
@@ -115,14 +105,9 @@ def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 def decode_answer(value: object, names: Sequence[str]) -> Answer:
-    """Return the answer to a batch of messages.
+    """Return the answer to a batch of messages from these members; WireError if it is malformed.
 
-    Args:
-        value: As it was parsed.
-        names: Of the members that the messages were from. A reply must be about its message's member.
-
-    Raises:
-        WireError: It is malformed.
+    A reply must be about its message's member.
     """
     answer = from_json(EncodedAnswer, value, "the answer", is_open=True)
     if len(answer.replies) != len(names):
@@ -138,29 +123,17 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
 
 
 def decode_reply(value: object) -> Reply:
-    """Return an encoded reply as a value.
-
-    Raises:
-        WireError: It is malformed.
-    """
+    """Return an encoded reply as a value; WireError if it is malformed."""
     return from_json(Reply, value, "a reply", is_open=True)
 
 
 def decode_news(value: object) -> News:
-    """Return encoded news as a value.
-
-    Raises:
-        WireError: It is malformed.
-    """
+    """Return encoded news as a value; WireError if they are malformed."""
     return from_json(News, value, "the news", is_open=True)
 
 
 def check_listing(value: object) -> Mapping[str, Any]:
-    """Return the same value, if it is a ``Listing``.
-
-    Raises:
-        WireError: It is not.
-    """
+    """Return the same value, if it is a ``Listing``; WireError otherwise."""
     from_json(Listing, value, "the listing", is_open=True)
     return cast(Mapping[str, Any], value)
 
