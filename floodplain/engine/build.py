@@ -24,7 +24,7 @@ from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
 from floodplain.engine.steady_state import SteadyState, read_steady_state
 from floodplain.engine.swap import OpenedSwap, open_swap
-from floodplain.leases.client import LeaseClient, LeaseShare
+from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
@@ -33,7 +33,7 @@ from floodplain.lending.neighbours import Neighbours, default_device_name, open_
 from floodplain.lending.peer_parts import PeerParts
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
-from floodplain.lending.requests import LOOK_S
+from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.host_memory import available_bytes
@@ -244,20 +244,22 @@ def _open_borrowers(
 
     Each sees only the grants of its own requests. Raises UserError if no visible device can be borrowed from.
     """
-    shares: list[LeaseShare] = []
+    siblings: list[LeaseRequests] = []
     look_s = config.lease_look or LOOK_S
     peer_tier = near_layers = None
     if peer is not None:
-        share = LeaseShare(client, shares)
-        peer_tier = PeerTier(share, peer.memory, peer.slots, peer.mover, loop.relocations, look_s, config.lease_idle)
+        peer_tier = PeerTier(
+            client, peer.memory, peer.slots, peer.mover, loop.relocations, look_s, config.lease_idle, siblings
+        )
     if expansion is not None and config.expansion_tier == "peer":
         memory = backend.open_peer_memory() if peer is None else peer.memory
         near_layers = NearLayers(
-            LeaseShare(client, shares),
+            client,
             memory,
             expansion.slots,
             lambda: expansion.num_wanted_copies,
             expansion.expect_copies,
             look_s,
+            siblings,
         )
     return peer_tier, near_layers

@@ -51,57 +51,6 @@ class LeaseClient(Protocol):
         """Record that the lease's bytes are free, and will not be allocated again."""
 
 
-class LeaseShare:
-    """One of several borrowers that share a client: each gets only the grants of its own requests.
-
-    A lease that no share requested is returned to the share that polls first, which refuses it. The new share is
-    appended to ``shares``, which has all shares of that client.
-    """
-
-    def __init__(self, client: LeaseClient, shares: list[LeaseShare]) -> None:
-        self._client = client
-        self._shares = shares
-        self._numbers: set[int] = set()
-        shares.append(self)
-
-    def ask(self, shards: Sequence[Shard]) -> int:
-        """Request all of these shards for this share; return the request's number."""
-        number = self._client.ask(shards)
-        self._numbers.add(number)
-        return number
-
-    def cancel(self, number: int) -> None:
-        """Cancel a request of this share."""
-        self._client.cancel(number)
-        self._numbers.discard(number)
-
-    def pending(self) -> Collection[int]:
-        """Return numbers of this share's requests that may still appear in ``to_allocate``."""
-        self._numbers &= set(self._client.pending())
-        return frozenset(self._numbers)
-
-    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """Return granted leases that may be allocated now, without those that other shares requested."""
-        siblings = (share._numbers for share in self._shares if share is not self)
-        return self._client.to_allocate({*others}.union(*siblings))
-
-    def allocated(self, lease_id: LeaseId) -> None:
-        """Record that the lease's bytes are allocated."""
-        self._client.allocated(lease_id)
-
-    def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """Record why the lease's bytes could not be allocated."""
-        self._client.refused(lease_id, reason)
-
-    def to_free(self) -> Mapping[LeaseId, float]:
-        """Return leases of all shares that must be freed; each borrower knows which ones it holds."""
-        return self._client.to_free()
-
-    def freed(self, lease_id: LeaseId) -> None:
-        """Record that the lease's bytes are free."""
-        self._client.freed(lease_id)
-
-
 class NoLenders:
     """The client if there is no coordinator: every request stays pending."""
 

@@ -186,15 +186,6 @@ class Lease:
         )
 
 
-def draw_table() -> str:
-    """Return the table as a Mermaid state diagram, as in docs/design/005-leases.md."""
-    lines = ["stateDiagram-v2", "    [*] --> granted"]
-    for state, row in TRANSITIONS.items():
-        lines += [f"    {state.value} --> {after.value}: {event.value}" for event, after in row.items()]
-        lines += [f"    {state.value} --> [*]"] if not row else []
-    return "\n".join(lines)
-
-
 def judge(stamp: Stamp, known: Stamp) -> Outcome:
     """Whether a message with ``stamp`` may change a row at ``known``: APPLIED, else STALE or DEFERRED."""
     if stamp.generation < known.generation or (

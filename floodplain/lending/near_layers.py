@@ -33,13 +33,14 @@ class NearLayers:
     """Borrows memory for near copies. The step loop calls ``at_boundary`` and ``close``, any thread ``hurry``.
 
     Args:
-        client: Of the coordinator; if others borrow, too, this one's share of it.
+        client: Of the coordinator.
         memory: Of other devices.
         slots: The layers.
         count_wanted: Returns how many copies are of use now. Those without a layer are spare.
         on_count: Called at each poll with the number of copies, and the bytes per second that were measured to the
             first of them; 0 before that.
         look_s: Seconds between two polls of the leases.
+        siblings: As of ``LeaseRequests``.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class NearLayers:
         count_wanted: Callable[[], int],
         on_count: Callable[[int, float], None],
         look_s: float = LOOK_S,
+        siblings: list[LeaseRequests] | None = None,
     ) -> None:
         self.totals = PeerTotals()
         self._client, self._slots = client, slots
         self._count_wanted, self._on_count = count_wanted, on_count
         self._look_s = look_s
         self._next_look_s = float("-inf")
-        self._requests = LeaseRequests(client, memory, slots.near.copy_bytes, self.totals)
+        self._requests = LeaseRequests(client, memory, slots.near.copy_bytes, self.totals, siblings)
         self._lock = threading.Lock()  # guards ``_held``, and which layer has which copy
         self._held: dict[LeaseId, _Copy] = {}
         self._bytes_s = 0.0

@@ -39,6 +39,7 @@ class PeerTier:
         relocations: Of the loop.
         look_s: Seconds between two polls of the leases.
         idle_s: A chunk that was not used for so long is returned; 0 keeps all.
+        siblings: As of ``LeaseRequests``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PeerTier:
         relocations: Relocations,
         look_s: float = LOOK_S,
         idle_s: float = 0.0,
+        siblings: list[LeaseRequests] | None = None,
     ) -> None:
         self.totals = PeerTotals()
         self._look_s = look_s
@@ -57,7 +59,7 @@ class PeerTier:
         self._relocations = relocations
         self._idle = IdleChunks(idle_s, slots.chunk_slots, slots.max_chunks)
         self._next_look_s = float("-inf")
-        self._requests = LeaseRequests(client, memory, slots.chunk_bytes, self.totals)
+        self._requests = LeaseRequests(client, memory, slots.chunk_bytes, self.totals, siblings)
         self._lock = threading.Lock()  # guards the next two, which ``hurry`` changes, too
         self._held: dict[LeaseId, int] = {}
         self._forced: list[int] = []

@@ -47,9 +47,21 @@ class PeerTotals:
 
 
 class LeaseRequests:
-    """The open requests of one borrower for leases of at least ``num_bytes``, in whole pages. One thread at a time."""
+    """The open requests of one borrower for leases of at least ``num_bytes``, in whole pages. One thread at a time.
 
-    def __init__(self, client: LeaseClient, memory: PeerMemory, num_bytes: int, totals: PeerTotals) -> None:
+    ``siblings`` has those of all borrowers that share the client; the new one is appended. None if it is the only one.
+    """
+
+    def __init__(
+        self,
+        client: LeaseClient,
+        memory: PeerMemory,
+        num_bytes: int,
+        totals: PeerTotals,
+        siblings: list[LeaseRequests] | None = None,
+    ) -> None:
+        self._siblings = [] if siblings is None else siblings
+        self._siblings.append(self)
         self._client, self._memory, self._num_bytes, self._totals = client, memory, num_bytes, totals
         self._pending: set[int] = set()
 
@@ -65,8 +77,12 @@ class LeaseRequests:
             self._pending.add(self._client.ask([shard]))
 
     def take_grants(self) -> Iterator[Lease]:
-        """Yield the leases that these requests were granted; others are refused. Allocate or refuse each at once."""
-        for lease in self._client.to_allocate():
+        """Yield the leases that these requests were granted. Allocate or refuse each at once.
+
+        Leases that no borrower of the client has requested are refused.
+        """
+        others = (sibling._pending for sibling in self._siblings if sibling is not self)
+        for lease in self._client.to_allocate(set().union(*others)):
             if lease.request in self._pending:
                 self._pending.remove(lease.request)
                 yield lease

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.layer_places import LayerPlaces, every_place, stream_order
-from floodplain.leases.client import LeaseShare
 from floodplain.leases.rows import Shard
 from floodplain.lending.near_layers import NearLayers
-from floodplain.lending.requests import MOST_PENDING
+from floodplain.lending.requests import MOST_PENDING, LeaseRequests, PeerTotals
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.property.test_layer_slots_laws import LAYOUT, World, world
@@ -182,29 +181,27 @@ def test_a_producer_that_cannot_be_reached_is_refused(street: Street, tmp_path: 
 
 
 def test_borrowers_that_share_a_client_take_grants_of_their_own_requests(street: Street) -> None:
-    shares: list[LeaseShare] = []
-    some, other = LeaseShare(street.client, shares), LeaseShare(street.client, shares)
-    numbers = {some.ask([Shard(PAGE_BYTES)]), some.ask([Shard(PAGE_BYTES)])}
-    number = other.ask([Shard(PAGE_BYTES)])
+    siblings: list[LeaseRequests] = []
+    memory = street.near._requests._memory
+    some, other = (LeaseRequests(street.client, memory, PAGE_BYTES, PeerTotals(), siblings) for _ in range(2))
+    some.follow(2)
+    other.follow(1)
     unasked = street.client.ask([Shard(PAGE_BYTES)])
-    assert {*some.pending()} == numbers and [*other.pending()] == [number]
+    assert len(street.client.pending()) == 4
     street.lend(1)
     street.producer.beat()
     for _ in range(3):
         street.client.beat()
-    granted = some.to_allocate()
-    assert {lease.request for lease in granted} == numbers | {unasked}
-    for lease in granted:
-        if lease.request == unasked:
-            some.refused(lease.lease_id, "this engine has not asked for it")
-        else:
-            some.allocated(lease.lease_id)
-    street.client.beat()  # keeps the grant that the other share has not taken yet
-    assert not some.to_allocate() and {*some.pending()} == set()
-    [lease] = other.to_allocate()
-    assert lease.request == number
-    other.refused(lease.lease_id, "no room")
-    for lease in granted:
-        some.freed(lease.lease_id)
-    other.cancel(other.ask([Shard(PAGE_BYTES)]))
-    assert not other.pending()
+    taken = {lease: some.allocate(lease) for lease in some.take_grants()}
+    assert len(taken) == 2 and all(taken.values()) and unasked not in {lease.request for lease in taken}
+    assert [*street.client.refusals] == ["this engine has not asked for it"]
+    street.client.beat()  # keeps the grant that the other borrower has not taken yet
+    assert not [*some.take_grants()] and len(street.client.pending()) == 1
+    [lease] = other.take_grants()
+    assert other.allocate(lease, has_place=False) is None and not street.client.pending()
+    for extent in taken.values():
+        assert extent is not None
+        extent.close()
+    other.follow(1)
+    other.cancel()
+    assert not street.client.pending()
