@@ -20,7 +20,7 @@ from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing, check_exposure
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.core.errors import UserError
-from floodplain.lending.clock import lease_clock
+from floodplain.lending.membership import lease_clock
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.listen import bind, url_of

@@ -7,6 +7,7 @@ to send to the coordinator, and passes its answers in.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,12 +15,20 @@ from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Leave, Message
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseId, LeaseState
-from floodplain.lending.clock import lease_clock
 
 DEADLINE_S = 10.0
 """Seconds that consumers get at a recall."""
 MOST_MESSAGES = 256
 """In one exchange: what exceeds it is sent with the next beats. Coordinators take some more."""
+
+
+def lease_clock() -> float:
+    """Return seconds since the machine started, including those in which it was suspended.
+
+    ``time.monotonic`` stands still during a suspension: the machine would resume and believe that its last message is
+    recent, while all others consider it dead (clock_gettime(2), CLOCK_BOOTTIME).
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from floodplain.coordinator.service import LeaseService
 from floodplain.leases import book
+from floodplain.leases.book import Roster
 from floodplain.leases.member import Lender
 from floodplain.leases.messages import Join, Message, Observe, Offer, Recall, Report, Request
-from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome, Stamp
 from floodplain.lending.membership import LentDevice, Membership

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
-from floodplain.leases import roster, rules, states
+from floodplain.leases import book, rules, states
+from floodplain.leases.book import Roster
 from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
-from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.rules import EndedLenders
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
@@ -188,7 +188,7 @@ def _a_new_producer_has_promised_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _what_is_stale_is_applied(patch: pytest.MonkeyPatch) -> None:
-    for module in (roster, rules):
+    for module in (book, rules):
         patch.setattr(module, "judge", lambda stamp, known: Outcome.APPLIED)
 
 

@@ -16,7 +16,7 @@ from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.coordinator.worker import LeaseWorker
-from floodplain.lending.clock import lease_clock
+from floodplain.lending.membership import lease_clock
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.hooked_store import HookedStore

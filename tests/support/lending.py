@@ -22,9 +22,8 @@ from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseId
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.clock import lease_clock
 from floodplain.lending.lent_pool import LentPool
-from floodplain.lending.membership import LentDevice
+from floodplain.lending.membership import LentDevice, lease_clock
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES

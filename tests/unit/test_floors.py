@@ -46,7 +46,7 @@ BARE_GPU_IMAGE = {"torch", "numpy"}
 KERNELS = {"floodplain.memory.cuda.triton_copy", "floodplain.model.attention.paged_decode"}
 """Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
 
-MEMBER = {f"floodplain.lending.{name}" for name in ("agent", "client", "clock", "membership", "wire")}
+MEMBER = {f"floodplain.lending.{name}" for name in ("agent", "client", "membership", "wire")}
 """Modules with which an engine calls the coordinator."""
 
 
