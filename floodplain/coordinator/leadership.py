@@ -26,20 +26,14 @@ class Watch:
         self._since_s = 0.0
 
     def may_take_over(self, seen: Leadership, now: float) -> bool:
-        """True if there is no live leader: none elected, resigned, this process, or a stale beat.
-
-        ``seen`` was read from the store before ``now``.
-        """
+        """True if there is no live leader: none elected, resigned, this process, or a stale beat."""
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         return seen.leader in ("", self._instance) or now - self._since_s >= TAKEOVER_S
 
 
 class Tenure:
-    """Decides how long a leader may answer, and when it must write a beat.
-
-    ``began_s`` is when it began the write that made it the leader.
-    """
+    """Decides how long a leader may answer, and when it must write a beat, from when its last write began."""
 
     def __init__(self, epoch: int, began_s: float) -> None:
         self.epoch = epoch

@@ -61,10 +61,8 @@ class BookView:
 
     Attributes:
         members: All; each with whether it is considered alive, and its leased bytes.
-        leases: Those that have not ended.
-        due_in_s: For recalled leases, the seconds left.
+        leases: Those that have not ended; ``due_in_s`` has the seconds left of recalled ones.
         granted_unix_s: When each was granted, without those granted in the same transaction.
-        taken_unix_s: When the rows were read.
     """
 
     members: Sequence[tuple[Member, bool, int]]
@@ -80,15 +78,12 @@ class BookView:
 
 @dataclass(slots=True)
 class ServiceTotals:
-    """Counts since the start.
+    """Counts since the start, for the metrics.
 
     Attributes:
-        num_transactions: Commits of changes.
-        commit_s: Seconds that they took.
+        num_transactions: Commits of changes; they took ``commit_s`` seconds.
         num_failed_writes: Times that the store did not answer a write.
-        num_takeovers: Times that this coordinator began to lead.
         num_taken_for_dead: Lives that ended by silence.
-        num_overdue: Recalls whose deadline passed.
         num_forgotten: Rows of long ended members that were deleted.
         outcomes: How often each kind of message had each outcome.
     """
@@ -111,15 +106,12 @@ class LeaseService:
         url: This coordinator's address, for clients that ask another one.
         ttl_s: Seconds of silence after which a member is considered dead.
         clock: For lives and deadlines (``lease_clock``).
-        may_borrow_from: The pairs that ``LeaseBook.allow`` takes; leases that they do not allow are recalled. Any
-            thread may replace it; it takes effect at the next transaction or tick.
+        may_borrow_from: As ``LeaseBook.allow`` takes it. Any thread may replace it, for the next transaction or tick.
         limits: The book's limits.
 
     Attributes:
-        on_change: Called with changed leases after their commit, with None when it stops leading; on the thread that
-            calls the service.
+        on_change: Called on the service's thread: with changed leases once committed, with None when it stops leading.
         granted_unix_s: When each lease was granted, only to be shown.
-        totals: Counts since the start.
     """
 
     def __init__(

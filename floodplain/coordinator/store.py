@@ -178,7 +178,6 @@ class Leadership:
         epoch: How often the leader has changed.
         beat: How often a leader has written.
         leader: Drawn by the leader at its start; empty if it resigned, or there never was one.
-        leader_url: The leader's address.
         ttl_s: Seconds from now for which members may rely on answers of this leader, or of one before it.
     """
 
@@ -245,10 +244,7 @@ class Store:
     def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
         """Lead with the next epoch, and return the stored rows; None if there was a write since ``seen``.
 
-        Older tables are upgraded.
-
-        Raises:
-            UserError: The tables are newer than ours by now, or hold what no coordinator writes; nothing was done.
+        Older tables are upgraded. UserError if they are newer than ours by now, or damaged; then nothing was done.
         """
         change = (
             BOOK.update()
@@ -266,10 +262,8 @@ class Store:
     def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
         """Write all changes and a beat in one transaction; True if the leader of ``epoch`` still leads.
 
-        New leases are granted at ``unix_s``, which is now; ``ttl_s`` is the new ``Leadership.ttl_s``.
-
-        Raises:
-            UserError: A table is damaged, or missing.
+        New leases are granted at ``unix_s``, which is now; ``ttl_s`` is the new ``Leadership.ttl_s``. UserError if a
+        table is damaged, or missing.
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]

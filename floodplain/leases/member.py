@@ -26,11 +26,6 @@ class KnownLease:
 class MemberSide:
     """The protocol state of one process. Times are of its own monotonic clock.
 
-    Args:
-        name: Of its device.
-        instance: Drawn at its start.
-        ttl_s: The coordinator's.
-
     Attributes:
         row: Its newest row; None before it has joined for the first time.
         known: Leases that it lends or borrows and that, as far as it knows, have not ended.
@@ -137,15 +132,8 @@ class Lender:
     """Chooses the next offer, recall, or observation of one producer.
 
     The engine shrinks its pool before it offers bytes, and grows it only by bytes that are no longer promised. So
-    others hold at most what is offered (law 2 of docs/design/005-leases.md).
-
-    Args:
-        member: The process's side of the protocol.
-        capacity_bytes: Of the device.
-        deadline_s: Seconds that consumers get to free recalled bytes.
-
-    Attributes:
-        target_bytes: How much to lend. The engine sets it.
+    others hold at most what is offered (law 2 of docs/design/005-leases.md). Consumers get ``deadline_s`` seconds to
+    free recalled bytes. The engine sets ``target_bytes``, how much to lend.
     """
 
     def __init__(self, member: MemberSide, capacity_bytes: int, deadline_s: float) -> None:

@@ -34,8 +34,6 @@ class LeaseTable:
     """Members, and leases that have not ended. Rows are replaced, never changed.
 
     Attributes:
-        members: By name.
-        leases: By ID.
         freed: Owed leases whose consumers reported them as freed, or as never allocated.
         lenders: Names of members that offer bytes.
         floor: Forgotten members had at most this generation and revision; new members begin above it. So late messages

@@ -48,9 +48,6 @@ class LentPool:
         least_blocks: The pool never has fewer: what the longest request needs.
         guest_bytes: What consumers' processes take of the device beside their leases: not offered.
         most_moved_bytes: At one boundary.
-
-    Attributes:
-        num_failed_growths: How often bytes that ought to be free were not.
     """
 
     def __init__(

@@ -35,10 +35,8 @@ def lease_clock() -> float:
 class LentDevice:
     """A device whose memory a process may lend.
 
-    Attributes:
-        capacity_bytes: All of it.
-        foreign_bytes: Returns what others hold of it now, as measured on the device; called on the agent's thread.
-        deadline_s: Seconds that consumers get at a recall.
+    ``foreign_bytes`` returns what others hold of it now, as measured on the device; it is called on the agent's thread.
+    Consumers get ``deadline_s`` seconds at a recall.
     """
 
     capacity_bytes: int
@@ -49,12 +47,7 @@ class LentDevice:
 class Membership:
     """A process as member: a ``LeaseClient``, and a lender if it has a device. Safe to call from several threads.
 
-    Args:
-        name: Of the member: of its device.
-        instance: Drawn at the start of the process.
-        device: What it may lend; None lends nothing.
-        clock: For lives and deadlines.
-        is_last: No process will have that name after this one.
+    If ``is_last``, no process will have that name after this one.
 
     Attributes:
         version: Raised by every answer with news: an engine checks its leases when it has changed.

@@ -37,8 +37,7 @@ class NearLayers:
         memory: Of other devices.
         slots: The layers.
         count_wanted: Returns how many copies are of use now. Those without a layer are spare.
-        on_count: Called at each poll with the number of copies, and the bytes per second that were measured to the
-            first of them; 0 before that.
+        on_count: Called at each poll with the number of copies, and the measured bytes/s to the first (0 before that).
         look_s: Seconds between two polls of the leases.
         siblings: As of ``LeaseRequests``.
     """

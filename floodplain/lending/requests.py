@@ -22,14 +22,7 @@ MOST_PENDING = 4
 
 @dataclass(slots=True)
 class PeerTotals:
-    """Counts since the start.
-
-    Attributes:
-        num_granted: Leases that became slots.
-        num_refused: Leases that could not be allocated.
-        num_returned: Leases that were emptied and returned.
-        num_forced: Leases whose memory was freed before it was empty.
-    """
+    """Counts of leases since the start: made slots, not allocated, returned empty, and freed before they were empty."""
 
     num_granted: int = 0
     num_refused: int = 0
