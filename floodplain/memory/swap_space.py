@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -74,12 +74,11 @@ class _Open:
 class SwapSpace:
     """Runs the transfers of step plans. One thread starts and polls; ``stats`` may be called from any.
 
-    ``tiers`` come nearest first; the swap space owns their engines and slots. ``clock`` gives monotonic seconds.
+    ``tiers`` come nearest first; the swap space owns their engines and slots.
     """
 
-    def __init__(self, tiers: Mapping[Tier, SwapTier], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tiers: Mapping[Tier, SwapTier]) -> None:
         self._tiers = dict(tiers)
-        self._clock = clock
         self._open: dict[int, _Open] = {}
         self._moved_bytes = {(kind, tier): 0 for kind in TransferKind for tier in tiers}
         self._failed_copies = dict.fromkeys(Problem, 0)
@@ -108,9 +107,9 @@ class SwapSpace:
 
     def wait(self, timeout_s: float) -> list[tuple[int, Sequence[int]]]:
         """As ``poll``, but waits for the first to end; empty if none is under way or the time is over."""
-        end_s = self._clock() + timeout_s
+        end_s = time.monotonic() + timeout_s
         ended = self.poll()
-        while not ended and self._open and (left_s := end_s - self._clock()) > 0:
+        while not ended and self._open and (left_s := end_s - time.monotonic()) > 0:
             busy = [(tier, one.engine) for tier, one in self._tiers.items() if one.engine.num_in_flight]
             poll_s = left_s if len(busy) == 1 else min(left_s, _POLL_S)
             for tier, engine in busy:
