@@ -31,159 +31,6 @@ Places = Sequence[tuple[int, int]]
 """(first page, number of pages) of stretches, the same in each arena."""
 
 
-class LayerArenas:
-    """The arenas, which of them are mapped, and where blocks are. At first all count as mapped, without a page.
-
-    ``max_blocks`` are whole pages.
-
-    Attributes:
-        mapped: The mapped layers, in order.
-        layers: The arenas' tensors, [max_blocks, 2, block_tokens, num_kv_heads, head_dim] each. An unmapped layer
-            raises ``InvariantError``, since touching its tensor would crash the process.
-        words: Where each layer's blocks are, int32 [max_blocks, layer_block_words]. A new tuple when that changes.
-    """
-
-    def __init__(self, device: Device, layout: KVLayout, max_blocks: int) -> None:
-        num_pages = max_blocks * layout.layer_block_bytes // device.page_bytes
-        self._arenas: list[Arena] = [device.reserve(num_pages) for _ in range(layout.num_layers)]
-        shape, words = (max_blocks, *layout.block_shape), (max_blocks, layout.layer_block_words)
-        self._own_words = tuple(arena.tensor(torch.int32, words) for arena in self._arenas)
-        self._placed: dict[int, torch.Tensor] = {}
-        self.mapped: tuple[int, ...] = tuple(range(layout.num_layers))
-        self.layers = _Tensors([arena.tensor(layout.dtype, shape) for arena in self._arenas])
-        self.words = self._own_words
-
-    @property
-    def nowhere(self) -> list[int]:
-        """Layers whose blocks are with another engine."""
-        return sorted({*range(len(self._arenas))} - {*self.mapped, *self._placed})
-
-    def place(self, layer: int, words: torch.Tensor | None) -> None:
-        """Set where a layer's blocks are from now on; None: in its arena."""
-        own = self._own_words[layer]
-        if words is None:
-            self._placed.pop(layer, None)
-        elif words.shape != own.shape or words.dtype != own.dtype or not words.is_contiguous():
-            raise InvariantError(f"blocks of shape {tuple(words.shape)} are not a layer's: {tuple(own.shape)}")
-        elif words.device != own.device and not words.is_pinned():
-            raise InvariantError("blocks beside a GPU must be page-locked")
-        else:
-            self._placed[layer] = words
-        self.words = tuple(self._placed.get(index, words) for index, words in enumerate(self._own_words))
-
-    def map_layers(self, layers: Sequence[int], places: Places, pages: Sequence[Page]) -> None:
-        """Map pages behind these places of unmapped layers, which then are mapped; otherwise as ``map``."""
-        if len({*layers} - {*self.mapped}) < len(layers):
-            raise InvariantError(f"layers {list(layers)} are not all unmapped")
-        self._map([self._arenas[layer] for layer in layers], places, pages)
-        self._set_mapped({*self.mapped, *layers})
-
-    def unmap_layers(self, layers: Sequence[int], places: Places) -> list[Page]:
-        """Unmap all pages of some mapped layers and return them; one layer at least stays mapped."""
-        left = {*self.mapped} - {*layers}
-        if len(left) + len(layers) != len(self.mapped) or not left:
-            raise InvariantError(f"layers {list(layers)} of the mapped {list(self.mapped)} cannot go: one must stay")
-        pages = _unmap([self._arenas[layer] for layer in layers], places)
-        self._set_mapped(left)
-        return pages
-
-    def map(self, places: Places, pages: Sequence[Page]) -> None:
-        """Put pages behind these places of every mapped layer, layer by layer."""
-        self._map(self._mapped_arenas(), places, pages)
-
-    def unmap(self, places: Places) -> list[Page]:
-        """Take the pages from behind these places of every mapped layer, in the order in which ``map`` takes them."""
-        return _unmap(self._mapped_arenas(), places)
-
-    def discard(self, places: Places) -> bool:
-        """Return the memory behind these places, but of placed layers, until written; True if any was returned."""
-        arenas = [self._arenas[layer] for layer in self.mapped if layer not in self._placed]
-        return sum(arena.discard(first, count) for arena in arenas for first, count in _join(places)) > 0
-
-    def move_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy blocks to others, pair by pair, in all layers but those with another engine."""
-        gone = self.nowhere
-        here = [words for layer, words in enumerate(self.words) if layer not in gone]
-        for start in range(0, len(sources), _BLOCKS_PER_MOVE):
-            part = slice(start, start + _BLOCKS_PER_MOVE)
-            for device, on_device in groupby(here, lambda words: words.device):
-                origin = torch.tensor(sources[part], device=device)
-                target = torch.tensor(destinations[part], device=device)
-                for words in on_device:
-                    words[target] = words[origin]
-
-    def close(self) -> None:
-        """Release all pages to the device. The tensors must not be used any more."""
-        self.layers.clear()
-        self.words = self._own_words = ()
-        self._placed.clear()
-        for arena in self._arenas:
-            arena.close()
-
-    def _mapped_arenas(self) -> list[Arena]:
-        return [self._arenas[layer] for layer in self.mapped]
-
-    def _set_mapped(self, layers: set[int]) -> None:
-        self.mapped = tuple(sorted(layers))
-        self.layers.set_readable(layers)
-
-    @staticmethod
-    def _map(arenas: Sequence[Arena], places: Places, pages: Sequence[Page]) -> None:
-        joined = _join(places)
-        wanted = len(arenas) * sum(count for _, count in joined)
-        if len(pages) != wanted:
-            raise InvariantError(f"{len(pages)} pages for {wanted} places")
-        position, mapped = 0, []
-        try:
-            for arena in arenas:
-                for first, count in joined:
-                    arena.map(first, pages[position : position + count])
-                    mapped.append((arena, first, count))
-                    position += count
-        except BaseException:
-            for arena, first, count in mapped:
-                arena.unmap(first, count)
-            raise
-
-
-def _unmap(arenas: Sequence[Arena], places: Places) -> list[Page]:
-    joined = _join(places)
-    return [page for arena in arenas for first, count in joined for page in arena.unmap(first, count)]
-
-
-def _join(places: Places) -> Places:
-    """Merge stretches that follow each other, in the same order: a system call for each would be slow."""
-    joined: list[tuple[int, int]] = []
-    for first, count in places:
-        start = joined.pop()[0] if joined and sum(joined[-1]) == first else first
-        joined.append((start, first + count - start))
-    return joined
-
-
-class _Tensors(LayerTensors):
-    """One tensor per layer; each access checks anew that the layer is mapped."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._readable = set(range(len(tensors)))
-
-    def set_readable(self, indices: set[int]) -> None:
-        """Set the layers that may be accessed; all others are refused from now on."""
-        self._readable = set(indices)
-
-    def clear(self) -> None:
-        """Drop all tensors."""
-        self._tensors = []
-
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        if layer not in self._readable:
-            raise InvariantError(f"the KV of layer {layer} is not mapped")
-        return self._tensors[layer]
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
 @dataclass(frozen=True, slots=True)
 class Shrunk:
     """The result of a shrink.
@@ -205,8 +52,9 @@ class KVPool:
     Address space for whole quanta of ``max_blocks``, also while layers are unmapped, is reserved.
 
     Attributes:
+        mapped_layers: The layers that have pages, in order, all behind the same blocks; at first all.
         layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. An unmapped
-            layer raises ``InvariantError``.
+            layer raises ``InvariantError``, since touching its tensor would crash the process.
         words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
             was placed elsewhere. A new tuple when that changes: code that keeps addresses reads them anew.
     """
@@ -218,8 +66,13 @@ class KVPool:
         self.quantum_blocks = layout.count_quantum_blocks(device.page_bytes)
         self.max_blocks = -(-max_blocks // self.quantum_blocks) * self.quantum_blocks
         self._backed = [0] * (self.max_blocks // self.quantum_blocks)  # quantum -> blocks with memory, from its first
-        self._arenas = LayerArenas(device, layout, self.max_blocks)
-        self.layers, self.words = self._arenas.layers, self._arenas.words
+        num_pages = self.max_blocks * layout.layer_block_bytes // device.page_bytes
+        self._arenas: list[Arena] = [device.reserve(num_pages) for _ in range(layout.num_layers)]
+        shape, words = (self.max_blocks, *layout.block_shape), (self.max_blocks, layout.layer_block_words)
+        self.words = self._own_words = tuple(arena.tensor(torch.int32, words) for arena in self._arenas)
+        self._placed: dict[int, torch.Tensor] = {}
+        self.mapped_layers = tuple(range(layout.num_layers))
+        self.layers = _Tensors([arena.tensor(layout.dtype, shape) for arena in self._arenas])
 
     @property
     def num_blocks(self) -> int:
@@ -230,11 +83,6 @@ class KVPool:
     def quanta(self) -> tuple[int, ...]:
         """Quanta that have memory, ascending: the order of ``Shrunk.pages`` when no block is in use and all go."""
         return tuple(quantum for quantum, blocks in enumerate(self._backed) if blocks)
-
-    @property
-    def mapped_layers(self) -> tuple[int, ...]:
-        """The layers that have pages, all behind the same blocks; at first all."""
-        return self._arenas.mapped
 
     @property
     def block_bytes(self) -> int:
@@ -268,9 +116,9 @@ class KVPool:
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
         """Raise ``InvariantError`` unless all layers of blocks have memory here: copying from none is a crash."""
-        nowhere = self._arenas.nowhere
-        if nowhere:
-            raise InvariantError(f"layers {nowhere} of the KV pool are with another engine")
+        gone = self._find_gone()
+        if gone:
+            raise InvariantError(f"layers {gone} of the KV pool are with another engine")
         self._expect_backed(blocks)
 
     # -- growing ---------------------------------------------------------------------------------------------------
@@ -293,7 +141,14 @@ class KVPool:
         granted = self.device.allocate(self._count_new_pages(growth)) if pages is None else list(pages)
         if granted is None:
             return None
-        self._map(growth, granted, is_ours=pages is None)
+        try:
+            self._map(self.mapped_layers, [self._place(*one) for one in growth], granted)
+        except BaseException:
+            if pages is None:
+                self.device.release(granted)
+            raise
+        for quantum, _, end in growth:
+            self._backed[quantum] = end
         runs = self._find_runs(growth)
         for run in runs:
             ledger.add_memory(run)
@@ -307,22 +162,39 @@ class KVPool:
         A layer that is not placed elsewhere by then counts as held by another engine: no block can be copied to a slot
         until that layer is mapped again. No copy may be in flight.
         """
-        return self._arenas.unmap_layers(layers, self._backed_places())
+        left = {*self.mapped_layers} - {*layers}
+        if len(left) + len(layers) != len(self.mapped_layers) or not left:
+            mapped = list(self.mapped_layers)
+            raise InvariantError(f"layers {list(layers)} of the mapped {mapped} cannot go: one must stay")
+        pages = self._unmap(layers, self._backed_places())
+        self._set_mapped(left)
+        return pages
 
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
         """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
 
         The caller fills all blocks in use, and cached blocks unless it drops them.
         """
-        self._arenas.map_layers(layers, self._backed_places(), pages)
+        if len({*layers} - {*self.mapped_layers}) < len(layers):
+            raise InvariantError(f"layers {list(layers)} are not all unmapped")
+        self._map(layers, self._backed_places(), pages)
+        self._set_mapped({*self.mapped_layers, *layers})
 
     def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
         """Set where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
 
         ``words`` are int32 [max_blocks, layer_block_words], page-locked beside a GPU; None for the layer's arena.
         """
-        self._arenas.place(layer, words)
-        self.words = self._arenas.words
+        own = self._own_words[layer]
+        if words is None:
+            self._placed.pop(layer, None)
+        elif words.shape != own.shape or words.dtype != own.dtype or not words.is_contiguous():
+            raise InvariantError(f"blocks of shape {tuple(words.shape)} are not a layer's: {tuple(own.shape)}")
+        elif words.device != own.device and not words.is_pinned():
+            raise InvariantError("blocks beside a GPU must be page-locked")
+        else:
+            self._placed[layer] = words
+        self.words = tuple(self._placed.get(index, words) for index, words in enumerate(self._own_words))
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 
@@ -348,23 +220,40 @@ class KVPool:
         self._expect_backed(sources + destinations)
         if len({*sources, *destinations}) < 2 * len(moves):
             raise InvariantError("a block is moved twice, or onto another that moves")
-        self._arenas.move_blocks(sources, destinations)
+        gone = self._find_gone()
+        here = [words for layer, words in enumerate(self.words) if layer not in gone]
+        for start in range(0, len(sources), _BLOCKS_PER_MOVE):
+            part = slice(start, start + _BLOCKS_PER_MOVE)
+            for device, on_device in groupby(here, lambda words: words.device):
+                origin = torch.tensor(sources[part], device=device)
+                target = torch.tensor(destinations[part], device=device)
+                for words in on_device:
+                    words[target] = words[origin]
 
     def unmap_quanta(self, quanta: Sequence[int]) -> list[Page]:
         """Take the pages from behind these quanta, layer by layer in the order that ``grow`` takes them."""
-        pages = self._arenas.unmap([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
+        pages = self._unmap(self.mapped_layers, [self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
         for quantum in quanta:
             self._backed[quantum] = 0
         return pages
 
     def discard_quanta(self, quanta: Sequence[int]) -> bool:
-        """Return the memory of quanta without used blocks to the system until written; True if any was returned."""
-        return self._arenas.discard([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
+        """Return the memory of quanta without used blocks to the system until written; True if any was returned.
+
+        Placed layers are skipped: their arenas may serve others.
+        """
+        places = _join([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
+        arenas = [self._arenas[layer] for layer in self.mapped_layers if layer not in self._placed]
+        return sum(arena.discard(first, count) for arena in arenas for first, count in places) > 0
 
     def close(self) -> None:
         """Release everything to the device. The tensors must not be used any more."""
-        self.words, self._backed = (), []
-        self._arenas.close()
+        self.layers.clear()
+        self.words = self._own_words = ()
+        self._backed = []
+        self._placed.clear()
+        for arena in self._arenas:
+            arena.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -418,13 +307,66 @@ class KVPool:
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
 
-    def _map(self, growth: list[tuple[int, int, int]], pages: list[Page], *, is_ours: bool) -> None:
-        """Map pages behind the growth of every mapped layer. On an error map none, and release our own pages."""
+    def _find_gone(self) -> list[int]:
+        """Layers whose blocks are with another engine."""
+        return sorted({*range(self.layout.num_layers)} - {*self.mapped_layers, *self._placed})
+
+    def _set_mapped(self, layers: set[int]) -> None:
+        self.mapped_layers = tuple(sorted(layers))
+        self.layers.set_readable(layers)
+
+    def _map(self, layers: Sequence[int], places: Places, pages: Sequence[Page]) -> None:
+        """Map pages behind the places of each layer, layer by layer, or behind none."""
+        joined = _join(places)
+        wanted = len(layers) * sum(count for _, count in joined)
+        if len(pages) != wanted:
+            raise InvariantError(f"{len(pages)} pages for {wanted} places")
+        position, mapped = 0, []
         try:
-            self._arenas.map([self._place(*one) for one in growth], pages)
+            for arena in [self._arenas[layer] for layer in layers]:
+                for first, count in joined:
+                    arena.map(first, pages[position : position + count])
+                    mapped.append((arena, first, count))
+                    position += count
         except BaseException:
-            if is_ours:
-                self.device.release(pages)
+            for arena, first, count in mapped:
+                arena.unmap(first, count)
             raise
-        for quantum, _, end in growth:
-            self._backed[quantum] = end
+
+    def _unmap(self, layers: Sequence[int], places: Places) -> list[Page]:
+        """Take the pages from behind the places of each layer, in the order in which ``_map`` takes them."""
+        joined = _join(places)
+        return [page for layer in layers for first, count in joined for page in self._arenas[layer].unmap(first, count)]
+
+
+def _join(places: Places) -> Places:
+    """Merge stretches that follow each other, in the same order: a system call for each would be slow."""
+    joined: list[tuple[int, int]] = []
+    for first, count in places:
+        start = joined.pop()[0] if joined and sum(joined[-1]) == first else first
+        joined.append((start, first + count - start))
+    return joined
+
+
+class _Tensors(LayerTensors):
+    """One tensor per layer; each access checks anew that the layer is mapped."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._readable = set(range(len(tensors)))
+
+    def set_readable(self, indices: set[int]) -> None:
+        """Set the layers that may be accessed; all others are refused from now on."""
+        self._readable = set(indices)
+
+    def clear(self) -> None:
+        """Drop all tensors."""
+        self._tensors = []
+
+    def _tensor_of(self, layer: int) -> torch.Tensor:
+        if layer not in self._readable:
+            raise InvariantError(f"the KV of layer {layer} is not mapped")
+        return self._tensors[layer]
+
+    def __len__(self) -> int:
+        return len(self._tensors)
