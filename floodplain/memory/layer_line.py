@@ -39,7 +39,6 @@ class LineStats:
     near_written_bytes: int = 0
 
     def __add__(self, more: LineStats) -> LineStats:
-        """The sums of both totals."""
         return LineStats(
             self.loaded_bytes + more.loaded_bytes,
             self.load_s + more.load_s,

@@ -112,7 +112,7 @@ class LayerSlots(LayerTensors):
             self._load(follower)
 
     def take_step_s(self) -> float:
-        """Seconds that the layers of the last step computed, without waits (``StepClock.take_step_s``)."""
+        """Seconds that the layers of the last step computed, without waits."""
         return self._clock.take_step_s()
 
     @property

@@ -170,6 +170,5 @@ def _parts(transfer: Transfer) -> dict[Tier, list[int]]:
 
 
 def _copy(transfer: Transfer, places: Sequence[int]) -> BlockCopy:
-    """The part of a transfer at these places."""
     blocks = tuple(transfer.blocks[place] for place in places)
     return BlockCopy(transfer.kind.direction, blocks, tuple(transfer.locations[place].slot for place in places))

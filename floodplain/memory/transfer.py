@@ -62,9 +62,7 @@ class CopyResult:
     Attributes:
         lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. The bytes at
             their destinations are unspecified.
-        num_bytes: Bytes that went over the link.
         digests: Of each block as it was copied, in the order of ``BlockCopy.blocks``.
-        problem: Why blocks are lost.
     """
 
     transfer_id: int

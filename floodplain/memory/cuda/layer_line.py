@@ -108,8 +108,6 @@ class PieceCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One direction: its stream, and the copier of that stream."""
-
     stream: torch.cuda.Stream
     copier: PieceCopier
 
@@ -248,7 +246,6 @@ class CudaLayerLine:
         return ticket, end
 
     def _forget_ended(self) -> None:
-        """Count the copies that have ended, up to the first that has not."""
         while self._under_way:
             ticket, copy = next(iter(self._under_way.items()))
             if not copy.end.query():  # type: ignore[no-untyped-call]

@@ -113,7 +113,6 @@ class CudaStream:
         self._staging = torch.empty(0)
 
     def _enqueue(self, batch: Batch, digests: torch.Tensor) -> None:
-        """Enqueue the copies of one batch on the current stream."""
         if self._direction is Direction.OUTBOUND:
             self._end.copy(self._direction, batch.blocks, self._staging, digests)
         for row, slot, count in batch.runs:

@@ -181,7 +181,6 @@ class HostDevice:
         return True
 
     def _reserve_memory(self, offset: int, num_bytes: int) -> bool:
-        """Reserve the file system's memory for a range of the file; False if there is too little."""
         try:
             os.posix_fallocate(self._fd, offset, num_bytes)
         except OSError as error:

@@ -71,7 +71,6 @@ def claim(path: Path, num_pages: int) -> int:
 
 
 def _checked_pages(fd: int, path: Path) -> int:
-    """The number of pages in a device's header; ``fd`` is closed if the file is no device."""
     try:
         return _check(fd, path)
     except BaseException:

@@ -120,13 +120,11 @@ def _processor() -> str:
 
 
 def _find_compiler() -> str | None:
-    """The path of the first compiler that is installed; None if there is none."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 @functools.cache
 def _compiler_version(compiler: str) -> str:
-    """Output of the compiler's ``--version``; raises ``CompilerFailed``."""
     return _run((compiler, "--version"), VERSION_TIMEOUT_S, os.environ)
 
 

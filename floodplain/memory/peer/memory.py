@@ -117,7 +117,6 @@ class HostExtent:
 
 
 def _fill_arena(device: HostDevice, num_pages: int) -> HostArena | None:
-    """An arena of fresh pages; None if there are too few."""
     arena = device.reserve(num_pages)
     pages = device.allocate(num_pages)
     if pages is None:
