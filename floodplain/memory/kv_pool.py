@@ -38,12 +38,10 @@ class Shrunk:
     Attributes:
         pages: Unmapped pages, which the caller releases to the device or maps elsewhere.
         moved: Old block to new; every block table must be rewritten before the next step.
-        num_blocks: Blocks that the pool still has.
     """
 
     pages: list[Page]
     moved: dict[BlockId, BlockId]
-    num_blocks: int
 
 
 class KVPool:
@@ -212,7 +210,7 @@ class KVPool:
             abort_shrink(ledger, plan)
             raise
         moved = commit_shrink(ledger, plan)
-        return Shrunk(self.unmap_quanta(plan.quanta), moved, self.num_blocks)
+        return Shrunk(self.unmap_quanta(plan.quanta), moved)
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to others (source, destination) in all layers that are here. No destination is a source."""
