@@ -35,7 +35,7 @@ WILDCARDS = ("0.0.0.0", "::")
 STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
-MAX_STRANGERS = 32
+MAX_UNADMITTED = 32
 """Most connections to the router without a token; one more closes the oldest of them."""
 FILES_PER_INSTANCE = 6
 """Open files of the router per instance: a connection and two pipes, doubled while it is being restarted."""
@@ -49,7 +49,7 @@ MOST_STAGES = 4
 
 def count_router_files(num_instances: int | None) -> int:
     """Open files that instances cost their router; None: there are no instances, and it is no router."""
-    return 0 if num_instances is None else MAX_STRANGERS + FILES_PER_INSTANCE * num_instances
+    return 0 if num_instances is None else MAX_UNADMITTED + FILES_PER_INSTANCE * num_instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from floodplain.cluster.instance.session import Session
-from floodplain.cluster.router.door import LEAST_STAY_S, MAX_STRANGERS
+from floodplain.cluster.router.door import LEAST_STAY_S, MAX_UNADMITTED
 from floodplain.cluster.wire.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
@@ -84,17 +84,17 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
 def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     is_scarce: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If there are ``MAX_STRANGERS``, or no file descriptor is left."""
+    """If there are ``MAX_UNADMITTED``, or no file descriptor is left."""
 
     async def play(some: Stage) -> None:
         door: Any = some.router._door
         now_s = [0.0]
         door._clock = lambda: now_s[0]
-        dialled = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
-        await until(lambda: len(door._strangers) == len(dialled))
+        dialled = [await some.dial() for _ in range(2 if is_scarce else MAX_UNADMITTED)]
+        await until(lambda: len(door._unadmitted) == len(dialled))
         if is_scarce:
-            oldest = next(iter(door._strangers))
-            some.sock.is_scarce = lambda: oldest in door._strangers  # type: ignore[attr-defined]
+            oldest = next(iter(door._unadmitted))
+            some.sock.is_scarce = lambda: oldest in door._unadmitted  # type: ignore[attr-defined]
         joining = asyncio.create_task(some.join(OWN))
         await until(lambda: caplog.records)  # all unauthenticated connections are too young to be closed
         now_s[0] = LEAST_STAY_S
@@ -115,7 +115,7 @@ def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> No
         ours, theirs = socket.socketpair()
         with theirs:
             door.take(ours)
-            [task] = door._strangers
+            [task] = door._unadmitted
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert ours.fileno() == -1
@@ -205,7 +205,7 @@ def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
         one.link.abort()
         await until(lambda: not len(some.router.table.roster))
         entries = [some.ask(max_tokens=1) for _ in range(3)]
-        assert some.router.table.num_homeless == 3
+        assert some.router.table.num_unplaced == 3
         two = await some.join()
         for entry, caller in entries:
             assert isinstance(await two.read(), Submit)

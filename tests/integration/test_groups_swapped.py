@@ -45,7 +45,7 @@ def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple
             await one.change(number, GroupState.PIPELINED)
             assert plan is not None
             rows = [row for report, _ in plan.reports.values() for row in report.rows if row.num_blocks]
-            num_swapped = sum(any(source < 0 for source in each.sources) for each in plan.travellers.values())
+            num_swapped = sum(any(source < 0 for source in each.sources) for each in plan.moving.values())
             outputs = await one.results()
             for member in one.members:
                 member.memory.check_integrity()

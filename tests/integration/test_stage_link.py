@@ -216,7 +216,7 @@ def test_connections_that_show_no_key_are_closed(why: str, monkeypatch: pytest.M
     if why == "too late":
         monkeypatch.setattr(stage_link, "HELLO_TIMEOUT_S", 0.01)
     elif why == "too many":
-        monkeypatch.setattr(stage_link, "MAX_STRANGERS", 2)
+        monkeypatch.setattr(stage_link, "MAX_UNADMITTED", 2)
     asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 

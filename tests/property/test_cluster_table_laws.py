@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from floodplain.cluster.state.request_table import MAX_FRUITLESS, Entry, RequestTable
+from floodplain.cluster.state.request_table import MAX_FAILED_PLACEMENTS, Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.request import Request
@@ -110,7 +110,7 @@ class BookMachine(RuleBasedStateMachine):
     def bury(self, epoch: int) -> None:
         for entry in self.table.end(epoch):
             if not self.table.give_back(entry):
-                assert entry.num_fruitless >= MAX_FRUITLESS
+                assert entry.num_failed_placements >= MAX_FAILED_PLACEMENTS
                 self.finish(entry, "given up")
         assert self.table.end(epoch) == []
         self.place()

@@ -118,7 +118,7 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     assert cluster.notices and cluster.notices[0].grouped  # no more can be dropped
     for entry in [entry for one in cluster.table.roster for entry in cluster.table.entries_of(one.epoch).values()]:
         cluster.table.close(entry)
-    for entry in [*cluster.table._homeless.values()]:
+    for entry in [*cluster.table._unplaced.values()]:
         cluster.table.close(entry)
     cluster.pass_time(9, used=0, waiting=0)
     assert group.state is GroupState.PIPELINED

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.cluster.wire.frames import Frame
-from floodplain.cluster.wire.plan_codec import PlanLimits, Travelling, pack_plan, pack_result, read_plan, read_result
+from floodplain.cluster.wire.plan_codec import PlanLimits, StageStep, pack_plan, pack_result, read_plan, read_result
 from floodplain.core.errors import PeerLost
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
@@ -44,7 +44,7 @@ PLAN = StepPlan(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stage_gets_what_it_needs_of_a_plan(dtype: torch.dtype) -> None:
     x = torch.randn(8, 6).to(dtype)
-    step = read_plan(pack_plan(Travelling(PLAN, x, (0.5, 0.25))), replace(LIMITS, dtype=dtype))
+    step = read_plan(pack_plan(StageStep(PLAN, x, (0.5, 0.25))), replace(LIMITS, dtype=dtype))
     assert torch.equal(step.x, x) and step.busy_s == (0.5, 0.25)
     first, second = step.plan.prefills
     assert first.request is not None and first.request.params == REQUEST.params
@@ -85,7 +85,7 @@ def spoil(body: dict[str, Any], path: tuple[Any, ...], junk: Any) -> dict[str, A
     return spoilt
 
 
-PLAN_FRAME = pack_plan(Travelling(PLAN, torch.zeros(8, 6), (0.5,)))
+PLAN_FRAME = pack_plan(StageStep(PLAN, torch.zeros(8, 6), (0.5,)))
 RESULT_FRAME = pack_result(StepResult(7, [1, 2, 3], {SeqId(4): TokenLogprobs(-0.5, ((3, -0.5),))}), (0.5,))
 
 

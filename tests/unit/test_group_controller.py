@@ -130,7 +130,7 @@ def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
     router = Router()
     router.hand_over()
     router.end(epoch)
-    assert router.state is None and router.table.num_homeless == NUM_REQUESTS
+    assert router.state is None and router.table.num_unplaced == NUM_REQUESTS
     router.table.check_integrity()
 
 
@@ -165,7 +165,7 @@ def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> No
     router = Router(num_members=4)
     router.end(epoch)
     assert router.state is None and len(router.table.roster) == 0
-    assert {entry.num_fruitless for entry in router.entries} == {1}
+    assert {entry.num_failed_placements for entry in router.entries} == {1}
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from floodplain.cluster.groups.plan import GroupPlan, Traveller, plan_merge, rows_with_blocks
+from floodplain.cluster.groups.plan import GroupPlan, MovingRequest, plan_merge, rows_with_blocks
 from floodplain.cluster.groups.table import Change, Group, GroupTable, find_max_model_len
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
@@ -172,7 +172,7 @@ class GroupController:
     def forget(self, entry: Entry) -> None:
         """A request has ended at the router: its KV need not be copied any more."""
         for plan in self._plans.values():
-            if entry.number in plan.travellers:
+            if entry.number in plan.moving:
                 self.groups.abort(plan.number, entry.number)
 
     def expire(self, now: float) -> None:
@@ -225,8 +225,8 @@ class GroupController:
         found = {}
         for row, blocks in rows_with_blocks(message, integers):
             if (entry := entries.get(row.ticket)) is not None and entry.num_tokens == row.num_tokens:
-                found[entry.number] = Traveller(entry, row.num_computed, 0, blocks, blocks)
-        plan.travellers = found
+                found[entry.number] = MovingRequest(entry, row.num_computed, 0, blocks, blocks)
+        plan.moving = found
         for entry in entries.values():
             self._lift(plan, entry)
 
@@ -247,7 +247,7 @@ class GroupController:
         for epoch in change.ended:
             self._table.roster.expect(epoch).part = "grouped"  # no request is placed on it before its session ends
         for request in change.lost:
-            self._let_wait(plan.travellers[request].entry)
+            self._let_wait(plan.moving[request].entry)
         for order in change.orders:
             self._order(plan, order)
         for epoch in change.ended:
@@ -259,7 +259,7 @@ class GroupController:
         if order.kind is not wire.Adopt:
             self._send(order.epoch, *plan.message(order))
             return
-        one = plan.travellers[order.requests[0]]
+        one = plan.moving[order.requests[0]]
         entry, request = one.entry, one.entry.as_request()
         self._table.put(entry, order.epoch)
         self.counts.num_carried += 1
@@ -282,7 +282,7 @@ class GroupController:
                 self._forget_plan(plan)
             case GroupState.OVER:
                 self.counts.note(plan.number, "ended", now - plan.begun_s)
-                for one in plan.travellers.values():
+                for one in plan.moving.values():
                     self._let_wait_if_lifted(one.entry)
                 self._forget_plan(plan)
 
@@ -303,9 +303,9 @@ class GroupController:
                 instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
 
     def _lift(self, plan: GroupPlan, entry: Entry) -> None:
-        """Take a request off its instance: with its KV if it is a traveller, else to be recomputed."""
+        """Take a request off its instance: with its KV if it is moving, else to be recomputed."""
         self._table.lift(entry)
-        if entry.number not in plan.travellers:
+        if entry.number not in plan.moving:
             self._table.wait(entry)
             self.counts.num_recomputed += bool(entry.tokens)
 

@@ -72,7 +72,7 @@ _PLAIN: tuple[Callable[[int, int], wire.GroupOrder], ...] = (wire.Prepare, wire.
 
 
 @dataclass(frozen=True, slots=True)
-class Traveller:
+class MovingRequest:
     """A request at the member ``place``, the KV of whose ``num_computed`` leading tokens moves between members.
 
     ``blocks`` have the group's ids; each of ``sources`` is the same block, or a swap slot (``core.tiers``).
@@ -98,7 +98,7 @@ class GroupPlan:
         merge: How it takes in old groups; None before ``divide`` if there are none.
         kept: Layers that each place keeps; empty before ``divide``.
         sizes: Quanta of the group; None before ``divide``.
-        travellers: Requests whose KV moves, by the table's numbers.
+        moving: Requests whose KV moves, by the table's numbers.
         moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
         names: Of its members in commands, by place.
         secret: The secret that members show each other, hexadecimal.
@@ -113,7 +113,7 @@ class GroupPlan:
     reports: dict[int, tuple[wire.Prepared, tuple[int, ...]]] = field(default_factory=dict)
     kept: tuple[range, ...] = ()
     sizes: GroupSizes | None = None
-    travellers: dict[int, Traveller] = field(default_factory=dict)
+    moving: dict[int, MovingRequest] = field(default_factory=dict)
     moves: tuple[int, tuple[int, ...]] = (0, ())
     names: tuple[str, ...] = ()
     secret: str = field(default_factory=lambda: secrets.token_hex(SECRET_BYTES))
@@ -176,7 +176,7 @@ class GroupPlan:
             blocks = self.sizes.map_blocks(row, quantum_blocks)
             pairs = zip(row.sources, blocks, strict=True)
             sources = tuple(block if find_slot(source) is None else source for source, block in pairs)
-            self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks, sources)
+            self.moving[entry.number] = MovingRequest(entry, num_computed, row.place, blocks, sources)
 
     def find_copiers(self) -> dict[int, frozenset[int]]:
         """For each moving request: epochs of members that copy KV of it. Its own member copies swapped blocks.
@@ -184,7 +184,7 @@ class GroupPlan:
         Members of the group that it comes from already have their layers of it.
         """
         copiers, holders = {}, self._expect_merge().holders
-        for request, one in self.travellers.items():
+        for request, one in self.moving.items():
             is_swapped = one.sources != one.blocks
             pairs = zip(self.epochs, holders, strict=True)
             copiers[request] = frozenset(epoch for epoch, holder in pairs if is_swapped or holder != one.place)
@@ -193,7 +193,7 @@ class GroupPlan:
     def choose_homes(self, is_wanted: Callable[[Entry], bool]) -> dict[int, int]:
         """For each moving request that is wanted: the member with the fewest blocks assigned so far."""
         counts, homes = dict.fromkeys(self.epochs, 0), {}
-        for request, one in self.travellers.items():
+        for request, one in self.moving.items():
             if is_wanted(one.entry):
                 homes[request] = min(counts, key=lambda epoch: (counts[epoch], epoch))
                 counts[homes[request]] += len(one.blocks)
@@ -214,7 +214,7 @@ class GroupPlan:
             case wire.Fetch:
                 held, blocks = self._held(order.requests)
                 addresses = tuple(self.report_of(place).bulk_address for place in range(len(self.epochs)))
-                sources = [source for request in order.requests for source in self.travellers[request].sources]
+                sources = [source for request in order.requests for source in self.moving[request].sources]
                 return wire.Fetch(epoch, number, addresses, self._expect_merge().sources, held), (*blocks, *sources)
             case wire.Release:
                 return wire.Release(epoch, number, order.requests[0]), ()
@@ -243,7 +243,7 @@ class GroupPlan:
     def _drop(self, epoch: int) -> tuple[wire.Drop, tuple[int, ...]]:
         place, sizes = self.epochs.index(epoch), self._expect_sizes()
         following = self.report_of((place + 1) % len(self.epochs))
-        held, blocks = self._held(tuple(self.travellers)) if place == 0 else ((), ())
+        held, blocks = self._held(tuple(self.moving)) if place == 0 else ((), ())
         order = wire.Drop(
             epoch=epoch,
             number=self.number,
@@ -263,7 +263,7 @@ class GroupPlan:
         return order, (*sizes.used[place], *blocks)
 
     def _held(self, requests: Sequence[int]) -> tuple[tuple[wire.HeldRequest, ...], tuple[int, ...]]:
-        found = [(request, self.travellers[request]) for request in requests]
+        found = [(request, self.moving[request]) for request in requests]
         held = tuple(wire.HeldRequest(request, one.place, len(one.blocks)) for request, one in found)
         return held, tuple(block for _, one in found for block in one.blocks)
 
@@ -273,7 +273,7 @@ class GroupPlan:
 
     def _used_quanta(self) -> tuple[int, ...]:
         quantum_blocks = self.report_of(0).quantum_blocks
-        return tuple(sorted({block // quantum_blocks for one in self.travellers.values() for block in one.blocks}))
+        return tuple(sorted({block // quantum_blocks for one in self.moving.values() for block in one.blocks}))
 
     def _expect_merge(self) -> Merge:
         if self.merge is None:

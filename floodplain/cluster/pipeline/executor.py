@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from floodplain.cluster.pipeline.device_link import Link
-from floodplain.cluster.wire.plan_codec import PlanLimits, Travelling, pack_plan, pack_result, read_plan, read_result
+from floodplain.cluster.wire.plan_codec import PlanLimits, StageStep, pack_plan, pack_result, read_plan, read_result
 from floodplain.core.errors import PeerLost
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.tiers import CopyTime
@@ -60,7 +60,7 @@ class PipelineExecutor:
         with self._busy():
             x = self._runner.run(plan, None)
         assert isinstance(x, torch.Tensor)
-        step = Travelling(plan, x, (self._clock() - begin_s,))
+        step = StageStep(plan, x, (self._clock() - begin_s,))
         with self.meter.waiting():
             self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
 
@@ -149,7 +149,7 @@ class StageWorker:
             self._inbound.close()  # so that the neighbours see at once that the pipeline has ended
             self._outbound.close()
 
-    def _pass_on(self, step: Travelling) -> None:
+    def _pass_on(self, step: StageStep) -> None:
         begin_s = self._clock()
         self.meter.begin(sum(step.plan.count_work()))
         self.meter.work()
@@ -161,4 +161,4 @@ class StageWorker:
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))
         else:
-            self._outbound.send(pack_plan(Travelling(step.plan, result, busy_s), self._outbound.carries_tensors))
+            self._outbound.send(pack_plan(StageStep(step.plan, result, busy_s), self._outbound.carries_tensors))

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from floodplain.cluster.settings import MAX_STRANGERS
+from floodplain.cluster.settings import MAX_UNADMITTED
 from floodplain.cluster.wire.frames import MAX_HELLO_BYTES, FrameLink
 from floodplain.cluster.wire.messages import Hello, read_instance_message
 from floodplain.core.codec import WireError
@@ -34,11 +34,11 @@ class Door(Accepting[asyncio.Task[None]]):
         welcome: Callable[[FrameLink], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if_full = f"{MAX_STRANGERS} connections to the address where instances join have shown no token"
+        if_full = f"{MAX_UNADMITTED} connections to the address where instances join have shown no token"
         super().__init__(sock, if_full=if_full, if_scarce="raise ulimit -n", clock=clock)
         self._tokens = dict(tokens)
         self._welcome = welcome
-        self._strangers: dict[asyncio.Task[None], float] = {}  # when each was accepted, oldest first
+        self._unadmitted: dict[asyncio.Task[None], float] = {}  # when each was accepted, oldest first
         self._known: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
@@ -67,38 +67,38 @@ class Door(Accepting[asyncio.Task[None]]):
         """The slot of a token, as the only item; empty if no instance is admitted with this token."""
         found = [slot for token, slot in self._tokens.items() if _is_equal(token, shown)]
         task = asyncio.current_task()
-        if found and task is not None and self._strangers.pop(task, None) is not None:
+        if found and task is not None and self._unadmitted.pop(task, None) is not None:
             self._known.add(task)
         return found
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than ``MAX_STRANGERS`` open connections have shown no token."""
-        return len(self._strangers) < MAX_STRANGERS
+        """Whether fewer than ``MAX_UNADMITTED`` open connections have shown no token."""
+        return len(self._unadmitted) < MAX_UNADMITTED
 
     def take(self, accepted: socket.socket) -> None:
         """Serve an accepted connection in a new task."""
         unserved = [accepted]
         task = asyncio.get_running_loop().create_task(self._serve(unserved))
-        self._strangers[task] = self._clock()
+        self._unadmitted[task] = self._clock()
         task.add_done_callback(self._forget)
         task.add_done_callback(lambda _: _close(unserved))  # it was cancelled before its first step
 
     def find_victim(self) -> asyncio.Task[None] | None:
         """The oldest connection without a token, if it is at least ``LEAST_STAY_S`` old; else None."""
-        task = next(iter(self._strangers), None)
-        return None if task is None or self._clock() - self._strangers[task] < LEAST_STAY_S else task
+        task = next(iter(self._unadmitted), None)
+        return None if task is None or self._clock() - self._unadmitted[task] < LEAST_STAY_S else task
 
     def evict(self, victim: asyncio.Task[None]) -> None:
         """Cancel the task of a connection, which closes it."""
-        del self._strangers[victim]
+        del self._unadmitted[victim]
         self._known.add(victim)
         victim.cancel()
 
     async def shut(self) -> None:
         """Stop accepting, and close all connections."""
         self.close()
-        tasks = [*self._strangers, *self._known]
+        tasks = [*self._unadmitted, *self._known]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -112,7 +112,7 @@ class Door(Accepting[asyncio.Task[None]]):
         await self._welcome(FrameLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop)))
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        self._unadmitted.pop(task, None)
         self._known.discard(task)
         if not task.cancelled():
             task.exception()  # mark it as retrieved: the router keeps exceptions that are bugs

@@ -176,7 +176,7 @@ class ClusterEngine:
         """
         if self._is_draining or self.failure is not None:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        if self.router.table.num_homeless >= self._config.max_waiting:
+        if self.router.table.num_unplaced >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
         caller = Caller(self._tokenizer, request, on_accepted)
         self._callers[caller] = None

@@ -51,7 +51,7 @@ class ClusterMetrics(Collector):
         text = "Tokens, prompts included, that were computed again for these."
         yield self._family(CounterMetricFamily, "moved_tokens", text, {(): router.requests.num_moved_tokens})
         text = "Requests that wait for an instance."
-        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): router.table.num_homeless})
+        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): router.table.num_unplaced})
         stats = {one.epoch: router.sums.latest(one.epoch) for one in instances}
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, field) in table.items():

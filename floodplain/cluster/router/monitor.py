@@ -143,7 +143,7 @@ class Monitor:
 
     def _count_absent(self, heads: list[Instance]) -> int:
         stats = [self._sums.latest(one.epoch) for one in heads]
-        return sum(one.num_waiting + one.num_swapped for one in stats) + self._table.num_homeless
+        return sum(one.num_waiting + one.num_swapped for one in stats) + self._table.num_unplaced
 
     def _learn(self, now: float) -> None:
         for one in self._table.roster:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from floodplain.cluster.state.request_table import MAX_FRUITLESS, Entry, RequestTable
+from floodplain.cluster.state.request_table import MAX_FAILED_PLACEMENTS, Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_token
 from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, TokenRow, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
@@ -142,7 +142,9 @@ class Requests:
         if not self._table.give_back(entry):
             self.on_closed(entry)
             caller = self._callers.pop(entry.number)
-            caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
+            caller.fail(
+                RuntimeError(f"{MAX_FAILED_PLACEMENTS} instances in a row ended under this request: it is given up")
+            )
 
     # -- messages of instances -----------------------------------------------------------------------------------------
 

@@ -323,7 +323,7 @@ def list_instances(router: Router, now: float) -> Listing:
         )
     return Listing(
         instances=rows,
-        without_instance=router.table.num_homeless,
+        without_instance=router.table.num_unplaced,
         moved_requests=router.requests.num_moved,
         ends=dict(router.num_ends),
     )

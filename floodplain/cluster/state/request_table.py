@@ -17,7 +17,7 @@ from floodplain.core.hashing import BlockKey, extend_keys, root_key
 from floodplain.core.request import Request
 from floodplain.policy.dispatch import InstanceView, choose_instance
 
-MAX_FRUITLESS = 3
+MAX_FAILED_PLACEMENTS = 3
 """A request fails if so many instances in a row ended under it without a new token: it may be the cause."""
 
 MAX_PREFIX_BLOCKS = 256
@@ -35,7 +35,7 @@ class Entry:
         epoch: Of the instance that it is placed on, under ``ticket``; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
         num_moves: How often it was given back, or was lifted and had to ``wait``.
-        num_fruitless: Instances that ended or gave it back since its last token, except those that were leaving.
+        num_failed_placements: Instances that ended or gave it back since its last token, except those that were leaving.
     """
 
     request: Request
@@ -45,7 +45,7 @@ class Entry:
     ticket: int | None = None
     refused_by: set[int] = field(default_factory=set)
     num_moves: int = 0
-    num_fruitless: int = 0
+    num_failed_placements: int = 0
     keys: list[BlockKey] = field(default_factory=list)
 
     @property
@@ -64,18 +64,18 @@ class RequestTable:
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self._placed: dict[int, Entry] = {}
-        self._homeless: dict[int, Entry] = {}
+        self._unplaced: dict[int, Entry] = {}
         self._lifted: dict[int, Entry] = {}
         self._next_number = self._next_ticket = 1
         self._facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
-        return len(self._placed) + len(self._homeless) + len(self._lifted)
+        return len(self._placed) + len(self._unplaced) + len(self._lifted)
 
     @property
-    def num_homeless(self) -> int:
+    def num_unplaced(self) -> int:
         """The number of live requests that wait for an instance."""
-        return len(self._homeless)
+        return len(self._unplaced)
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
         """Begin a session. Facts of the first instance are kept; all others must match (``find_difference``)."""
@@ -88,12 +88,12 @@ class RequestTable:
         """Add a request; ``place`` finds an instance for it."""
         entry = Entry(request, self._next_number)
         self._next_number += 1
-        self._homeless[entry.number] = entry
+        self._unplaced[entry.number] = entry
         return entry
 
     def close(self, entry: Entry) -> tuple[int, int] | None:
         """End a request. (epoch, ticket) if it was placed: the instance may have to abort it. Safe to call twice."""
-        self._homeless.pop(entry.number, None)
+        self._unplaced.pop(entry.number, None)
         self._lifted.pop(entry.number, None)
         where = None if entry.epoch is None or entry.ticket is None else (entry.epoch, entry.ticket)
         self._take_back(entry)
@@ -102,8 +102,8 @@ class RequestTable:
     def place(self) -> list[Entry]:
         """Place waiting requests on instances, by priority and arrival. The placed ones, to be sent."""
         placed = []
-        if self._homeless and any(one.takes_requests for one in self.roster):
-            for entry in sorted(self._homeless.values(), key=lambda one: (one.request.priority, one.number)):
+        if self._unplaced and any(one.takes_requests for one in self.roster):
+            for entry in sorted(self._unplaced.values(), key=lambda one: (one.request.priority, one.number)):
                 epoch = choose_instance(self._views(entry), self.count_blocks(entry))
                 if epoch is not None:
                     self._put(entry, self.roster.expect(epoch))
@@ -126,7 +126,7 @@ class RequestTable:
         instance = self.roster.expect(entry.epoch or 0)
         before = self.count_blocks(entry)
         entry.tokens.append(token)
-        entry.num_fruitless = 0
+        entry.num_failed_placements = 0
         instance.num_demanded_blocks += self.count_blocks(entry) - before
 
     def refuse(self, entry: Entry) -> bool:
@@ -136,19 +136,19 @@ class RequestTable:
         self._take_back(entry)
         others = {one.epoch for one in self.roster if one.takes_requests} - entry.refused_by
         if others:
-            self._homeless[entry.number] = entry
+            self._unplaced[entry.number] = entry
         return bool(others)
 
     def give_back(self, entry: Entry) -> bool:
         """Take off a request that its instance cannot continue. True if it waits to be placed again."""
         if entry.epoch is not None and not self.roster.expect(entry.epoch).is_leaving:
-            entry.num_fruitless += 1  # a live instance might give it back forever
+            entry.num_failed_placements += 1  # a live instance might give it back forever
         self._take_back(entry)
         entry.num_moves += 1
-        if entry.num_fruitless >= MAX_FRUITLESS:
+        if entry.num_failed_placements >= MAX_FAILED_PLACEMENTS:
             return False
         entry.refused_by.clear()
-        self._homeless[entry.number] = entry
+        self._unplaced[entry.number] = entry
         return True
 
     def lift(self, entry: Entry) -> None:
@@ -159,7 +159,7 @@ class RequestTable:
     def put(self, entry: Entry, epoch: int) -> None:
         """Place a lifted request on the instance of ``epoch``."""
         del self._lifted[entry.number]
-        self._homeless[entry.number] = entry
+        self._unplaced[entry.number] = entry
         self._put(entry, self.roster.expect(epoch))
 
     def wait(self, entry: Entry) -> None:
@@ -167,7 +167,7 @@ class RequestTable:
         del self._lifted[entry.number]
         entry.num_moves += 1
         entry.refused_by.clear()
-        self._homeless[entry.number] = entry
+        self._unplaced[entry.number] = entry
 
     def is_lifted(self, entry: Entry) -> bool:
         """Whether the request is lifted: neither placed, nor waiting, nor ended."""
@@ -185,7 +185,7 @@ class RequestTable:
         entries = [self._placed.pop(ticket) for ticket in sorted(instance.tickets)]
         for entry in entries:
             entry.epoch = entry.ticket = None
-            entry.num_fruitless += not instance.is_leaving
+            entry.num_failed_placements += not instance.is_leaving
         return entries
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class RequestTable:
 
     def _put(self, entry: Entry, instance: Instance) -> None:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
-        del self._homeless[entry.number]
+        del self._unplaced[entry.number]
         entry.epoch, entry.ticket = instance.epoch, ticket
         self._placed[ticket] = entry
         instance.tickets.add(ticket)
@@ -244,7 +244,7 @@ class RequestTable:
                 raise InvariantError(f"the demand of epoch {instance.epoch} is not its requests'")
         if len(self._placed) != sum(len(one.tickets) for one in self.roster):
             raise InvariantError("a request is placed on an instance that is gone")
-        if any(entry.ticket is not None for entry in [*self._homeless.values(), *self._lifted.values()]):
+        if any(entry.ticket is not None for entry in [*self._unplaced.values(), *self._lifted.values()]):
             raise InvariantError("a request waits for an instance, and has one")
-        if not self._homeless.keys().isdisjoint(self._lifted):
+        if not self._unplaced.keys().isdisjoint(self._lifted):
             raise InvariantError("a lifted request waits for an instance")

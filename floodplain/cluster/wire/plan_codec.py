@@ -43,7 +43,7 @@ class PlanLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Travelling:
+class StageStep:
     """A plan with its activations [T, hidden], and the seconds that each stage so far computed for it.
 
     Behind the first stage the plan's token ids are zeros.
@@ -54,7 +54,7 @@ class Travelling:
     busy_s: tuple[float, ...]
 
 
-def pack_plan(step: Travelling, keeps_tensor: bool = False) -> Frame:
+def pack_plan(step: StageStep, keeps_tensor: bool = False) -> Frame:
     """The frame of a plan for the next stage, with its activations as host bytes or (``keeps_tensor``) as a tensor."""
     plan = step.plan
     body = {
@@ -78,7 +78,7 @@ def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
     return chunk.seq_id, chunk.start, len(chunk.token_ids), chunk.samples, new
 
 
-def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
+def read_plan(frame: Frame, limits: PlanLimits) -> StageStep:
     """The plan in a frame. Raises ``PeerLost`` if it is no valid plan within ``limits``."""
     try:
         plan = _read_plan(frame, limits)
@@ -88,12 +88,12 @@ def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
     if frame.tensor is not None:
         if frame.tensor.shape != (plan.num_tokens, limits.hidden_size) or frame.data.nbytes:
             raise PeerLost(f"a stage sent activations {tuple(frame.tensor.shape)} for {plan.num_tokens} tokens")
-        return Travelling(plan, frame.tensor, busy_s)
+        return StageStep(plan, frame.tensor, busy_s)
     num_bytes = plan.num_tokens * limits.hidden_size * limits.dtype.itemsize
     if frame.data.nbytes != num_bytes:
         raise PeerLost(f"a stage sent {frame.data.nbytes} bytes of activations, not {num_bytes}")
     x = torch.from_numpy(frame.data).view(limits.dtype).view(plan.num_tokens, limits.hidden_size)
-    return Travelling(plan, x, busy_s)
+    return StageStep(plan, x, busy_s)
 
 
 def _read_plan(frame: Frame, limits: PlanLimits) -> StepPlan:

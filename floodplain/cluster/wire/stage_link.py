@@ -21,7 +21,7 @@ from floodplain.web.accepting import RETRY_S, SCARCE
 
 HELLO_TIMEOUT_S = 5.0
 """A connection that has sent no hello after this time is closed."""
-MAX_STRANGERS = 64
+MAX_UNADMITTED = 64
 """Most connections without a hello; one more closes the oldest of them."""
 SECRET_BYTES = 32
 MAX_UNREAD = 64
@@ -145,7 +145,7 @@ class _Door:
         self._listener, self._key = listener, key
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Future[socket.socket] = self._loop.create_future()
-        self._strangers: dict[socket.socket, tuple[bytearray, asyncio.TimerHandle]] = {}  # oldest first
+        self._unadmitted: dict[socket.socket, tuple[bytearray, asyncio.TimerHandle]] = {}  # oldest first
         self._retry: asyncio.TimerHandle | None = None
 
     async def wait(self) -> socket.socket:
@@ -158,7 +158,7 @@ class _Door:
             self._loop.remove_reader(self._listener)
             if self._retry is not None:
                 self._retry.cancel()
-            for sock in list(self._strangers):
+            for sock in list(self._unadmitted):
                 self._turn_away(sock)
             if found is None and self._found.done() and not self._found.cancelled() and not self._found.exception():
                 self._found.result().close()  # this call was cancelled after the connection was found
@@ -178,15 +178,15 @@ class _Door:
             elif not self._found.done():
                 self._found.set_exception(error)
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._turn_away(next(iter(self._strangers)))
+        if len(self._unadmitted) >= MAX_UNADMITTED:
+            self._turn_away(next(iter(self._unadmitted)))
         sock.setblocking(False)
-        self._strangers[sock] = bytearray(), self._loop.call_later(HELLO_TIMEOUT_S, self._turn_away, sock)
+        self._unadmitted[sock] = bytearray(), self._loop.call_later(HELLO_TIMEOUT_S, self._turn_away, sock)
         self._loop.add_reader(sock, self._read, sock)
 
     def _read(self, sock: socket.socket) -> None:
         """Read a part of a hello. A whole one that shows the key is answered."""
-        hello, _ = self._strangers[sock]
+        hello, _ = self._unadmitted[sock]
         try:
             more = sock.recv(_HELLO.size - len(hello))
         except (BlockingIOError, InterruptedError):
@@ -208,7 +208,7 @@ class _Door:
         sock.close()
 
     def _release(self, sock: socket.socket) -> None:
-        _, timer = self._strangers.pop(sock)
+        _, timer = self._unadmitted.pop(sock)
         timer.cancel()
         self._loop.remove_reader(sock)
 
