@@ -126,7 +126,8 @@ async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
         await router.start(sock)
         members = [open_movable(config, "127.0.0.1") for _ in range(2)]
         try:
-            router.first_facts = members[0].hello(OUTSIDE).facts  # else only the router's own instances may join first
+            facts = members[0].hello(OUTSIDE).facts
+            router.table.first_facts = facts  # else only the router's own instances may join first
             for member in members:
                 await some.join(member)
             yield some

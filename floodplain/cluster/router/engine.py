@@ -96,9 +96,9 @@ class ClusterEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output; known once an instance has joined."""
-        if self.router.first_facts is None:
+        if self.router.table.first_facts is None:
             raise InvariantError("no instance has said yet how long requests may be")
-        return self.router.first_facts.max_model_len
+        return self.router.table.first_facts.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -62,7 +62,6 @@ class Router:
         migrates: Whether running requests migrate between instances, which then drop no layers.
 
     Attributes:
-        first_facts: Of the instance that joined first; the others match them. None before that.
         num_ends: Sessions that ended, by reason.
         group_controller: None if instances drop no layers.
         monitor: Forms groups by the load; set by the caller. None if only operators do.
@@ -84,7 +83,6 @@ class Router:
     ) -> None:
         self.table = RequestTable(Roster(silence_s))
         self.sums = StatsTable()
-        self.first_facts: wire.InstanceFacts | None = None
         self.num_ends: Counter[str] = Counter()
         self.requests = Requests(self.table, self.send, on_finished, vocab_size)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
@@ -118,7 +116,7 @@ class Router:
     @property
     def is_ready(self) -> bool:
         """Whether an instance has joined; with a pipeline: whether all stages were linked once."""
-        return self.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
+        return self.table.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
 
     # -- start and end ---------------------------------------------------------------------------------------------
 
@@ -189,11 +187,10 @@ class Router:
             return None
         if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
             return None  # it connects again: the router's own instances decide the model
-        problem = find_problem(hello, slots[0], self.first_facts, self._forming)
+        problem = find_problem(hello, slots[0], self.table.first_facts, self._forming)
         if problem is not None:
             link.send(wire.pack(wire.Denied(f"the router does not take this instance: {problem}")))
             return None
-        self.first_facts = self.first_facts or hello.facts
         instance = self.table.join(hello.facts, slots[0], time.monotonic(), hello.stage)
         instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
@@ -267,9 +264,10 @@ class Router:
                 self.group_controller.take(message, integers)
 
     def _take_formed(self, message: wire.Formed) -> None:
-        if self._forming is None or self.first_facts is None or not self._forming.link(message):
+        facts = self.table.first_facts
+        if self._forming is None or facts is None or not self._forming.link(message):
             return
-        self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
+        self.table.first_facts = replace(facts, max_model_len=self._forming.max_model_len or 0)
         self._note_serving(self.table.roster)
         self.requests.place()
 

@@ -35,7 +35,7 @@ class Entry:
         epoch: Of the instance that it is placed on, under ``ticket``; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
         num_moves: How often it was given back, or was lifted and had to ``wait``.
-        num_failed_placements: Instances that ended or gave it back since its last token, except those that were leaving.
+        num_failed_placements: Instances that ended or gave it back since its last token, without leaving ones.
     """
 
     request: Request
@@ -59,7 +59,10 @@ class Entry:
 
 
 class RequestTable:
-    """The requests and instances of a router."""
+    """The requests and instances of a router.
+
+    ``first_facts`` are those of the instance that joined first; the others match them. None before that.
+    """
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -67,7 +70,7 @@ class RequestTable:
         self._unplaced: dict[int, Entry] = {}
         self._lifted: dict[int, Entry] = {}
         self._next_number = self._next_ticket = 1
-        self._facts: InstanceFacts | None = None
+        self.first_facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
         return len(self._placed) + len(self._unplaced) + len(self._lifted)
@@ -79,7 +82,7 @@ class RequestTable:
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
         """Begin a session. Facts of the first instance are kept; all others must match (``find_difference``)."""
-        self._facts = self._facts or facts
+        self.first_facts = self.first_facts or facts
         return self.roster.join(facts, slot, now, stage)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -230,9 +233,9 @@ class RequestTable:
         return entry.keys
 
     def _expect_facts(self) -> InstanceFacts:
-        if self._facts is None:
+        if self.first_facts is None:
             raise InvariantError("a request is placed before an instance has joined")
-        return self._facts
+        return self.first_facts
 
     def check_integrity(self) -> None:
         """Raise ``InvariantError`` unless every live request is in exactly one state."""
