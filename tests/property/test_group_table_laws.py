@@ -224,7 +224,7 @@ def test_an_instance_is_in_one_group_of_two_to_four() -> None:
     table.prepare([1, 2])
     with pytest.raises(UserError, match="group 1 is preparing: try again"):
         table.prepare([3, 2])
-    assert table.cancel(1) is not None and table.prepare([3, 2]).group.number == 2
+    assert table.expire(1, GroupState.PREPARING) is not None and table.prepare([3, 2]).group.number == 2
 
 
 def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
@@ -239,7 +239,7 @@ def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
     number = world.table.prepare([1, 3, 2]).group.number
     with pytest.raises(UserError, match="group 1 is about to join group 2"):
         world.table.restore(1)
-    assert world.table.cancel(number) is not None
+    assert world.table.expire(number, GroupState.PREPARING) is not None
     assert world.table.restore(1).group.state is GroupState.PLANNING
 
 
@@ -255,10 +255,10 @@ def test_restore_in_the_middle_of_a_change_is_refused_in_one_line() -> None:
 def test_router_cannot_drop_before_all_have_confirmed() -> None:
     table = GroupTable()
     table.prepare([1, 2])
-    table.confirm(1, 1)
+    table.note(1, 1, Answer.CONFIRMED)
     with pytest.raises(InvariantError):
         table.drop(1, {})
-    table.confirm(2, 1)
+    table.note(2, 1, Answer.CONFIRMED)
     with pytest.raises(InvariantError, match="no member"):
         table.drop(1, {5: {3}})
     with pytest.raises(InvariantError, match="by no member"):

@@ -107,13 +107,13 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def expire(self, seed: int) -> None:
-        """A timer fires, perhaps late; or an operator cancels."""
+        """A timer fires, perhaps late."""
         dice, world = Random(seed), self.world
         if not world.groups:
             return
         number = dice.choice(sorted(world.groups))
         if dice.random() < 0.2:
-            world.apply(world.table.cancel(number))
+            world.apply(world.table.expire(number, GroupState.PREPARING))
         elif dice.random() < 0.2:
             world.apply(world.table.expire(number, world.groups[number].state))
         else:

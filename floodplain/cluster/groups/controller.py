@@ -196,7 +196,7 @@ class GroupController:
             self._apply(self.groups.refuse(message.epoch, message.number))
             return
         plan.reports[message.epoch] = message, tuple(integers)
-        self._note(plan, self.groups.confirm(message.epoch, message.number))
+        self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.CONFIRMED))
 
     def _take_planned(self, plan: GroupPlan, message: wire.Planned, integers: Sequence[int]) -> None:
         check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)

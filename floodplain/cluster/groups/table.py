@@ -293,11 +293,6 @@ class GroupTable:
             del self._groups[old.number]
         return self._take(group, GroupEvent.DROP)
 
-    def cancel(self, number: int) -> Change | None:
-        """Cancel a group that is being prepared; None if it is past that, or has ended."""
-        group = self._groups.get(number)
-        return None if group is None else self._end(group, GroupEvent.CANCELLED, None)
-
     def restore(self, number: int) -> Change:
         """Begin to restore a group. Raises ``UserError`` if there is none, or it is in the middle of a change."""
         group = self._groups.get(number)
@@ -339,10 +334,6 @@ class GroupTable:
         return group is not None and group.fetches.abort(request)
 
     # -- messages of members ---------------------------------------------------------------------------------------
-
-    def confirm(self, epoch: int, number: int) -> Change | None:
-        """A member is paused and has reported what it holds; see ``Group.is_confirmed``."""
-        return self.note(epoch, number, Answer.CONFIRMED)
 
     def refuse(self, epoch: int, number: int) -> Change | None:
         """A member refuses to join and has not paused: cancel the group; the others resume."""
