@@ -31,6 +31,7 @@ from tests.support.bulk import (
     SECRET,
     BlockingStore,
     Received,
+    connected,
     damage,
     expected,
     item,
@@ -49,11 +50,11 @@ OK, MISSING = Outcome.OK, Outcome.MISSING
 
 def test_a_secret_opens_connections_until_it_is_revoked() -> None:
     other = bytes(32)
-    with serving(kv=KV) as server, BulkClient(server.address, SECRET, LONG_S) as client:
+    with serving(kv=KV) as server, connected(server.address, SECRET, LONG_S) as client:
         with pytest.raises(PeerLost, match="no bulk data"):
             BulkClient(server.address, other).start()
         server.admit(other)
-        with BulkClient(server.address, other, LONG_S) as second:
+        with connected(server.address, other, LONG_S) as second:
             assert second.fetch([whole()], Received()) == [OK]
             server.revoke(other)
             with pytest.raises(PeerLost):
@@ -76,7 +77,7 @@ def test_unauthenticated_connections_do_not_count_toward_the_limit() -> None:
 
 
 def test_unauthenticated_connections_are_limited() -> None:
-    with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
+    with serving(kv=KV) as server, connected(server.address, SECRET) as client:
         address = split_address(server.address, "")
         unauthenticated = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
         assert unauthenticated[0].recv(1) == b""  # the oldest, before its hello times out
@@ -106,7 +107,7 @@ def raw_client(server: BulkServer) -> FrameSocket:
     ],
 )
 def test_an_invalid_request_closes_only_its_own_connection(frame: Frame) -> None:
-    with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
+    with serving(kv=KV) as server, connected(server.address, SECRET) as client:
         raw = raw_client(server)
         with pytest.raises(PeerLost):
             raw.send(frame)
@@ -122,7 +123,7 @@ def test_a_client_that_stops_reading_holds_up_nothing_else() -> None:
         for number in range(2):  # 64 MiB: more than all buffers on the way
             stopped.send(pack_request(BulkRequest(number, "big", 0, np.arange(MAX_REQUEST_INDICES))))
         stopped.read()
-        with BulkClient(server.address, SECRET) as client:
+        with connected(server.address, SECRET) as client:
             assert client.fetch([whole(), item("big", 0, 7)], Received()) == [OK, OK]
         server.withdraw("big")
         server.close()
@@ -146,7 +147,7 @@ def test_a_client_that_does_nothing_is_hung_up_on() -> None:
 def test_withdraw_waits_for_a_read_under_way() -> None:
     slow = BlockingStore(KV.parts, KV.index_bytes)
     with ThreadPoolExecutor(2) as threads, serving(slow=slow, kv=KV) as server:
-        with BulkClient(server.address, SECRET, LONG_S) as client:
+        with connected(server.address, SECRET, LONG_S) as client:
             fetch = threads.submit(client.fetch, [item("slow", 0, *range(40)), whole()], Received())
             assert slow.began.wait(HANG_S)
             server.withdraw("kv")  # no read of this store: does not wait
@@ -196,7 +197,7 @@ def test_chunks_wait_while_the_stage_is_busy() -> None:
     with (
         ThreadPoolExecutor(1) as threads,
         serving(wait, kv=KV) as server,
-        BulkClient(server.address, SECRET, LONG_S) as client,
+        connected(server.address, SECRET, LONG_S) as client,
     ):
         with gate.busy():
             fetch = threads.submit(client.fetch, [whole()], received)
@@ -212,7 +213,7 @@ def test_chunks_go_on_after_the_bound_although_the_stage_is_busy() -> None:
     received = Received()
     with (
         serving(lambda: answers.append(gate.wait(0.001)), kv=KV) as server,
-        BulkClient(server.address, SECRET) as client,
+        connected(server.address, SECRET) as client,
     ):
         with gate.busy():
             assert client.fetch([whole()], received) == [OK]

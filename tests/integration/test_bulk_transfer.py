@@ -25,6 +25,7 @@ from tests.support.bulk import (
     Cut,
     Received,
     Silence,
+    connected,
     damage,
     expected,
     forge,
@@ -68,7 +69,7 @@ def test_items_arrive_byte_for_byte_or_are_missing() -> None:
             if has(one) and len(one.indices):
                 assert received.of(one) == expected(STORES[one.store], one)
 
-    with serving(**STORES) as server, BulkClient(server.address, SECRET) as client:
+    with serving(**STORES) as server, connected(server.address, SECRET) as client:
         check()
 
 
@@ -79,7 +80,7 @@ def test_the_sink_learns_which_indices_a_chunk_has() -> None:
         rows = data.reshape(len(indices), KV.index_bytes)
         got.update((int(index), row.tobytes()) for index, row in zip(indices, rows, strict=True))
 
-    with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
+    with serving(kv=KV) as server, connected(server.address, SECRET) as client:
         assert client.fetch([item("kv", 1, 30, 7, 8, 31, 2)], write) == [OK]
     assert got == {index: KV.piece(1, index).tobytes() for index in (30, 7, 8, 31, 2)}
 
@@ -95,7 +96,7 @@ def test_a_damaged_chunk_damages_its_item_alone(seed: int) -> None:
     with (
         serving(kv=KV) as server,
         relaying(server, lambda number, frame: damage(frame, position) if number == bad else frame) as address,
-        BulkClient(address, SECRET) as client,
+        connected(address, SECRET) as client,
     ):
         assert client.fetch(items, received) == [OK, DAMAGED, OK]
         assert received.of(items[1]) == expected(KV, items[1])[: (bad - 20) * 2 * KV.index_bytes]  # chunks before it
@@ -109,7 +110,7 @@ def test_damage_whose_digest_matches_reaches_the_sink() -> None:
     with (
         serving(kv=KV) as server,
         relaying(server, lambda number, frame: forge(damage(frame, 5)) if number == 3 else frame) as address,
-        BulkClient(address, SECRET) as client,
+        connected(address, SECRET) as client,
     ):
         assert client.fetch([one], received) == [OK]
     assert received.of(one) != expected(KV, one)
@@ -133,7 +134,7 @@ def test_a_peer_that_answers_out_of_order_is_lost(changed: dict[str, object]) ->
     with (
         serving(kv=KV) as server,
         relaying(server, lambda _, frame: replace(frame, body={**frame.body, **changed})) as address,
-        BulkClient(address, SECRET) as client,
+        connected(address, SECRET) as client,
         pytest.raises(PeerLost),
     ):
         client.fetch([whole()], received)
@@ -154,7 +155,7 @@ def test_a_peer_that_ends_in_mid_transfer_is_lost(end: type[Exception], timeout_
     with (
         serving(kv=KV) as server,
         relaying(server, alter) as address,
-        BulkClient(address, SECRET, timeout_s) as client,
+        connected(address, SECRET, timeout_s) as client,
         pytest.raises(PeerLost),
     ):
         client.fetch([whole()], received)
@@ -172,7 +173,7 @@ def test_close_ends_a_fetch_and_a_start_that_wait() -> None:
         mute.listen()
         starting = BulkClient(f"{LOCAL}:{mute.getsockname()[1]}", SECRET, LONG_S)
         start = threads.submit(starting.start)
-        with relaying(server, alter) as address, BulkClient(address, SECRET, LONG_S) as client:
+        with relaying(server, alter) as address, connected(address, SECRET, LONG_S) as client:
             fetch = threads.submit(client.fetch, [whole()], Received())
             assert asked.wait(HANG_S)
             client.close()
@@ -193,7 +194,7 @@ def test_a_peer_that_cannot_be_reached_is_one_line() -> None:
 
 
 def test_a_closed_server_loses_its_clients() -> None:
-    with serving(kv=KV) as server, BulkClient(server.address, SECRET, LONG_S) as client:
+    with serving(kv=KV) as server, connected(server.address, SECRET, LONG_S) as client:
         server.close()
         with pytest.raises(PeerLost):
             client.fetch([whole()], Received())

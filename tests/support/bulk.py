@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from floodplain.cluster.bulk.client import BulkItem
+from floodplain.cluster.bulk.client import TIMEOUT_S, BulkClient, BulkItem
 from floodplain.cluster.bulk.server import STALL_S, BulkServer
 from floodplain.cluster.bulk.wire import HELLO_BYTES, MAX_CHUNK_BYTES, compute_digest
 from floodplain.cluster.settings import split_address
@@ -52,6 +52,17 @@ class BlockingStore(FlatStore):
         self.began.set()
         assert self.may_end.wait(HANG_S)
         return super().read(part, indices)
+
+
+@contextmanager
+def connected(address: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> Iterator[BulkClient]:
+    """A started client."""
+    client = BulkClient(address, secret, timeout_s)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def random_store(seed: int, num_pieces: int = 40, index_bytes: int = 24) -> FlatStore:

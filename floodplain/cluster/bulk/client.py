@@ -10,8 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +66,7 @@ Sink = Callable[[BulkItem, npt.NDArray[np.int64], npt.NDArray[np.uint8]], None]
 
 
 class BulkClient:
-    """One connection to a peer; a context manager. ``close`` may be called on any thread, at any time.
+    """One connection to a peer. ``close`` may be called on any thread, at any time.
 
     ``timeout_s`` also bounds connecting, and the wait for the answer to the hello.
     """
@@ -80,15 +78,6 @@ class BulkClient:
         self._num_asked = 0
         self._lock = threading.Lock()
         self._is_closed = False
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def start(self) -> None:
         """Connect. Raises ``PeerLost`` if the peer cannot be reached, refuses the secret, or ``close`` was called."""
