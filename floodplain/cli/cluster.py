@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.router import KEY_HELP, ask_router, key_to_send, told
+from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import complain, say
-from floodplain.web.address import check_base_url
 
 POLL_S = 0.05
 ABOUT = {
@@ -29,11 +27,9 @@ COUNTS: Mapping[str, str | int] = {"drop": "+", "restore": 1, "migrate": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterVerbConfig:
+class ClusterVerbConfig(RouterFlags):
     """The flags of all three verbs. Raises UserError if a value is out of its range."""
 
-    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
-    api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
     wait: float = field(
         default=60.0, metadata={"help": "seconds to wait until it is done; 0 returns at once", "metavar": "S"}
     )
@@ -41,7 +37,7 @@ class ClusterVerbConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.wait <= 3600:
             raise UserError(f"--wait must be between 0 and 3600 seconds, not {self.wait}")
-        check_base_url(self.base_url)
+        RouterFlags.__post_init__(self)
 
 
 def add_parser(verbs: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ from floodplain.core.sizes import format_size
 from floodplain.leases.states import LeaseState
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.observe.table import format_table
-from floodplain.observe.terminal import complain, say
+from floodplain.observe.terminal import complain, say, say_again
 from floodplain.web.bearer import read_secret
-
-CLEAR = "\033[H\033[J"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +60,17 @@ def run(args: argparse.Namespace) -> int:
     with closing(CoordinatorClient(config.coordinator, token)) as client:
         if config.forget is not None:
             return _forget(client, config.forget)
-        while True:
-            is_answered = _show(client, args.format == "json", is_watched=config.watch)
-            if not config.watch:
-                return 0 if is_answered else 1
-            time.sleep(config.interval)
+        look = partial(_look, client, is_json=args.format == "json")
+        return say_again(look, config.interval if config.watch else None, clears=args.format != "json")
 
 
-def _show(client: CoordinatorClient, is_json: bool, *, is_watched: bool) -> bool:
+def _look(client: CoordinatorClient, *, is_json: bool) -> str | None:
     try:
         listing = client.list_leases()
     except CoordinatorUnreachable as error:
         complain(str(error))
-        return False
-    text = json.dumps(listing) if is_json else describe(listing, time.time())
-    is_screen = is_watched and not is_json and sys.stdout is not None and sys.stdout.isatty()
-    say(text, CLEAR if is_screen else "")
-    return True
+        return None
+    return json.dumps(listing) if is_json else describe(listing, time.time())
 
 
 def _forget(client: CoordinatorClient, name: str) -> int:

@@ -138,7 +138,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _draw(profile: Profile, source: Path, path: Path) -> None:
     from floodplain.files.parsing import parsing
-    from floodplain.observe.profile_plot import draw_profile
+    from floodplain.observe.profile import draw_profile
     from floodplain.observe.style import save_figure
 
     with parsing(f"--plot: {source}", "cannot be drawn"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing
 from floodplain.observe.terminal import complain
 from floodplain.server.auth import read_keys
+from floodplain.web.address import check_base_url
 from floodplain.web.client import USUAL, AnswerLimits, NoAnswer, NoServer, ask_now
 
 T = TypeVar("T")
@@ -19,6 +21,17 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 KEY_HELP = "key file of the router, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
 CHANGE = AnswerLimits(total_s=30.0)
 """Limits of the answer to a change of the cluster. A drop is answered once all instances have confirmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFlags:
+    """The flags of both verbs. Raises UserError if the address is none."""
+
+    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
+    api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
+
+    def __post_init__(self) -> None:
+        check_base_url(self.base_url)
 
 
 class RouterRefuses(Exception):

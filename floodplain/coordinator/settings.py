@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
-from floodplain.files.home import user_folder
+from floodplain.files.reading import user_folder
 from floodplain.leases.limits import (
     FORGET_AFTER_S,
     LEAST_LEASE_BYTES,

@@ -22,7 +22,7 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.sizes import format_size
-from floodplain.files.home import user_folder
+from floodplain.files.reading import user_folder
 from floodplain.model.network.parameters import ParameterBuffer
 
 logger = logging.getLogger(__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -14,6 +16,7 @@ from floodplain.files.results import writing
 
 MAX_LINE = 1000
 """Most characters of a printed error."""
+CLEAR = "\033[H\033[J"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,21 @@ def say(text: str, screen_codes: str = "") -> None:
         with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise
+
+
+def say_again(look: Callable[[], str | None], every_s: float | None, *, clears: bool) -> int:
+    """Print what ``look`` returns, again after ``every_s`` seconds each; None: once. 1 if it returned None, else 0.
+
+    ``clears`` clears a terminal before.
+    """
+    while True:
+        text = look()
+        if text is not None:
+            is_screen = clears and every_s is not None and sys.stdout is not None and sys.stdout.isatty()
+            say(text, CLEAR if is_screen else "")
+        if every_s is None:
+            return 1 if text is None else 0
+        time.sleep(every_s)
 
 
 def announce(text: str) -> None:

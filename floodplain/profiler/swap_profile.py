@@ -20,7 +20,7 @@ from floodplain.cost.step_time import LINE_PARTS, StepCost, read_cost
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
+from floodplain.observe.profile import PAPER_MODEL, PAPER_SWAP_GB
 from floodplain.profiler.flags import SwapProfileConfig
 from floodplain.profiler.targets import Load
 from floodplain.profiler.virtual import VirtualServer, servable, to_request

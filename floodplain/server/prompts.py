@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.server.protocol import ServingTokenizer
@@ -15,14 +14,6 @@ LONG_TEXTS = Workers(1, "long-texts")
 
 SHORT_TEXTS = Workers(1, "short-texts")
 """Tokenises all other bodies, so that they do not wait for large ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The tokens of a conversation, and the fields of its body that were ignored."""
-
-    prompt: list[int]
-    ignored_fields: frozenset[str]
 
 
 class PromptReader:
@@ -42,8 +33,11 @@ class PromptReader:
         """
         return [await self._read(prompt) for prompt in prompts]
 
-    async def read_chat(self, body: ChatRequest) -> ChatPrompt:
-        """The tokens of a conversation. Raises as ``read_prompts``, or UserError if the template refuses it."""
+    async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
+        """The tokens of a conversation, and the fields of its body that were ignored.
+
+        Raises as ``read_prompts``, or UserError if the template refuses it.
+        """
         return await self._workers.run(self._encode_chat, body)
 
     async def _read(self, prompt: str | list[int]) -> list[int]:
@@ -59,6 +53,6 @@ class PromptReader:
             raise UserError("prompt must hold at least one token")
         return tokens
 
-    def _encode_chat(self, body: ChatRequest) -> ChatPrompt:
+    def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
         text = self._tokenizer.render_chat([message.templated() for message in body.messages])
-        return ChatPrompt(self._encode(text, add_special_tokens=False), body.ignored_fields)
+        return self._encode(text, add_special_tokens=False), body.ignored_fields

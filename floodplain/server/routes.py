@@ -112,10 +112,11 @@ class OpenAIRoutes:
         chat = await unless_hung_up(request.receive, self._reader(request).read_chat(body))
         if chat is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        self._ignored_fields.note(chat.ignored_fields)
-        shown = [chat.prompt] if body.return_token_ids else None
+        prompt, ignored_fields = chat
+        self._ignored_fields.note(ignored_fields)
+        shown = [prompt] if body.return_token_ids else None
         reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown)
-        return await self._answer(request, body, [chat.prompt], params, reply)
+        return await self._answer(request, body, [prompt], params, reply)
 
     def _reader(self, request: Request) -> PromptReader:
         return PromptReader(

@@ -8,7 +8,7 @@ import pytest
 
 from floodplain.cli.main import main
 from floodplain.files.profile import Profile, read_profile
-from floodplain.observe.profile_plot import draw_profile
+from floodplain.observe.profile import draw_profile
 from floodplain.observe.strict_json import save_result
 
 MODEL = "dummy:tiny-llama"

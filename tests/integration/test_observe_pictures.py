@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 
 from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.observe.plots import draw_all, draw_pareto, draw_timeline, draw_tpot, draw_ttft, save_plots, to_svg
+from floodplain.observe.plots import (
+    draw_all,
+    draw_pareto,
+    draw_strip,
+    draw_timeline,
+    draw_tpot,
+    draw_ttft,
+    residence_columns,
+    save_plots,
+    to_svg,
+)
 from floodplain.observe.report import render_report
 from floodplain.observe.result import HardwareReport, RunInfo, benchmark_result
-from floodplain.observe.strip import draw_strip, residence_columns
 from floodplain.observe.style import subtitle
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import RequestRecord

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cli import main as cli
-from floodplain.cli.masking import MASK, mask_command
-from floodplain.cli.vllm import VllmConfig, build_command, find_server
+from floodplain.cli.vllm import MASK, VllmConfig, build_command, find_server, mask_command
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.register import SCHEDULER
 from floodplain.plugins.vllm.settings import find_extra, read_alone

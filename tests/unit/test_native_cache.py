@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.files.home import user_folder
+from floodplain.files.reading import user_folder
 from floodplain.memory.native import build
 from floodplain.memory.native.build import CompilerFailed, LibraryCache
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from floodplain.cli.main import main
 from floodplain.files.profile import Profile
-from floodplain.observe.profile_plot import PAPER_SWAP_GB, draw_profile
+from floodplain.observe.profile import PAPER_SWAP_GB, draw_profile
 from floodplain.observe.strict_json import save_result
 from tests.support.examples import examples
 

@@ -22,7 +22,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Self
 
-from floodplain.files.home import user_folder
+from floodplain.files.reading import user_folder
 
 logger = logging.getLogger(__name__)
 
