@@ -167,6 +167,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+_SAMPLING_FIELDS = (
+    "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens",
+)  # fmt: skip
+
+
 class GenerationRequest(Body):
     """The fields that both endpoints share.
 
@@ -218,17 +224,7 @@ class GenerationRequest(Body):
         return UsageDetail.EACH if options.continuous_usage_stats else UsageDetail.LAST
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        given = {
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "skip_special_tokens": self.skip_special_tokens,
-        }
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
 

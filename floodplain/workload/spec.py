@@ -14,7 +14,7 @@ from floodplain.workload.arrivals import FloatArray, arrival_times, phase_arriva
 from floodplain.workload.lengths import chat_like, load_lengths
 from floodplain.workload.prompts import Prompt, PromptMaker, PromptTokenizer, load_prompts, package_prompts
 from floodplain.workload.records import LoadRequest
-from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, load_trace
+from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRow, load_trace
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
@@ -141,16 +141,6 @@ def _check_factor(name: str, value: float) -> None:
         raise UserError(f"{name} must be between {SMALLEST:g} and {LARGEST:g}, not {value}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Arrival and lengths of a request, before its text is made."""
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    prefix_ids: tuple[int, ...] = ()
-
-
 def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = None) -> list[LoadRequest]:
     """The requests that the flags describe, in order of arrival; the same for the same flags and seed.
 
@@ -164,8 +154,17 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
         return _verbatim(spec, prompts[: spec.limit], maker, arrivals_rng, lengths_rng)
     if trace is None and spec.trace is not None:
         trace = load_trace(spec.trace)
-    shapes = _drawn_shapes(spec, arrivals_rng, lengths_rng) if trace is None else _trace_shapes(spec, trace)
-    longest = max(shape.prompt_tokens for shape in shapes)
+    if trace is None:
+        rows: Sequence[TraceRow] = _drawn_rows(spec, arrivals_rng, lengths_rng)
+    else:
+        rows = trace.scaled(
+            limit=spec.limit,
+            speedup=spec.speedup,
+            length_scale=spec.length_scale,
+            max_input=spec.max_input,
+            max_output=spec.max_output,
+        ).rows
+    longest = max(row.prompt_tokens for row in rows)
     if longest > MAX_TOKENS:
         raise UserError(f"a prompt would have {longest} tokens: lower length_scale or give max_input")
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * spec.length_scale))
@@ -173,35 +172,24 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
         _request(
             spec,
             index,
-            shape.arrival_s,
+            row.arrival_s,
             maker.make_prompt_tokens(
-                shape.prompt_tokens, text_rng, prefix_ids=shape.prefix_ids, prefix_block_tokens=block_tokens
+                row.prompt_tokens, text_rng, prefix_ids=row.prefix_ids, prefix_block_tokens=block_tokens
             ),
-            shape.output_tokens,
+            row.output_tokens,
         )
-        for index, shape in enumerate(shapes)
+        for index, row in enumerate(rows)
     ]
 
 
-def _trace_shapes(spec: WorkloadSpec, trace: Trace) -> list[_Shape]:
-    scaled = trace.scaled(
-        limit=spec.limit,
-        speedup=spec.speedup,
-        length_scale=spec.length_scale,
-        max_input=spec.max_input,
-        max_output=spec.max_output,
-    )
-    return [_Shape(row.arrival_s, row.prompt_tokens, row.output_tokens, row.prefix_ids) for row in scaled.rows]
-
-
-def _drawn_shapes(
+def _drawn_rows(
     spec: WorkloadSpec, arrivals_rng: np.random.Generator, lengths_rng: np.random.Generator
-) -> list[_Shape]:
+) -> Sequence[TraceRow]:
     count = min(spec.num_prompts or DEFAULT_NUM_PROMPTS, spec.limit or MAX_REQUESTS)
     drawn = load_lengths(spec.lengths).sample(count, lengths_rng) if spec.lengths else chat_like(count, lengths_rng)
     lengths = drawn.fitted(spec.length_scale, spec.max_input, spec.max_output)
     return [
-        _Shape(float(when), int(prompt), int(output))
+        TraceRow(float(when), int(prompt), int(output))
         for when, prompt, output in zip(
             _arrivals(spec, count, arrivals_rng), lengths.prompt_tokens, lengths.output_tokens, strict=True
         )
