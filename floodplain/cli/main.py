@@ -117,7 +117,6 @@ def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
 
 
 def _find_flags() -> set[str]:
-    """The flags of all verbs."""
     leaves = [_build(name)[0] for name in _available()]
     flags: set[str] = set()
     while leaves:

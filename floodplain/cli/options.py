@@ -135,7 +135,6 @@ def _from_environment(
 
 
 def _value_of(action: argparse.Action, text: str, name: str) -> Any:
-    """A variable's text as the value that a file would have."""
     if action.nargs != "+":
         return text
     try:

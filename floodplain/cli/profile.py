@@ -90,7 +90,6 @@ def _run_llm(args: argparse.Namespace) -> int:
 
 
 def _run_swap(args: argparse.Namespace) -> int:
-    """Serve the bursts in virtual time; 0."""
     config, engine = dataclass_from(args, SwapProfileConfig), dataclass_from(args, EngineConfig)
     spec = dataclass_from(args, WorkloadSpec)
     config.check_engine(engine)
@@ -105,7 +104,6 @@ def _run_swap(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
-    """Measure, fit, write; 0."""
     config, engine = dataclass_from(args, StepConfig), dataclass_from(args, EngineConfig)
     check_writable(config.out)
     check_early(engine)
@@ -122,7 +120,6 @@ def _run_step(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print and draw the profile; 0."""
     config = dataclass_from(args, ShowConfig)
     if config.plot is not None:
         check_writable(config.plot, "--plot")

@@ -103,7 +103,6 @@ def _shade(panel: Axes, cluster: Mapping[str, Any]) -> None:
 
 
 def _say_durations(panel: Axes, cluster: Mapping[str, Any]) -> None:
-    """Write the durations of the drop and the restore at their times."""
     totals, begins = cluster["totals"], dict[str, float]()
     for span in cluster["spans"]:
         begins.setdefault(span["phase"], span["from_s"])
@@ -173,7 +172,6 @@ def _draw_memory(panel: Axes, columns: Columns) -> None:
 
 
 def _draw_away(panel: Axes, columns: Columns) -> None:
-    """Draw the borrower's KV off its device."""
     peer, host = ([value / MIB for value in columns[name]] for name in ("peer_bytes", "host_bytes"))
     panel.stackplot(
         columns["time_s"], peer, host, step="post", colors=[_SKY, _ORANGE],

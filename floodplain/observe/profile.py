@@ -115,7 +115,6 @@ def draw_panels(
 
 
 def _draw_curve(panel: Axes, curve: Curve) -> None:
-    """Draw the points, the line through their medians, and the limit."""
     xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
     panel.scatter(xs, ys, color=_BLUE, s=14, zorder=3, label=curve.name)
     if curve.missed:

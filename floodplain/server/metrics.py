@@ -33,14 +33,12 @@ class _Histogram:
         self._sum = 0.0
 
     def observe(self, values: Iterable[float | None]) -> None:
-        """Count every value that is not None."""
         for value in values:
             if value is not None:
                 self._counts[bisect_left(self._bounds, value)] += 1
                 self._sum += value
 
     def family(self, model_name: str) -> Metric:
-        """A snapshot with cumulative buckets, as Prometheus expects."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         edges = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(edges, map(float, accumulate(self._counts)), strict=True))

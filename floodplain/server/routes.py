@@ -181,7 +181,6 @@ async def _whole(stream: IndexedDeltas, reply: ApiReply, tally: Tally, num_promp
 
 
 async def _events(stream: IndexedDeltas, reply: ApiReply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:
-    """The stream as server-sent events."""
     async with aclosing(stream):
         async for index, delta in stream:
             tally.add(index, delta)

@@ -285,12 +285,10 @@ class _CountedTransport(asyncio.Transport):
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that were written and are not yet sent."""
         return self._transport.get_write_buffer_size()
 
     @property
     def num_sent_bytes(self) -> int:
-        """Bytes that were written and sent."""
         return self._num_written_bytes - self.num_waiting_bytes
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:

@@ -160,7 +160,6 @@ class PromptMaker:
         return self._passage(num_tokens, np.random.default_rng((self._seed, prefix_id)))
 
     def _passage(self, num_tokens: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """Return ``num_tokens`` tokens of running text, from one or more documents."""
         tokens: list[int] = []
         while len(tokens) < num_tokens:
             document = self.encode(self._documents[rng.integers(len(self._documents))])
