@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    verb = argv[0] if argv and argv[0] in _available() else None
+    verb = argv[0] if argv and argv[0] in VERBS else None
     parser, module = _build(verb)
     if verb is None or module is None:
         parser.parse_args(argv)  # --help, --version, or an unknown verb
@@ -84,17 +83,13 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return "-h" in own or "--help" in own
 
 
-def _available() -> list[str]:
-    return [name for name in VERBS if importlib.util.find_spec(f"floodplain.cli.{name}")]
-
-
 def _build(verb: str | None) -> tuple[Parser, ModuleType | None]:
     """The parser, and the module of ``verb``: the only one that is imported."""
     parser = Parser(prog="floodplain", description="Keeps LLM servers responsive when requests outgrow GPU memory.")
     parser.add_argument("--version", action="version", version=f"floodplain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     module = None
-    for name in _available():
+    for name in VERBS:
         if name == verb:
             module = importlib.import_module(f"floodplain.cli.{name}")
             module.add_parser(verbs)
@@ -117,7 +112,7 @@ def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
 
 
 def _find_flags() -> set[str]:
-    leaves = [_build(name)[0] for name in _available()]
+    leaves = [_build(name)[0] for name in VERBS]
     flags: set[str] = set()
     while leaves:
         parser = leaves.pop()

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         if cluster_config.cluster is None:  # else another machine has the model and the memory
             check_early(config)
 
-        from floodplain.server.run import Server  # slow imports come after fast checks
+        from floodplain.server.app import Server  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)

@@ -14,8 +14,8 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.server.app import Server
 from floodplain.server.auth import KeyRing
-from floodplain.server.run import Server
 from floodplain.server.settings import PING_S
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of

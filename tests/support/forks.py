@@ -43,7 +43,7 @@ floodplain.cluster.instance.stage_member
 """
 _SERVE = f"""
 {_INSTANCE} floodplain.cli.serve floodplain.cluster.router.engine floodplain.cluster.router.routes
-floodplain.cluster.launch.processes floodplain.cluster.router.webhook floodplain.server.run
+floodplain.cluster.launch.processes floodplain.cluster.router.webhook floodplain.server.app
 """
 _LOADED = {
     "serve": _SERVE,
