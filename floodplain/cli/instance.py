@@ -71,10 +71,7 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 
 
 def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:
-    """The command of a child of the router, without the address; the child reads its token from standard input.
-
-    ``part_flags`` make it a stage of a pipeline, or let it drop layers or migrate requests.
-    """
+    """The command of a child of the router, without the address; its token comes on standard input."""
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):
         value = getattr(config, item.name)

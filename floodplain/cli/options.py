@@ -29,10 +29,7 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ``UserError`` instead of exiting.
-
-    ``rest`` names the unparsed arguments after ``--``, flags of the program ``rest_owner``; None: there are none.
-    """
+    """An argument parser that raises UserError. ``rest`` names what follows ``--``: flags of ``rest_owner``."""
 
     rest: str | None = None
     rest_owner = ""

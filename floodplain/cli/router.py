@@ -25,7 +25,7 @@ CHANGE = AnswerLimits(total_s=30.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFlags:
-    """The flags of both verbs. Raises UserError if the address is none."""
+    """The flags of both verbs. Raises UserError if ``base_url`` is no address."""
 
     base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
     api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})

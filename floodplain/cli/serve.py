@@ -124,10 +124,7 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
 def open_processes(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> Processes:
-    """The processes of the router's instances, not started: on this machine, or where Ray places them.
-
-    Raises UserError if a flag is only for a single engine, or Ray is needed and not installed.
-    """
+    """The processes of instances, not started: local or by Ray. Raises UserError if flags or Ray forbid it."""
     from floodplain.cluster.launch.processes import LocalProcesses, share_cores
 
     is_local = cluster_config.cluster is None  # Ray shows each instance only its own GPU, as the first

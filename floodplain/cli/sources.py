@@ -25,10 +25,7 @@ def variable_of(flag: str) -> str:
 
 
 def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterable[str]]) -> None:
-    """Refuse variables that no verb reads; an empty one counts as unset. ``find_flags`` is called only if needed.
-
-    Raises UserError with its name, and the most similar known name.
-    """
+    """Raise UserError for a variable that no verb reads, with the most similar known name; an empty one is unset."""
     named = sorted(name for name, value in environ.items() if value and name.upper().startswith(PREFIX))
     if not named:
         return
@@ -94,10 +91,7 @@ MAX_DEPTH = 4
 
 
 def read_config_file(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file; empty if the file is. Raises UserError as ``read_yaml_mapping``.
-
-    Numbers are returned as their text, so that a name such as ``1.10`` does not become ``1.1``.
-    """
+    """The mapping in a YAML file, numbers as their text (``1.10`` is not ``1.1``). Raises UserError as it is parsed."""
     return read_yaml_mapping(path, MAX_CONFIG_BYTES, MAX_DEPTH, "--config", same=dest_of, number=lambda text, _: text)
 
 

@@ -96,10 +96,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the command with its secrets masked, then replace this process by it.
-
-    Raises UserError if a flag is out of its range or set here, or no vLLM is installed.
-    """
+    """Print the command, secrets masked, and become it. Raises UserError for wrong flags, or without vLLM."""
     config = dataclass_from(args, VllmConfig)
     command = build_command(config, args.vllm_flags, find_server(find_distribution()[0]))
     say(shlex.join(mask_command(command, os.environ)))
@@ -118,10 +115,7 @@ def find_server(distribution: str) -> list[str]:
 
 
 def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str]) -> list[str]:
-    """The server's command line, with ``flags`` of vLLM after ``find_server``'s words.
-
-    Raises UserError if a flag is out of its range, or set here already.
-    """
+    """The server's command with ``flags`` of vLLM. Raises UserError if a flag is out of its range or set here."""
     own = _own_flags(config)
     for flag in flags:
         name = flag.partition("=")[0]  # the value may be a secret

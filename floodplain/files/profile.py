@@ -68,10 +68,7 @@ class Profile:
 
 
 def read_profile(path: Path, *kinds: str) -> Profile:
-    """The profile in a file, of one of ``kinds`` if there are any.
-
-    Raises UserError if it cannot be read, is no profile of this version, or is of another kind.
-    """
+    """The profile in a file, of one of ``kinds`` if given. Raises UserError if it is none of this version and kind."""
     document = read_json_object(path)
     if document.get("format") != FORMAT:
         raise UserError(f"{path} is no profile: write one with floodplain profile --out")

@@ -91,10 +91,7 @@ def _kind(mode: int) -> str:
 
 
 def user_folder(variable: str, below_home: str) -> Path | None:
-    """The folder that a variable such as ``XDG_CACHE_HOME`` names, else one below the home folder.
-
-    Paths that are not absolute do not count. None if there is neither: a container's user may have no home.
-    """
+    """The absolute folder that a variable (``XDG_CACHE_HOME``) names, else one below home; None without both."""
     named = Path(os.environ.get(variable, ""))
     if named.is_absolute():
         return named

@@ -20,10 +20,7 @@ _held_pipes: list[int] = []
 
 
 def check_writable(path: Path, flag: str = "--out") -> None:
-    """Make the folder of a result file, and check that the file can be written; raises UserError that names ``flag``.
-
-    A link is followed; its target is not changed. A pipe without a reader is refused, not waited for.
-    """
+    """Make a result's folder, and check that the file can be written. Raises UserError, with ``flag``, if not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         old, target = _look_up(path)

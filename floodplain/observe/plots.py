@@ -212,10 +212,9 @@ MAX_BAR_POINTS = 8.0
 
 
 def residence_columns(lifecycles: Iterable[Lifecycle], start_s: float = 0.0) -> dict[str, list[Any]]:
-    """Lists with an entry for each ended request in order of arrival, for a result's ``floodplain.residence``.
+    """Lists by ended request in order of arrival, for a result's ``floodplain.residence``; seconds since ``start_s``.
 
-    Times are seconds since ``start_s``: ``arrival_s``; ``first_token_s``, None without a token; ``finished_s``;
-    ``on_device_s``, pairs of start and end.
+    ``on_device_s`` has pairs of start and end; ``first_token_s`` may be None.
     """
     columns: dict[str, list[Any]] = {"arrival_s": [], "first_token_s": [], "finished_s": [], "on_device_s": []}
     for life in sorted(lifecycles, key=lambda life: life.arrival_s):

@@ -9,10 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 @asynccontextmanager
 async def polling(look: Callable[[], Awaitable[None]], period_s: float) -> AsyncIterator[None]:
-    """Call ``look`` before the context begins, and again ``period_s`` seconds after each call, until the context ends.
-
-    An exception of ``look`` ends the polling, and the context with it.
-    """
+    """Call ``look`` before the context begins and ``period_s`` after each call; its exception ends the context."""
 
     async def look_often() -> None:
         while True:

@@ -138,10 +138,9 @@ def benchmark_result(
     *,
     save_tokens: bool = False,
 ) -> dict[str, Any]:
-    """A benchmark result: a JSON object, from one record for each request in the order of the workload.
+    """A benchmark result as a JSON object; ``records`` are in the order of the workload, ``timeline`` is for plots.
 
-    Without ``engine``, whose counts they are, its keys are null. ``timeline`` (columns of a ``Timeline``) is kept for
-    plots.
+    Without ``engine``, whose counts they are, its keys are null.
     """
     done = [record for record in records if record.error is None]
     duration_s = max((record.finished_s for record in records), default=0.0)

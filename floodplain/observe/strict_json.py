@@ -14,10 +14,7 @@ from floodplain.files.results import write_result
 
 
 def to_json(result: Mapping[str, Any]) -> str:
-    """Strict JSON: a float that is not finite becomes null; paths and other values become their text.
-
-    Lone surrogates, which servers may send and no file can store, are escaped.
-    """
+    """Strict JSON: floats that are not finite are null, other values their text, lone surrogates escaped."""
     text = json.dumps(_strict(result), indent=1, allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode()
 

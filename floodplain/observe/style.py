@@ -1,7 +1,4 @@
-"""The look of all pictures: colours, fonts, a figure with its title, a legend.
-
-Matplotlib is imported when a picture is drawn, and only its figures are used: no windows, no global state kept.
-"""
+"""The look of all pictures. Matplotlib is imported when one is drawn; it opens no windows and keeps no state."""
 
 from __future__ import annotations
 

@@ -25,10 +25,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 
 def say(text: str, screen_codes: str = "") -> None:
-    """Print a result at once, with control characters escaped, after our own ``screen_codes``.
-
-    Without a standard output nothing is printed. Raises WriteFailed if it is full, or its reader is gone.
-    """
+    """Print a result, with control characters escaped, after ``screen_codes``. Raises WriteFailed if that fails."""
     try:
         with writing("standard output"):
             print(screen_codes + printable_lines(text), flush=True)
@@ -39,10 +36,7 @@ def say(text: str, screen_codes: str = "") -> None:
 
 
 def say_again(look: Callable[[], str | None], every_s: float | None, *, clears: bool) -> int:
-    """Print what ``look`` returns, again after ``every_s`` seconds each; None: once. 1 if it returned None, else 0.
-
-    ``clears`` clears a terminal before.
-    """
+    """Print what ``look`` returns, each ``every_s`` seconds (None: once) on a cleared screen; 1 if it returned None."""
     while True:
         text = look()
         if text is not None:

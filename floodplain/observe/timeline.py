@@ -24,10 +24,7 @@ COLUMNS = tuple(each.name for each in fields(TimelineSample))
 
 
 class Timeline:
-    """Keeps at most ``max_samples`` (at least 2) samples of a run of any length.
-
-    When full, it drops every second sample, and from then on keeps half as many. The latest state is always kept.
-    """
+    """Keeps at most ``max_samples`` (at least 2), every second one when full; the latest state is always kept."""
 
     def __init__(self, max_samples: int = 4096) -> None:
         if max_samples < 2:

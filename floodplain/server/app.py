@@ -42,10 +42,9 @@ def create_app(
     ping_s: float = PING_S,
     extend: Extension | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts and closes ``engine``.
+    """The application; its lifespan starts and closes ``engine``. ``keys`` of None: ``/v1`` needs no key.
 
-    ``drain`` is turned on when the server stops. ``keys`` may use ``/v1``; None: no key is needed. A stream gets a
-    comment after ``ping_s`` seconds of silence; 0: never.
+    ``drain`` is turned on when the server stops. A stream gets a comment after ``ping_s`` seconds of silence; 0: never.
     """
 
     drain = drain or DrainSwitch()
@@ -106,10 +105,7 @@ CLOSING_GRACE_S = 2
 
 
 class Server(StoppableServer):
-    """uvicorn with a drain: on a stop signal requests may finish within ``drain_timeout_s``, then it exits.
-
-    The other arguments are those of ``StoppableServer`` and ``create_app``.
-    """
+    """uvicorn with a drain: on a stop signal requests may finish within ``drain_timeout_s`` seconds, then it exits."""
 
     def __init__(
         self,

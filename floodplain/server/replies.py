@@ -1,7 +1,4 @@
-"""The answers of each endpoint: one JSON body, or one server-sent event for each delta.
-
-Events are text around parts that are encoded once a request: they are written for every token, on busy cores.
-"""
+"""The answers of each endpoint: one JSON body, or an event for each delta, whose constant parts are encoded once."""
 
 from __future__ import annotations
 

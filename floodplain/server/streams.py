@@ -55,10 +55,7 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
-    """The deltas of all streams as they arrive, with the index of their stream. Closing it closes all streams.
-
-    Raises ApiError 503 if a request was aborted because the server stops.
-    """
+    """The deltas of all streams, with the stream's index; closing closes all. Raises ApiError 503 at a stop."""
     source = _only(streams[0]) if len(streams) == 1 else _interleave(streams)
     async with aclosing(source):
         async for index, delta in source:
@@ -123,10 +120,7 @@ def _join(deltas: list[OutputDelta]) -> OutputDelta:
 
 
 async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; None if the client disconnects first, which cancels ``work`` at once.
-
-    The body of the request must have been read before, so that ``receive`` returns the disconnect next.
-    """
+    """The result of ``work``; None if the client disconnects, which cancels it. The body must have been read before."""
     task = asyncio.ensure_future(work)
     hang_up = asyncio.ensure_future(_hang_up(receive))
     try:

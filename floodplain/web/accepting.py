@@ -32,11 +32,7 @@ C = TypeVar("C")
 
 
 class Accepting(ABC, Generic[C]):
-    """Accepts the connections of one listening socket, on the event loop.
-
-    ``if_full`` is logged if there is no room, ``if_scarce`` says what to change if no file is left. ``clock`` is
-    monotonic.
-    """
+    """Accepts connections of a listening socket, on the event loop. ``if_full`` and ``if_scarce`` are its log lines."""
 
     def __init__(
         self, sock: socket.socket, *, if_full: str, if_scarce: str, clock: Callable[[], float] = time.monotonic

@@ -94,7 +94,7 @@ class _Cutter:
 
 
 class BoundedModel(BaseModel):
-    """A model whose lists are checked up to the first wrong item, and whose objects up to the first unknown member.
+    """A model that validates lists up to the first wrong item, objects up to the first unknown member.
 
     pydantic by itself makes an error of each: a body of 8 MiB may hold two million, at a kilobyte for each.
     """

@@ -32,10 +32,7 @@ class Reading(Enum):
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection. It reads into ``buffer``, which connections of one event loop may share.
-
-    The buffer's size is fixed, so that one read gives the parser little work.
-    """
+    """One connection. It reads into a ``buffer`` of fixed size, so that one read gives the parser little work."""
 
     def __init__(
         self,
@@ -195,10 +192,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _has_unread_bytes(self) -> bool:
-        """Whether the client has sent data, or disconnected, and the event loop has not read that yet.
-
-        Closing the connection then would lose a request, and its client could not know whether it was served.
-        """
+        """Whether bytes or a disconnect of the client wait: closing the connection now could lose a request."""
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
         return bool(poll.poll(0))

@@ -52,11 +52,7 @@ class ApiError(HTTPException):
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """The fields of a service's requests, as error bodies use them.
-
-    If a ``UserError`` begins with a ``known`` one, it is about that field. ``unsupported`` ones are accepted only at
-    the values that mean "off", which are their texts.
-    """
+    """Fields: a UserError that begins with a ``known`` one is about it; ``unsupported`` ones by their off-values."""
 
     known: frozenset[str] = frozenset()
     unsupported: Mapping[str, str] = field(default_factory=dict)

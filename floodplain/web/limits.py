@@ -56,10 +56,9 @@ class ConnectionLimits:
 def limit_connections(
     asked: int | None, keep_alive_s: float = KEEP_ALIVE_S, *, num_reserved: int = 0
 ) -> ConnectionLimits:
-    """The limits of a service's connections.
+    """The limits of a service's connections: ``asked``, or as many as open files allow, less the reserved ones.
 
-    ``asked`` is ``--max-connections``; None: as many as the limit of open files allows, less ``RESERVED_FILES`` and
-    ``num_reserved``, at most ``MOST_BY_DEFAULT``. Raises UserError if that limit is too low.
+    Raises UserError if the limit of open files is too low.
     """
     num_reserved += RESERVED_FILES
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -9,10 +9,7 @@ from floodplain.core.errors import UserError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, which the caller closes. It does not listen yet: clients are refused until the service is ready.
-
-    Raises UserError if the port is taken, or the address is not this machine's.
-    """
+    """A bound socket that refuses clients until the service listens. Raises UserError if it cannot be bound."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)

@@ -18,10 +18,7 @@ SCRAPERS = Workers(1, "metrics")
 
 
 async def scrape(registry: CollectorRegistry, request: Request) -> Response:
-    """The metrics of ``registry``, collected on a worker's thread, in OpenMetrics or text as the scraper prefers.
-
-    Versions and escapings in ``Accept`` are ignored: our names are the same in all of them.
-    """
+    """The metrics of ``registry``, collected on a worker's thread, in OpenMetrics or text as the scraper prefers."""
     accept = ",".join(request.headers.getlist("accept"))
     encode, content_type = choose_encoder(OPEN_METRICS if prefers_open_metrics(accept) else "")
     return Response(await SCRAPERS.run(encode, registry), headers={"Content-Type": content_type})

@@ -96,10 +96,7 @@ SHUTDOWN_SWEEP_S = 0.1
 
 
 class StoppableServer(uvicorn.Server):
-    """uvicorn with our signal handling, and the settings of all our services.
-
-    ``on_ready`` is called once the server takes requests; stopped, connections may close within ``closing_s`` seconds.
-    """
+    """uvicorn with our signals and settings; once stopped, connections may close within ``closing_s`` seconds."""
 
     def __init__(
         self,
@@ -140,10 +137,7 @@ class StoppableServer(uvicorn.Server):
             connection.shutdown()  # at once: uvicorn checks ``should_exit`` ten times a second
 
     def serve_on(self, sock: socket.socket) -> None:
-        """Serve on a bound socket, not yet listening, until SIGINT or SIGTERM.
-
-        Raises UserError if another process listens on the port by now, or ``failure``.
-        """
+        """Serve on a bound socket until a signal. Raises UserError if the port is taken by now, or ``failure``."""
         try:
             sock.listen(LISTEN_BACKLOG)
         except OSError as error:

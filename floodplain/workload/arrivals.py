@@ -38,10 +38,7 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time with one request rate, above 0; only the last phase may be infinite.
-
-    Raises UserError if a number is out of its range.
-    """
+    """A time with one request rate; only the last may be infinite. Raises UserError if a number is out of range."""
 
     duration_s: float
     rate: float
@@ -72,11 +69,7 @@ def phase_arrivals(
 
 
 def in_phases(unit_times: FloatArray, phases: Sequence[Phase]) -> FloatArray:
-    """Transform ``[n]`` arrivals of rate 1, never decreasing, into arrivals in seconds under the phases' rates.
-
-    Time is transformed by the inverse of the expected number of arrivals so far (the time-change theorem of point
-    processes).
-    """
+    """Transform ``[n]`` sorted arrivals of rate 1 into seconds under the phases' rates, by the time-change theorem."""
     starts_s = np.cumsum([0.0, *(phase.duration_s for phase in phases[:-1])])
     if not np.isfinite(starts_s).all():
         raise UserError("only the last phase may be endless")

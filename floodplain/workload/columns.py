@@ -21,10 +21,7 @@ MOST_TOKENS = 10**9
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """The column names (lower case, stripped) and the rows of a CSV file with a header.
-
-    Raises UserError if it is unreadable, empty or no CSV, or a row has too few or too many values.
-    """
+    """The column names (lower case, stripped) and rows of a CSV file. Raises UserError if it is not a whole table."""
     lines = csv.reader(read_text(path, MAX_TABLE_BYTES).splitlines(), strict=True)
     try:
         found = [(lines.line_num, values) for values in lines if values]
@@ -40,10 +37,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (where, object) for every line of a JSONL file that is not blank, or every item of one JSON list.
-
-    Raises UserError if the file is neither, or a line or item is not an object.
-    """
+    """Yield (where, object) for each line of a JSONL file or item of a JSON list. Raises UserError for others."""
     text = read_text(path, MAX_TABLE_BYTES)
     if text.lstrip().startswith("["):
         document = parse_json(text, path, keys_once=True)

@@ -58,10 +58,7 @@ def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
 
 
 def unloaded_goals_s(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str, float]:
-    """``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without those that no request has.
-
-    ``times`` are (arrival, time of each output token) in seconds, of requests that each ran alone on the machine.
-    """
+    """``UNLOADED_FACTOR`` times the median ``ttft`` and ``tpot`` of (arrival, token times) in seconds, run alone."""
     known = list(times)
     values = {
         "ttft": [time_to_first_token_s(*each) for each in known],

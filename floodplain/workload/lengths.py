@@ -43,10 +43,7 @@ def _fit(tokens: IntArray | FloatArray, scale: float, maximum: int | None) -> In
 
 
 def load_lengths(path: Path) -> Lengths:
-    """Read a pool from a CSV with columns ``prompt_tokens,output_tokens``; pairs with a zero are skipped.
-
-    Raises UserError for wrong columns or values, or no usable row.
-    """
+    """Read ``prompt_tokens,output_tokens`` of a CSV, but for pairs with a zero. Raises UserError if none is usable."""
     header, rows = read_csv(path)
     prompt_column = find_column(path, header, PROMPT_COLUMNS)
     output_column = find_column(path, header, OUTPUT_COLUMNS)

@@ -20,10 +20,7 @@ _REFUSALS = frozenset({400, 415, 422, 500, 501})
 
 
 class PromptForm:
-    """The form of the prompts for one server: one of ``WAYS``, else UserError.
-
-    ``decode`` returns the text of token ids, for requests without text.
-    """
+    """The form of prompts for one server, one of ``WAYS``, else UserError; ``decode`` makes a text of token ids."""
 
     def __init__(self, way: str = "auto", decode: Callable[[Sequence[int]], str] | None = None) -> None:
         if way not in WAYS:
@@ -33,10 +30,7 @@ class PromptForm:
         self._sends_text = way == "text"
 
     def of(self, request: LoadRequest) -> Iterator[list[int] | str]:
-        """The prompt in the form that the server accepts; before that is known, the ids and then the text.
-
-        Raises UserError if it must be sent as text, and has none.
-        """
+        """The prompt as the server accepts it; before that is known, ids, then text. Raises UserError without one."""
         if request.prompt_token_ids and not self._sends_text:
             yield list(request.prompt_token_ids)
             if self._is_settled and not self._sends_text:

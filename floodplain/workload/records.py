@@ -59,10 +59,7 @@ class LoadTarget(Protocol):
     """A target of a load: a server, or an engine in this process."""
 
     def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Send ``request`` now and yield its answer as it arrives; closing the generator early aborts the request.
-
-        Raises RequestFailed if there is no answer, or an incomplete one.
-        """
+        """Yield the answer to ``request`` as it arrives; closing aborts it. Raises RequestFailed if it is not whole."""
         ...
 
 

@@ -77,10 +77,7 @@ _BROKEN = frozenset({"error", "abort"})
 
 
 class StreamedAnswer:
-    """The answer to one request. It is complete with a finish reason, then ``data: [DONE]`` or a clean end of the body.
-
-    ``is_done``: ``data: [DONE]`` has arrived; later data is ignored.
-    """
+    """The answer to one request: complete with a finish reason, then ``data: [DONE]`` or a clean end of the body."""
 
     def __init__(self, request: LoadRequest) -> None:
         prompt_size = max(len(request.prompt_token_ids), len((request.prompt or "").encode(errors="replace")))
@@ -95,7 +92,7 @@ class StreamedAnswer:
         self.is_done = False
 
     def feed(self, data: bytes, now: float) -> list[TokenChunk]:
-        """Take the bytes that arrived at ``now``, by ``time.monotonic``; return the chunks that they complete.
+        """The chunks completed by ``data``, which arrived at ``now`` (``time.monotonic``).
 
         Raises RequestFailed if the server reports an error, sends no completion, or more than was requested.
         """
@@ -108,10 +105,7 @@ class StreamedAnswer:
             raise RequestFailed(f"no completion: {error}") from None
 
     def close(self, now: float) -> list[TokenChunk]:
-        """The last chunks, with the server's counts; call it at the end of the bytes.
-
-        Raises RequestFailed if the answer is not complete, or the count is impossible.
-        """
+        """The last chunks, with the server's counts. Raises RequestFailed if the answer is not complete."""
         chunks = [] if self.is_done else self._take(self._sse.close(), now)
         if not self._has_finish_reason:
             raise RequestFailed("the stream ended without a finish_reason")

@@ -48,10 +48,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TraceClock:
-    """Reads the times of one trace as seconds from one common origin; refuses numbers and dates in one file.
-
-    A number is in units of ``units_per_s``: 1000 for milliseconds.
-    """
+    """Reads a trace's times, in ``units_per_s`` or as dates, as seconds from one origin; refuses both in one file."""
 
     def __init__(self, path: Path, units_per_s: int = 1) -> None:
         self._path = path
