@@ -101,7 +101,6 @@ def _costs(num_layers: int, extra: Sequence[float]) -> list[float]:
 
 
 def _least_cost(num_layers: int, extra: Sequence[float]) -> float:
-    """The cost of the most expensive stage in the most even cut."""
     return next(
         cost
         for cost in _costs(num_layers, extra)

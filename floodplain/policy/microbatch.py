@@ -205,7 +205,6 @@ def _stream_pieces(view: View) -> Iterator[Piece]:
 
 
 def _prompt_pieces(view: View) -> Iterator[Piece]:
-    """Remaining tokens of prompts that have begun."""
     for row in view.running:
         if not row.is_decoding:
             yield Piece(row.num_scheduled, row.num_remaining)

@@ -175,7 +175,6 @@ def _cut(view: View, streams: Seq[SequenceView], share: float) -> tuple[list[Seq
 def _split_at(
     view: View, streams: Seq[SequenceView], num_blocks: float, num_seats: int
 ) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(leading streams that fit into ``num_blocks`` and ``num_seats``, the others)."""
     for index, row in enumerate(streams):
         num_blocks -= blocks_held(view, row)
         if num_blocks < 0 or index >= num_seats:

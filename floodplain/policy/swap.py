@@ -107,7 +107,6 @@ class SwapBudget:
         return tuple(orders)
 
     def _num_spare(self, tier: TierView) -> int:
-        """Free slots of a tier beyond those that backups must leave to swap-outs."""
         return self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
 
     def _link_budget(self, tier: TierView) -> int:

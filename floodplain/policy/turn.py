@@ -208,7 +208,6 @@ class _Turn:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether the decision begins swap-ins or swap-outs."""
         return bool(self._resumptions) or any(order.mode is PreemptionMode.SWAP for order in self._preemptions)
 
     def begin_nothing(self) -> None:
@@ -265,7 +264,6 @@ class _Turn:
         self._num_seats -= 1
 
     def _below(self, row: SequenceView) -> Iterable[SequenceView]:
-        """Residents that rank below ``row`` and can be preempted, the lowest-ranked first."""
         for victim in reversed(self._residents):
             if self._rank[victim.seq_id] <= self._rank[row.seq_id]:
                 return

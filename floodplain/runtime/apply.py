@@ -119,7 +119,6 @@ class PlanBuilder:
         return seq, PrefillChunk(seq.seq_id, start, token_ids, samples, request)
 
     def _share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Take the blocks of the cached prefix that the view shows."""
         ledger = self._state.ledger
         num_blocks = num_tokens // ledger.block_tokens
         for key in seq.keys[:num_blocks]:

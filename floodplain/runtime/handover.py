@@ -111,7 +111,6 @@ class HeldBlocks:
         ledger.commit_load(self._counts)
 
     def __len__(self) -> int:
-        """Requests whose blocks are held."""
         return len(self._rows)
 
     @property

@@ -40,7 +40,6 @@ class Links:
         self._forget()
 
     def __getitem__(self, tier: Tier) -> Link:
-        """The link with prices as of the last copy."""
         if tier in self._stale:
             self._stale.remove(tier)
             self._now[tier] = self._price(tier)

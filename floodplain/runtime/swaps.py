@@ -222,7 +222,6 @@ class Swaps:
             self._settle_in(move.cargo, lost, now)
 
     def _settle_out(self, transfer: Transfer) -> None:
-        """Unpin the blocks of an outbound transfer that has ended."""
         state = self._state
         state.ledger.unpin(transfer.blocks)
         seq = None if transfer.seq_id is None else state.sequences.get(transfer.seq_id)
