@@ -23,7 +23,7 @@ from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.executor import StepLine
+from floodplain.sim.instance import StepLine
 
 WAITING = (100, 1_000, 10_000)
 NUM_PROMPT, MAX_TOKENS = 64, 256
