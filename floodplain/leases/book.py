@@ -183,17 +183,11 @@ class LeaseBook:
             case Observe():
                 return self.roster.refusal(message.name, message.stamp) or rules.observe(self.rows, message)
             case Request():
-                return self._request(message)
+                return self.roster.absence(message) or rules.request(
+                    self.rows, message, self._free_for(message), self.limits
+                )
             case Report():
                 return rules.report(self.rows, message)
-
-    def _request(self, message: Request) -> Reply:
-        known = self.rows.members.get(message.name)
-        if known is None or message.generation > known.generation:
-            return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
-        if not self.roster.is_life(known, message.generation):
-            return Reply(Outcome.STALE, known, detail=f"{message.name} was taken for dead: join anew")
-        return rules.request(self.rows, message, self._free_for(message), self.limits)
 
     def _free_for(self, request: Request) -> dict[str, int]:
         """Return unleased bytes of each heard producer from which this consumer may borrow, best first."""
@@ -298,12 +292,16 @@ class Roster:
 
     def heartbeat(self, message: Heartbeat, now: float) -> Reply:
         """Renew a member's life. STALE if it was considered dead: it joins anew, and has lost what it borrowed."""
+        return self.absence(message) or self._greet(message.name, now)
+
+    def absence(self, message: Heartbeat | Request) -> Reply | None:
+        """Return the reply if the sender has not joined, or was considered dead; None if it is alive."""
         known = self.table.members.get(message.name)
         if known is None or message.generation > known.generation:
             return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
         if not self.is_life(known, message.generation):
             return Reply(Outcome.STALE, known, detail=f"{message.name} was taken for dead: join anew")
-        return self._greet(message.name, now)
+        return None
 
     def leave(self, message: Leave) -> Reply:
         """End a member that leaves in an orderly way."""
