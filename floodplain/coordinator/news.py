@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping
-from enum import Enum
 
 from floodplain.leases.states import Lease, LeaseState
 from floodplain.lending.wire import News
@@ -132,20 +131,15 @@ def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
         told.set_exception(error)
 
 
-class _End(Enum):
-    PRODUCER = "producer"
-    CONSUMER = "consumer"
-
-
-_HAS_NEWS: Mapping[LeaseState, tuple[_End, ...]] = {
+_HAS_NEWS: Mapping[LeaseState, tuple[str, ...]] = {
     LeaseState.GRANTED: (),  # the answer to its request tells the consumer
     LeaseState.HELD: (),
-    LeaseState.RECALLED: (_End.CONSUMER,),
-    LeaseState.REFUSED: (_End.PRODUCER,),
-    LeaseState.RELEASED: (_End.PRODUCER,),
-    LeaseState.EXPIRED: (_End.PRODUCER, _End.CONSUMER),
+    LeaseState.RECALLED: ("consumer",),
+    LeaseState.REFUSED: ("producer",),
+    LeaseState.RELEASED: ("producer",),
+    LeaseState.EXPIRED: ("producer", "consumer"),
     LeaseState.SETTLED: (),  # the producer has reported this itself
-    LeaseState.LOST: (_End.CONSUMER,),
+    LeaseState.LOST: ("consumer",),
 }
 
 
@@ -154,6 +148,4 @@ def concerned(leases: Iterable[Lease]) -> set[str]:
 
     One must free bytes, or one waits to see bytes free.
     """
-    return {
-        lease.producer if end is _End.PRODUCER else lease.consumer for lease in leases for end in _HAS_NEWS[lease.state]
-    }
+    return {getattr(lease, end) for lease in leases for end in _HAS_NEWS[lease.state]}
