@@ -14,8 +14,7 @@ from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.sim.instance import StepLine
-from floodplain.workload.arrivals import Phase, phase_arrivals
-from floodplain.workload.lengths import Lengths, chat_like
+from floodplain.workload.arrivals import Lengths, Phase, chat_like, phase_arrivals
 
 BLOCK_TOKENS = 16
 NUM_RESIDENT = 24

@@ -1,4 +1,4 @@
-"""The OpenAI endpoints."""
+"""The OpenAI endpoints. Prompts are tokenised in threads; texts that are too long by their length are refused first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import fields
 from functools import partial
@@ -19,8 +19,7 @@ from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.auth import Client
 from floodplain.server.fields import UNSUPPORTED_FIELDS, IgnoredFields
-from floodplain.server.prompts import PromptReader
-from floodplain.server.protocol import ServingEngine
+from floodplain.server.protocol import ServingEngine, ServingTokenizer
 from floodplain.server.replies import DONE, WRITERS, ApiReply, ChatReply, CompletionReply, write_answer
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -28,6 +27,56 @@ from floodplain.server.streams import Acceptance, EventStream, IndexedDeltas, Ta
 from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
+from floodplain.web.workers import Workers
+
+LONG_TEXTS = Workers(1, "long-texts")
+"""Tokenises large bodies, which may take seconds, one at a time."""
+
+SHORT_TEXTS = Workers(1, "short-texts")
+"""Tokenises all other bodies, so that they do not wait for large ones."""
+
+
+class PromptReader:
+    """Reads the prompts of one body on a worker's thread. After a cancellation it does not begin further texts."""
+
+    def __init__(self, tokenizer: ServingTokenizer, limit: PromptLimit, *, is_long: bool) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
+
+    async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
+
+        Raises:
+            RequestRefused: By its length, a text has too many tokens; it is not tokenised.
+            UserError: A text has no tokens.
+        """
+        return [await self._read(prompt) for prompt in prompts]
+
+    async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
+        """The tokens of a conversation, and the fields of its body that were ignored.
+
+        Raises as ``read_prompts``, or UserError if the template refuses it.
+        """
+        return await self._workers.run(self._encode_chat, body)
+
+    async def _read(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._workers.run(self._encode, prompt)
+        return prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        least = self._tokenizer.least_tokens(text)
+        self._limit.check(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
+        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not tokens:
+            raise UserError("prompt must hold at least one token")
+        return tokens
+
+    def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
+        text = self._tokenizer.render_chat([message.templated() for message in body.messages])
+        return self._encode(text, add_special_tokens=False), body.ignored_fields
+
 
 logger = logging.getLogger(__name__)
 

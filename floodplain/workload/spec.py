@@ -10,8 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.workload.arrivals import FloatArray, arrival_times, phase_arrivals, quiet_burst_quiet
-from floodplain.workload.lengths import chat_like, load_lengths
+from floodplain.workload.arrivals import (
+    FloatArray,
+    arrival_times,
+    chat_like,
+    load_lengths,
+    phase_arrivals,
+    quiet_burst_quiet,
+)
 from floodplain.workload.prompts import Prompt, PromptMaker, PromptTokenizer, load_prompts, package_prompts
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRow, load_trace

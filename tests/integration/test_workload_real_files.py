@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.workload.lengths import load_lengths
+from floodplain.workload.arrivals import load_lengths
 from floodplain.workload.prompts import load_prompts
 from floodplain.workload.spec import WorkloadSpec, build
 from floodplain.workload.traces import load_trace

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.workload.arrivals import Phase, arrival_times, phase_arrivals, quiet_burst_quiet
+from floodplain.workload.arrivals import Phase, arrival_times, chat_like, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.client import token_times
-from floodplain.workload.lengths import chat_like
 from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
 from floodplain.workload.streamed_answer import SseParser

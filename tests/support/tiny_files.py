@@ -23,7 +23,7 @@ from floodplain.model.weights.open_model import open_model
 from floodplain.planner.inputs import read_cluster
 from floodplain.planner.placement import read_spots
 from floodplain.server.auth import read_keys
-from floodplain.workload.lengths import load_lengths
+from floodplain.workload.arrivals import load_lengths
 from floodplain.workload.prompts import load_prompts
 from floodplain.workload.traces import load_trace
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file

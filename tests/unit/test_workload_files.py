@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.workload.lengths import load_lengths
+from floodplain.workload.arrivals import load_lengths
 from floodplain.workload.prompts import load_prompts, package_prompts
 from floodplain.workload.spec import WorkloadSpec, build
 from floodplain.workload.traces import TraceRow, load_trace
