@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
+from floodplain.core.layer_places import LayerPlaces, every_place
 
 Path = tuple[int, int]
 """A chain of dependent work: (number of layers that compute, number of layers that are copied)."""
@@ -40,15 +40,13 @@ def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> 
     return expansion * (ratio + 1) / (ratio + expansion)
 
 
-def best_places(
-    num_layers: int, weight_bytes: float, pool_bytes: float, link_ratio: float, num_slots: int = MOST_SLOTS
-) -> LayerPlaces:
+def best_places(num_layers: int, weight_bytes: float, pool_bytes: float, link_ratio: float) -> LayerPlaces:
     """The closed form with slots (whose memory is part of the pool's) and whole layers.
 
     The largest expansion whose copies take no longer than a step; arguments as in ``best_expansion``.
     """
-    best = LayerPlaces(num_layers, 0, num_slots)
-    for places in every_place(num_layers, num_slots):
+    best = LayerPlaces(num_layers)
+    for places in every_place(num_layers):
         kv_bytes = places.expansion * pool_bytes
         if places.num_streamed / num_layers * kv_bytes <= link_ratio * (weight_bytes + kv_bytes):
             best = places

@@ -180,9 +180,9 @@ class ReliefDecision:
     prices: Mapping[Lever, float]
 
 
-def expect_s(lasted_s: float, least_s: float = 1.0) -> float:
-    """Expected seconds that an overload still lasts: as long as it has lasted (Gott's rule, median)."""
-    return max(least_s, lasted_s)
+def expect_s(lasted_s: float) -> float:
+    """Expected seconds that an overload still lasts: as long as it has lasted (Gott's rule, median), at least 1."""
+    return max(1.0, lasted_s)
 
 
 def token_seconds(overload: Overload, offer: Offer) -> float:
