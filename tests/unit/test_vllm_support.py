@@ -203,16 +203,16 @@ def test_what_groups_of_layers_keep_is_read_from_vllm(specs: list[Any], groups: 
 
 @pytest.mark.parametrize(
     "specs",
-    [[make_spec("RSWASpec")], [FULL, make_spec("CrossAttentionSpec")], [make_mixed(FULL, make_spec("RSWASpec"))]],
+    [
+        [make_spec("RSWASpec")],
+        [FULL, make_spec("CrossAttentionSpec")],
+        [make_mixed(FULL, make_spec("RSWASpec"))],
+        [make_spec("MambaSpec", mamba_cache_mode="all")],
+    ],
 )
 def test_other_kinds_of_cache_are_refused_by_name(specs: list[Any]) -> None:
-    with pytest.raises(UserError, match=r"this model keeps .*(RSWA|CrossAttention)Spec.*: serve it without floodplain"):
+    with pytest.raises(UserError, match=r"this model keeps .*(RSWA|Cross|Mamba).*: serve it without floodplain"):
         find_groups(make_cache(*specs))
-
-
-def test_states_of_all_tokens_are_refused() -> None:
-    with pytest.raises(UserError, match="leave --mamba-cache-mode all out"):
-        find_groups(make_cache(make_spec("MambaSpec", mamba_cache_mode="all")))
 
 
 def test_a_block_has_its_part_of_the_memory_that_all_groups_share() -> None:

@@ -53,11 +53,8 @@ def _read_group(spec: Any) -> CacheGroup:
     if names <= {*_WINDOWS}:
         num_tokens = max(int(getattr(layer, _WINDOWS[type(layer).__name__])) for layer in layers)
         return CacheGroup(block_tokens, CacheKind.WINDOW, -(-(num_tokens - 1) // block_tokens) + 1)
-    if names == {"MambaSpec"}:
-        mode = {str(layer.mamba_cache_mode) for layer in layers}
-        if mode <= {"none", "align"}:
-            return CacheGroup(block_tokens, CacheKind.STATE, 1 if mode == {"none"} else 2)
-        raise UserError("states of all tokens are not supported: leave --mamba-cache-mode all out")
+    if names == {"MambaSpec"} and (modes := {layer.mamba_cache_mode for layer in layers}) <= {"none", "align"}:
+        return CacheGroup(block_tokens, CacheKind.STATE, 1 if modes == {"none"} else 2)
     raise UserError(f"this model keeps {', '.join(sorted(names))}: serve it without floodplain")
 
 
