@@ -88,7 +88,6 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scheduler_config__enable_chunked_prefill": False}, "leave --no-enable-chunked-prefill out"),
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "leave --enable-lora out"),

@@ -147,12 +147,12 @@ def test_kv_of_the_outstanding_step_matters(
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
     swap_out = SwapBooks.swap_out
 
-    def erase_last(books: SwapBooks, one: TrackedRequest, blocks: Any, num_computed: int, *rest: Any) -> bool:
+    def erase_last(books: SwapBooks, one: TrackedRequest, tables: Any, num_computed: int, *rest: Any) -> bool:
         if one.request.num_output_placeholders:
             block, place = divmod(num_computed - 1, BLOCK_TOKENS)
             for cache in runner.kv_caches:
-                cache[blocks[block].block_id, :, place] = 0
-        return swap_out(books, one, blocks, num_computed, *rest)
+                cache[tables[0][block].block_id, :, place] = 0
+        return swap_out(books, one, tables, num_computed, *rest)
 
     monkeypatch.setattr(SwapBooks, "swap_out", erase_last)
     tokens = drive(llm, plain).tokens

@@ -99,7 +99,6 @@ def refusal_of(words: list[str]) -> str:
     [
         ([], NO_SCHEDULER),
         ([*SCHEDULER, "--disable-chunked-mm-input"], "leave --disable-chunked-mm-input out"),
-        ([*SCHEDULER, "--no-enable-chunked-prefill"], "leave --no-enable-chunked-prefill out"),
         ([*SCHEDULER, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative"),
         ([*SCHEDULER, "--enable-lora"], "leave --enable-lora out"),
         ([*SCHEDULER, "--kv-offloading-size", "1"], "leave --kv-offloading-size out"),
@@ -128,10 +127,10 @@ def test_settings_of_a_server_are_refused_by_name(model: Path, transfer: dict[st
 
 
 def test_a_program_is_refused_in_one_line_too(model: Path) -> None:
-    flags = {"enable_chunked_prefill": False, "max_model_len": 512}
+    flags = {"disable_chunked_mm_input": True, "max_model_len": 512}
     told = {"model": str(model), "prompts": [], "num_tokens": 1, **flags}
     ended = run("-m", "tests.vllm.plain", json.dumps(told))
-    expect_refused(ended, "leave --no-enable-chunked-prefill out")
+    expect_refused(ended, "leave --disable-chunked-mm-input out")
 
 
 def install(folder: Path) -> Path:

@@ -54,6 +54,63 @@ def test_patterns_and_logprobs_of_prompts_survive_a_storm(model: Path) -> None:
     assert serve_in_a_storm(model, load, enable_prefix_caching=True) == serve_calmly(model, load)
 
 
+@dataclass(frozen=True)
+class SampledLoad(Load):
+    """Every request samples with a seed of its own."""
+
+    def params(self, index: int) -> SamplingParams:
+        return SamplingParams(temperature=0.9, max_tokens=self.lengths[index], ignore_eos=True, seed=100 + index)
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
+def test_samples_with_seeds_survive_a_storm(llama: Path, caches: bool) -> None:
+    """vLLM's runner for CPUs cannot split such a prompt, so it is never split, also if a policy would."""
+    plain = make_load(seed=6, num_requests=12, num_common=40 * caches)
+    load = SampledLoad(plain.prompts, plain.lengths)
+    flags = {"skip_tokenizer_init": True, "enable_prefix_caching": caches}
+    expected = serve_calmly(llama, load, **flags)
+    assert expected != serve_calmly(llama, plain, **flags), "they do sample"
+    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 256}) == expected
+
+
+def test_whole_prompts_survive_a_storm(llama: Path) -> None:
+    """Chunked prefill is switched off."""
+    load = make_load(seed=7, num_requests=12)
+    flags = {"skip_tokenizer_init": True, "enable_chunked_prefill": False}
+    expected = serve_calmly(llama, load, **flags)
+    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 512}) == expected
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model like DeepSeek-V2 with random weights: its attention is latent (MLA)."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        hidden_size=128, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=40_000, max_position_embeddings=512, kv_lora_rank=512, q_lora_rank=None,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, n_shared_experts=1,
+        num_experts_per_tok=2, first_k_dense_replace=3, n_group=1, topk_group=1, topk_method="greedy",
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("latent")
+    torch.manual_seed(0)
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_latent_attention_survives_a_storm(latent: Path) -> None:
+    """vLLM switches chunked prefill off for it on CPUs without AMX. There, its tokens depend on what else is in a step.
+
+    So one request at a time computes, and the others are in swap space.
+    """
+    load = make_load(seed=8, num_requests=12)
+    alone = {"skip_tokenizer_init": True, "max_num_seqs": 1}
+    expected = serve_calmly(latent, load, **alone)
+    assert len({token for tokens in expected.values() for token in tokens}) > 200, "tokens depend on their context"
+    assert serve_in_a_storm(latent, load, recompute=0.0, **alone | {"max_num_batched_tokens": 512}) == expected
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="of x86 CPUs, vLLM has fp8 KV caches on those with AVX-512 or AMX only"
 )

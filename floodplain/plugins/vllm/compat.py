@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,6 +37,7 @@ class SteeredScheduler(AsyncScheduler):
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.is_resetting = False
         self.is_async = bool(self.scheduler_config.async_scheduling)
+        self._is_on_cpu = bool(current_platform.is_cpu())
         with refusals_in_one_line():
             self.groups = find_groups(self.kv_cache_config)
         self.finder = BlockFinder(self.kv_cache_manager, self.groups, self.hash_block_size)
@@ -249,16 +251,32 @@ class SteeredScheduler(AsyncScheduler):
         self.note_departure(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
 
+    def _limit(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Return how many of these tokens a request computes in this step: at most its ``cap``, or its prompt whole."""
+        num_tokens = self.cap(request.request_id, num_new_tokens)
+        if not num_tokens or not self._keeps_whole(request):
+            return min(num_tokens, num_new_tokens)
+        num_left = request.num_tokens - num_computed_tokens
+        fits_later = num_new_tokens < num_left <= self.max_num_scheduled_tokens
+        return 0 if fits_later else num_new_tokens
+
+    def _keeps_whole(self, request: Request) -> bool:
+        """Whether a prompt must be computed in one step. vLLM's runner for CPUs splits none with a seed of its own."""
+        if not self.scheduler_config.enable_chunked_prefill:
+            return True
+        sampling = request.sampling_params
+        return self._is_on_cpu and sampling is not None and sampling.seed is not None
+
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Limit a request's tokens to ``cap``: vLLM's last decision on their number."""
+        """Limit a request's tokens: vLLM's last decision on their number."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return min(num_tokens, self.cap(request.request_id, num_tokens))
+        return self._limit(request, num_computed_tokens, num_tokens)
 
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Encode what the tokens of this step need, and no more; called before ``_reserve_prefill_lookahead``."""
-        num_tokens = min(num_new_tokens, self.cap(request.request_id, num_new_tokens))
+        num_tokens = self._limit(request, num_computed_tokens, num_new_tokens)
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_tokens, *args, **kwargs)
 
     def _inflight_prefill_reserved_blocks(self) -> int:

@@ -62,10 +62,6 @@ _CHECKS: tuple[Check, ...] = (
         "models without attention have no KV to swap: serve this one without floodplain",
     ),
     (
-        lambda c: not c.scheduler_config.enable_chunked_prefill,
-        "prompts are computed in chunks: leave --no-enable-chunked-prefill out",
-    ),
-    (
         lambda c: c.scheduler_config.disable_chunked_mm_input,
         "prompts are computed in chunks: leave --disable-chunked-mm-input out",
     ),

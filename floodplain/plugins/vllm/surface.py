@@ -65,6 +65,7 @@ SURFACE = (
         " scheduler_config vllm_config waiting",
     ),
     Used("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", called={"_update_after_schedule": "scheduler_output"}),
+    Used("vllm.platforms.interface", "Platform", called={"is_cpu": ""}),
     Used("vllm.v1.core.sched.interface", "PauseState", attributes="UNPAUSED"),
     Used(
         "vllm.v1.core.sched.output", "SchedulerOutput",
@@ -84,7 +85,7 @@ SURFACE = (
         "vllm.v1.request", "Request",
         attributes="arrival_time block_hashes drop_stale_output max_tokens num_computed_tokens num_output_placeholders"
         " num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens num_tokens priority request_id"
-        " status",
+        " sampling_params status",
         called={"is_finished": ""},
     ),
     Used(
