@@ -90,7 +90,6 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
     [
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"lora_config": object()}, "leave --enable-lora out"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),

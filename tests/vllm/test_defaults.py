@@ -100,7 +100,6 @@ def refusal_of(words: list[str]) -> str:
         ([], NO_SCHEDULER),
         ([*SCHEDULER, "--disable-chunked-mm-input"], "leave --disable-chunked-mm-input out"),
         ([*SCHEDULER, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative"),
-        ([*SCHEDULER, "--enable-lora"], "leave --enable-lora out"),
         ([*SCHEDULER, "--kv-offloading-size", "1"], "leave --kv-offloading-size out"),
         ([*SCHEDULER, "-tp", "9", "-dcp", "3"], "decode context parallelism"),
         ([*SCHEDULER, "-pp", "2"], "pipeline parallelism"),
@@ -149,8 +148,8 @@ def install(folder: Path) -> Path:
     [
         ([*SCHEDULER, "--additional-config", '{"floodplain": {"swap_memory": 1}}'], "which is none of policy, seed"),
         (
-            [*SCHEDULER, "--disable-hybrid-kv-cache-manager", "--enable-lora", *TRANSFER],
-            "leave --enable-lora out",
+            [*SCHEDULER, "--disable-hybrid-kv-cache-manager", "--disable-chunked-mm-input", *TRANSFER],
+            "leave --disable-chunked-mm-input out",
         ),
     ],
     ids=["no connector", "vLLM asks for no connector early"],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm.engines import (
@@ -21,6 +25,7 @@ from tests.vllm.engines import (
     scheduler_of,
     serve_calmly,
 )
+from tests.vllm.shards import LLAMA
 from tests.vllm.storm import StormPolicy
 
 
@@ -79,6 +84,47 @@ def test_whole_prompts_survive_a_storm(llama: Path) -> None:
     flags = {"skip_tokenizer_init": True, "enable_chunked_prefill": False}
     expected = serve_calmly(llama, load, **flags)
     assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 512}) == expected
+
+
+def write_adapter(folder: Path, seed: int) -> LoRARequest:
+    """A LoRA adapter of the small Llama, large enough that its tokens are its own."""
+    generator, hidden, rank = torch.Generator().manual_seed(seed), LLAMA["hidden_size"], 8
+    weights = {}
+    for layer in range(LLAMA["num_hidden_layers"]):
+        for name, size in (("q_proj", hidden), ("v_proj", LLAMA["num_key_value_heads"] * LLAMA["head_dim"])):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = 0.3 * torch.randn((rank, hidden), generator=generator)
+            weights[f"{place}.lora_B.weight"] = 0.3 * torch.randn((size, rank), generator=generator)
+    folder = folder / f"adapter-{seed}"
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(facts | {"bias": "none", "task_type": "CAUSAL_LM"}))
+    return LoRARequest(folder.name, seed, str(folder))
+
+
+@dataclass(frozen=True)
+class AdaptedLoad(Load):
+    """Requests of several adapters in turn."""
+
+    adapters: tuple[LoRARequest, ...] = ()
+
+    def send(self, llm: LLM, indices: Sequence[int] | None = None) -> None:
+        for index in range(len(self)) if indices is None else indices:
+            prompt = {"prompt_token_ids": list(self.prompts[index])}
+            adapter = self.adapters[index % len(self.adapters)]
+            llm.llm_engine.add_request(str(index), prompt, self.params(index), lora_request=adapter)
+
+
+def test_requests_of_several_adapters_survive_a_storm(llama: Path, tmp_path: Path) -> None:
+    """Prompts begin alike: KV that one adapter computed is of no use to another. Two of three adapters fit at once."""
+    plain = make_load(seed=8, num_requests=12, num_common=40)
+    load = AdaptedLoad(plain.prompts, plain.lengths, tuple(write_adapter(tmp_path, seed) for seed in (1, 2, 3)))
+    flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    expected = serve_calmly(llama, load, **flags, enable_prefix_caching=True)
+    base = serve_calmly(llama, plain, skip_tokenizer_init=True)
+    assert all(expected[index] != base[index] for index in base)
+    assert serve_in_a_storm(llama, load, **flags, enable_prefix_caching=True) == expected
 
 
 @pytest.fixture(scope="module")

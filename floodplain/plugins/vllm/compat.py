@@ -170,10 +170,26 @@ class SteeredScheduler(AsyncScheduler):
         newcomers = self.plan()
         # vLLM stops at the first request that holds blocks already and gets no tokens.
         arrived = [request.request_id for request in self._holding if self.cap(request.request_id, 1)]
-        with self._holding.let_in(arrived), self._queue.let_in(newcomers):
+        with self._holding.let_in(self._fit_adapters(arrived)), self._queue.let_in(self._fit_adapters(newcomers)):
             output = super().schedule(throttle_prefills)
         self.note_step(output)
         return output
+
+    def _fit_adapters(self, request_ids: Iterable[str]) -> list[str]:
+        """Return the requests whose LoRA adapters fit beside those that run.
+
+        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step.
+        """
+        if not self.lora_config:
+            return list(request_ids)
+        adapters = {_adapter_of(request) for request in self.running} - {None}
+        fitting = []
+        for request_id in request_ids:
+            adapter = _adapter_of(self.requests[request_id])
+            if adapter is None or adapter in adapters or len(adapters) < self.lora_config.max_loras:
+                adapters |= {adapter} - {None}
+                fitting.append(request_id)
+        return fitting
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Finish a step, as vLLM does, after copies' names are replaced by those of their requests."""
@@ -287,6 +303,10 @@ class SteeredScheduler(AsyncScheduler):
 def local_tokens_in(output: SchedulerOutput) -> dict[str, int]:
     """Return how many leading tokens each request that is new in a step did not have to compute."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+
+
+def _adapter_of(request: Request) -> int | None:
+    return request.lora_request.lora_int_id if request.lora_request else None
 
 
 def was_aborted(request: Request) -> bool:

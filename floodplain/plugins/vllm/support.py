@@ -66,10 +66,6 @@ _CHECKS: tuple[Check, ...] = (
         "prompts are computed in chunks: leave --disable-chunked-mm-input out",
     ),
     (
-        lambda c: c.lora_config is not None,
-        "LoRA adapters are not supported yet: leave --enable-lora out",
-    ),
-    (
         lambda c: c.ec_transfer_config is not None,
         "the transfer of encoder outputs is not supported: leave --ec-transfer-config out",
     ),

@@ -60,9 +60,9 @@ SURFACE = (
             "_update_request_with_output": "request",
         },
         attributes="_inflight_prefills block_size connector deferred_frees deferred_waiting failed_recving_kv_req_ids"
-        " finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager kv_holding_waiting max_model_len"
-        " max_num_active_reqs max_num_scheduled_tokens pause_state recompute_kv_load_failures requests running"
-        " scheduler_config vllm_config waiting",
+        " finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager kv_holding_waiting lora_config"
+        " max_model_len max_num_active_reqs max_num_scheduled_tokens pause_state recompute_kv_load_failures requests"
+        " running scheduler_config vllm_config waiting",
     ),
     Used("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", called={"_update_after_schedule": "scheduler_output"}),
     Used("vllm.platforms.interface", "Platform", called={"is_cpu": ""}),
@@ -83,8 +83,8 @@ SURFACE = (
     Used("vllm.v1.outputs", "KVConnectorOutput", attributes="failed_recving finished_recving kv_connector_worker_meta"),
     Used(
         "vllm.v1.request", "Request",
-        attributes="arrival_time block_hashes drop_stale_output max_tokens num_computed_tokens num_output_placeholders"
-        " num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens num_tokens priority request_id"
+        attributes="arrival_time block_hashes drop_stale_output lora_request max_tokens num_computed_tokens"
+        " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens num_tokens priority request_id"
         " sampling_params status",
         called={"is_finished": ""},
     ),
