@@ -140,8 +140,8 @@ def test_the_scheduler_runs_with_no_connector_or_with_vllms_own(connector: str |
     )
     assert names_scheduler(config) and not names_connector(config)
     expect_supported(config, borrows=False, follows_sleep=False)
-    with pytest.raises(UserError, match="leave --enable-lora out"):
-        config.lora_config = object()
+    with pytest.raises(UserError, match="leave --speculative-config out"):
+        config.speculative_config = object()
         expect_supported(config, borrows=False, follows_sleep=False)
 
 

@@ -77,15 +77,22 @@ def make_stock(model: Path, **flags: Any) -> LLM:
     )  # fmt: skip
 
 
-def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
-    """vLLM with the plug-in, and otherwise the flags of ``make_stock``."""
-    transfer = KVTransferConfig(
+def transfer_config(settings: dict[str, Any]) -> KVTransferConfig:
+    """vLLM's setting that names our connector, with these settings of ours."""
+    return KVTransferConfig(
         kv_connector="FloodplainConnector",
         kv_connector_module_path="floodplain.plugins.vllm.connector",
         kv_role="kv_both",
         kv_connector_extra_config=settings,
     )
-    ours = {"scheduler_cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler", "kv_transfer_config": transfer}
+
+
+def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
+    """vLLM with the plug-in, and otherwise the flags of ``make_stock``."""
+    ours = {
+        "scheduler_cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler",
+        "kv_transfer_config": transfer_config(settings),
+    }
     return make_stock(model, **(ours | flags))
 
 

@@ -24,6 +24,7 @@ from tests.vllm.engines import (
     make_load,
     scheduler_of,
     serve_calmly,
+    transfer_config,
 )
 from tests.vllm.shards import LLAMA
 from tests.vllm.storm import StormPolicy
@@ -125,6 +126,19 @@ def test_requests_of_several_adapters_survive_a_storm(llama: Path, tmp_path: Pat
     base = serve_calmly(llama, plain, skip_tokenizer_init=True)
     assert all(expected[index] != base[index] for index in base)
     assert serve_in_a_storm(llama, load, **flags, enable_prefix_caching=True) == expected
+
+
+@pytest.mark.parametrize("policy", ["cfs", "timely"])
+def test_a_policy_ends_no_turn_for_an_adapter_that_does_not_fit(llama: Path, tmp_path: Path, policy: str) -> None:
+    """Else it would do so in every step, and no request would ever end."""
+    plain = make_load(seed=8, num_requests=12)
+    load = AdaptedLoad(plain.prompts, plain.lengths, tuple(write_adapter(tmp_path, seed) for seed in (1, 2, 3)))
+    flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    llm = make_crowded(llama, kv_transfer_config=transfer_config({"policy": policy, "swap_memory": "256MiB"}), **flags)
+    run = drive(llm, load)
+    assert len(run.tokens) == len(load) and run.num_steps < 2_000
+    expect_nothing_left(llm)
+    close(llm)
 
 
 @pytest.fixture(scope="module")

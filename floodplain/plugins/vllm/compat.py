@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,6 +153,17 @@ class SteeredScheduler(AsyncScheduler):
         self.deferred_waiting.discard(request)
         return True
 
+    def find_fitting(self, others: Sequence[Request] = ()) -> Callable[[Request], bool]:
+        """Return a check whether a request's LoRA adapter fits beside those of ``others`` and on the device.
+
+        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step.
+        """
+        if not self.lora_config:
+            return lambda request: True
+        most: int = self.lora_config.max_loras
+        adapters = {_adapter_of(request) for request in (*self.running, *self._holding, *others)} - {None}
+        return lambda request: len({*adapters, _adapter_of(request)} - {None}) <= max(most, len(adapters))
+
     # -- what vLLM calls -------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
@@ -176,20 +187,12 @@ class SteeredScheduler(AsyncScheduler):
         return output
 
     def _fit_adapters(self, request_ids: Iterable[str]) -> list[str]:
-        """Return the requests whose LoRA adapters fit beside those that run.
-
-        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step.
-        """
-        if not self.lora_config:
-            return list(request_ids)
-        adapters = {_adapter_of(request) for request in self.running} - {None}
-        fitting = []
+        """Return the requests whose LoRA adapters fit together, and beside those that run."""
+        fitting: list[Request] = []
         for request_id in request_ids:
-            adapter = _adapter_of(self.requests[request_id])
-            if adapter is None or adapter in adapters or len(adapters) < self.lora_config.max_loras:
-                adapters |= {adapter} - {None}
-                fitting.append(request_id)
-        return fitting
+            if self.find_fitting(fitting)(self.requests[request_id]):
+                fitting.append(self.requests[request_id])
+        return [request.request_id for request in fitting]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Finish a step, as vLLM does, after copies' names are replaced by those of their requests."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from floodplain.core.cache_groups import is_one_table
 from floodplain.core.sequence import Status
@@ -14,6 +14,9 @@ from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.rows import Blocks, Limits, RowMaker, sort_rows
 from floodplain.plugins.vllm.tracked import TrackedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,14 @@ class Present:
         arrived: Requests whose inbound copies have ended; they compute from this step on.
         loading: Requests whose inbound copies are under way.
         deferred: Blocks that their requests hold no more, but outstanding steps do until they end.
+        fits: Whether a request could compute beside these; others are not shown.
     """
 
     running: tuple[TrackedRequest, ...]
     arrived: tuple[TrackedRequest, ...] = ()
     loading: tuple[TrackedRequest, ...] = ()
     deferred: Sequence[Any] = ()
+    fits: Callable[[Request], bool] = lambda request: True
 
 
 class Outlook:
@@ -65,7 +70,7 @@ class Outlook:
         desk.links.note_step(step)
         make = RowMaker(limits, self._blocks, desk.books, step)
         self._rows.drop(self._blocks.take_changed())
-        swapped, waiting = self._absent_rows(make) if is_open else ((), ())
+        swapped, waiting = self._absent_rows(make, present.fits) if is_open else ((), ())
         num_free = self._blocks.count_free()
         running = self._rows.running((*present.running, *present.arrived), make, step)
         # Preempting a request whose last token is on its way, or whose inbound copy has just ended, gains nothing.
@@ -95,17 +100,22 @@ class Outlook:
         self._forget_others(view)
         return view
 
-    def _absent_rows(self, make: RowMaker) -> tuple[tuple[SequenceView, ...], tuple[SequenceView, ...]]:
-        """Return rows of swapped and of the first waiting requests; without backups, a swapped one waits."""
+    def _absent_rows(
+        self, make: RowMaker, fits: Callable[[Request], bool]
+    ) -> tuple[tuple[SequenceView, ...], tuple[SequenceView, ...]]:
+        """Return rows of swapped and of the first waiting requests; without backups, a swapped one waits.
+
+        A policy would preempt for one that vLLM then does not admit, in every step.
+        """
         rows, lobby = self._rows, self._lobby
         swapped = []
         for one in tuple(lobby.swapped.values()):
             row = rows.absent(one, make)
-            if row.status is Status.SWAPPED:
-                swapped.append(row)
-            else:
+            if row.status is not Status.SWAPPED:
                 lobby.wait(one)
-        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.shown()])
+            elif fits(one.request):
+                swapped.append(row)
+        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.shown() if fits(one.request)])
 
     def _forget_others(self, view: View) -> None:
         absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}

@@ -86,7 +86,7 @@ class FloodplainScheduler(SteeredScheduler):
         if self.is_open:
             self._lobby.refresh(self.take_queued(), self.is_ready)
         running, come, coming = map(self._find_all, (self.running, arrived, loading))
-        present = Present(running, come, coming, self.deferred_blocks)
+        present = Present(running, come, coming, self.deferred_blocks, self.find_fitting())
         return self._outlook.view(
             self._step,
             present,

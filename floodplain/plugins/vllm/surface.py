@@ -84,8 +84,8 @@ SURFACE = (
     Used(
         "vllm.v1.request", "Request",
         attributes="arrival_time block_hashes drop_stale_output lora_request max_tokens num_computed_tokens"
-        " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens num_tokens priority request_id"
-        " sampling_params status",
+        " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens"
+        " num_tokens priority request_id sampling_params status",
         called={"is_finished": ""},
     ),
     Used(
