@@ -13,7 +13,7 @@ from floodplain.workload.prompt_form import SEND_HELP, WAYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How to replay: the most requests in flight (None: no limit), whether output token ids are kept, no progress."""
+    """How to replay: the most requests in flight (None: no limit), whether token ids are kept, and no progress."""
 
     max_concurrency: int | None = None
     save_tokens: bool = False

@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Caps:
-    """A pair of caps to try: E, and A + E, below which no placement whose G_s eq_s are at most E has an objective.
+    """A pair of caps to try. No placement whose G_s eq_s are at most E has an objective below ``value``, A + E.
 
     If it is sure, divided servers cover the units under these caps; else A is a guess from below.
     """
