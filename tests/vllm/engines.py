@@ -197,8 +197,9 @@ def drive_with_aborts(
 
 
 def finished_tokens(llm: LLM) -> dict[int, list[int]]:
-    """Take a step; return the tokens of requests that finished in it."""
-    return {int(o.request_id): list(o.outputs[0].token_ids) for o in llm.llm_engine.step() if o.finished}
+    """Take a step; return the tokens of requests that finished in it, of all their answers."""
+    ended = [output for output in llm.llm_engine.step() if output.finished]
+    return {int(one.request_id): [token for answer in one.outputs for token in answer.token_ids] for one in ended}
 
 
 def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.vllm.engines import (
     Load,
@@ -76,6 +76,25 @@ def test_samples_with_seeds_survive_a_storm(llama: Path, caches: bool) -> None:
     flags = {"skip_tokenizer_init": True, "enable_prefix_caching": caches}
     expected = serve_calmly(llama, load, **flags)
     assert expected != serve_calmly(llama, plain, **flags), "they do sample"
+    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 256}) == expected
+
+
+@dataclass(frozen=True)
+class SeveralLoad(SampledLoad):
+    """Three answers to each prompt."""
+
+    def params(self, index: int) -> SamplingParams:
+        params = super().params(index)
+        params.n, params.output_kind = 3, RequestOutputKind.FINAL_ONLY
+        return params
+
+
+def test_several_answers_to_a_prompt_survive_a_storm(llama: Path) -> None:
+    plain = make_load(seed=12, num_requests=6)
+    load = SeveralLoad(plain.prompts, plain.lengths)
+    flags = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
+    expected = serve_calmly(llama, load, **flags)
+    assert {index: len(tokens) for index, tokens in expected.items()} == {i: 3 * n for i, n in enumerate(load.lengths)}
     assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 256}) == expected
 
 
