@@ -33,4 +33,6 @@ metadata = info / "METADATA"
 metadata.write_text(re.sub(r"(?m)^Version: .*", r"\g<0>+cpu", metadata.read_text(), count=1))
 info.rename(info.with_name(info.name.replace(".dist-info", "+cpu.dist-info")))
 PYTHON
+# 0.33 requires it, and 0.32 does not.
+.venv-vllm/bin/pip install --quiet --disable-pip-version-check --target "$SITE" orjson
 "$ENV/bin/python" -c "import vllm; print('vllm', vllm.__version__)"
