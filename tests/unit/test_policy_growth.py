@@ -46,6 +46,10 @@ def test_a_stream_grows_by_what_its_groups_lack() -> None:
         assert blocks_due(view, row, num_steps) == max(
             0, blocks_for(view, num_tokens + num_steps) - blocks_for(view, num_tokens)
         )
+    old = stream(0, num_scheduled=30, since_step=90, block_due_step=100)
+    assert blocks_due(view, old, 8) == blocks_for(view, 48) - blocks_for(view, 40), (
+        "it has grown since its row was made"
+    )
     late = stream(0, num_scheduled=70, since_step=100, block_due_step=120)
     assert blocks_due(view, late, 20) == 0 < blocks_due(view, late, 21)
 
@@ -60,6 +64,10 @@ def test_spare_blocks_count_growth_in_each_group() -> None:
     rows = [stream(0), waiting(1, num_tokens=8)]
     alone = count_spare_blocks(make_view(*rows, num_available_blocks=40), 4)
     assert count_spare_blocks(make_view(*rows, num_available_blocks=40, groups=(FULL, FULL)), 4) < alone
+    many = [stream(number, num_scheduled=16, block_due_step=100) for number in range(4)]
+    for num_free in range(8, 20):  # exact, and by the bound of the fast path
+        view = make_view(*many, num_available_blocks=num_free, groups=(FULL, FULL))
+        assert count_spare_blocks(view, 4) <= num_free - sum(blocks_due(view, row, 4) for row in many)
 
 
 def test_fcfs_admits_by_the_blocks_of_all_groups() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.core.cache_groups import CacheGroup
+from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
@@ -337,3 +338,54 @@ def test_swap_space_is_seen_with_what_its_link_costs() -> None:
     world.books.fetch(one, [world.run(one, 13)], 4, 13)
     assert links.view_tiers(world.books.transfers) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
     assert links.view_tiers(World(num_slots=0).books.transfers) == ()
+
+
+# -- groups of layers --------------------------------------------------------------------------------------------------
+
+NULL = Block(-1, is_null=True)
+GROUPS = (CacheGroup(4), CacheGroup(2, CacheKind.WINDOW, 4), CacheGroup(4, CacheKind.STATE, 2))
+
+
+class GroupedWorld(World):
+    """Of a request of 17 tokens: five blocks of all tokens, a window of three, and a state behind a gap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = SwapBooks([SlotLedger(Tier.HOST, 16)], GROUPS)
+        self.make = RowMaker(replace(LIMITS, groups=GROUPS), self, self.books, STEP)
+        self.grouped = [self.pool.give(5), [NULL] * 6 + self.pool.give(3), [NULL, *self.pool.give(1), NULL, NULL]]
+        self.grouped[2] += self.pool.give(1)
+
+    def tables(self, request_id: str) -> Tables:
+        return self.grouped
+
+
+def test_a_row_counts_blocks_of_all_groups_without_the_null_block() -> None:
+    world = GroupedWorld()
+    one = world.arrive(num_output=8)
+    one.request.num_computed_tokens = 17
+    assert world.make.running(one).num_blocks == world.make.loading(one).num_blocks == 5 + 3 + 2
+
+
+def test_a_row_is_due_for_a_block_when_its_first_group_is() -> None:
+    """The window's table is full after 18 tokens, the others after 20."""
+    world = GroupedWorld()
+    one = world.arrive(num_output=8)
+    one.request.num_computed_tokens = 17
+    assert world.make.running(one).block_due_step == STEP + 1
+
+
+def test_a_state_cannot_be_restored_for_fewer_tokens_than_it_is_for() -> None:
+    world = GroupedWorld()
+    world.books.bind(world.pool)
+    one = world.arrive(num_output=8)
+    assert world.books.swap_out(one, world.grouped, 17, Reason.SLICE_ENDED)
+    world.settle()
+    assert [world.books.count_restorable(one, most) for most in (None, 18, 17, 16)] == [17, 17, 17, 0]
+    windows = SwapBooks([SlotLedger(Tier.HOST, 16)], GROUPS[:2])
+    windows.bind(world.pool)
+    two = world.arrive(1, num_output=8)
+    assert windows.swap_out(two, world.grouped[:2], 17, Reason.SLICE_ENDED)
+    for transfer in windows.take_due():
+        windows.settle(transfer.transfer_id, frozenset())
+    assert [windows.count_restorable(two, most) for most in (None, 16)] == [17, 16]

@@ -333,6 +333,15 @@ def test_a_slot_is_as_large_as_a_block_whatever_a_token_takes(shape: tuple[int, 
     assert layout.block_bytes == shape[1] * shape[2]
 
 
+def test_pieces_are_in_the_order_of_layers_wherever_they_lie() -> None:
+    memory = torch.zeros(3 * BLOCKS * SIZE)
+    places = {"layer.0": 2, "layer.1": 0, "layer.2": 1}
+    caches = {name: memory[place * BLOCKS * SIZE :][: BLOCKS * SIZE].view(BLOCKS, -1) for name, place in places.items()}
+    assert [words.data_ptr() for words in CacheBlocks(caches, BLOCKS).words] == [
+        one.data_ptr() for one in caches.values()
+    ]
+
+
 def test_layers_of_groups_that_share_memory_are_copied_once() -> None:
     """A block serves one group at a time, and their layers differ in the tokens of a block."""
     memory = torch.arange(5 * 32, dtype=torch.uint8)

@@ -30,12 +30,13 @@ from tests.vllm.engines import (
 from tests.vllm.storm import StormPolicy
 
 QWEN_NEXT = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 40_000, "max_position_embeddings": 512, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 40_000, "max_position_embeddings": 512, "linear_num_value_heads": 2, "linear_num_key_heads": 1,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "full_attention_interval": 4,
     "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+LINEAR_TOKENS = 128
 LOAD = make_load(seed=2, num_requests=12)
 FLAGS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
 FULL = CacheGroup(BLOCK_TOKENS)
@@ -149,9 +150,9 @@ def flags_of_linear(*, caches: bool) -> dict[str, Any]:
 
 
 def groups_of_linear(*, caches: bool) -> tuple[CacheGroup, ...]:
-    """Without a prefix cache a state has one block for the longest request, else one for each 1,152 tokens."""
-    state = CacheGroup(1152, CacheKind.STATE, 2) if caches else CacheGroup(MAX_MODEL_LEN, CacheKind.STATE, 1)
-    return (state, state, state, CacheGroup(1152))
+    """Without a prefix cache a state has one block for the longest request, else one for each 128 tokens."""
+    state = CacheGroup(LINEAR_TOKENS, CacheKind.STATE, 2) if caches else CacheGroup(MAX_MODEL_LEN, CacheKind.STATE, 1)
+    return (state, state, state, CacheGroup(LINEAR_TOKENS))
 
 
 def serve_linear_in_a_storm(folder: Path, *, caches: bool) -> dict[int, list[int]]:

@@ -64,6 +64,13 @@ def first_kept(table: Sequence[Any]) -> int:
     return bisect_left(table, True, key=lambda block: not block.is_null)
 
 
+def count_kept(group: CacheGroup, table: Sequence[Any]) -> int:
+    """Return how many blocks a table has. One of states has null blocks between others, too."""
+    if group.kind is CacheKind.STATE:
+        return sum([not block.is_null for block in table])
+    return len(table) - first_kept(table)
+
+
 class SwapBooks:
     """Owns the slots of swap space, and the backups of each request in them.
 
@@ -229,6 +236,7 @@ class SwapBooks:
 
     def fetch(self, tracked: TrackedRequest, tables: Tables, num_local: int, num_tokens: int) -> None:
         """Start to restore tokens ``num_local`` (whole blocks) to ``num_tokens`` of a request into its blocks."""
+        assert all(num_local % group.block_tokens == 0 for group in self._groups if group.kind is not CacheKind.STATE)
         blocks, backups = [], []
         for number, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
             first = max(num_local // group.block_tokens, self._first_place(number, table, num_tokens))

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
 from floodplain.plugins.vllm.compat_names import find_groups
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
@@ -40,7 +41,18 @@ class SteeredScheduler(AsyncScheduler):
         self._is_on_cpu = bool(current_platform.is_cpu())
         with refusals_in_one_line():
             self.groups = find_groups(self.kv_cache_config)
+            self._expect_whole_hits()
         self.finder = BlockFinder(self.kv_cache_manager, self.groups, self.hash_block_size)
+
+    def _expect_whole_hits(self) -> None:
+        """Refuse hits of the prefix cache that end within a block, which vLLM copies while we restore others."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        is_split = any(one.cache_hit_alignment_tokens % one.block_size for one in managers)
+        if is_split and self.cache_config.enable_prefix_caching:
+            raise UserError(
+                "hits of the prefix cache within a block are not supported: leave --prefix-match-unit out,"
+                " or pass --no-enable-prefix-caching"
+            )
 
     # -- for a subclass --------------------------------------------------------------------------------------------
 
@@ -196,10 +208,10 @@ class SteeredScheduler(AsyncScheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Finish a step, as vLLM does, after copies' names are replaced by those of their requests."""
-        said = model_runner_output.kv_connector_output
-        if said is not None:
-            said.finished_recving = self._find_owners(said.finished_recving)
-            said.failed_recving = self._find_owners(said.failed_recving)
+        report = model_runner_output.kv_connector_output
+        if report is not None:
+            report.finished_recving = self._find_owners(report.finished_recving)
+            report.failed_recving = self._find_owners(report.failed_recving)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.note_end(scheduler_output)
         return outputs

@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 
 from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.request import SeqId
-from floodplain.plugins.vllm.books import Tables, first_kept
+from floodplain.plugins.vllm.books import Tables
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
 
@@ -84,8 +84,8 @@ class BlockFinder:
         self._manager = manager
         self.pool = manager.block_pool
         self._tables = [one.req_to_blocks for one in manager.coordinator.single_type_managers]
-        full = [number for number, group in enumerate(groups) if group.kind is CacheKind.FULL]
-        self._first = next((number for number in full if groups[number].block_tokens == hash_tokens), None)
+        first = next((number for number, group in enumerate(groups) if group.kind is CacheKind.FULL), None)
+        self._first = first if first is not None and groups[first].block_tokens == hash_tokens else None
         self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._find)
         WatchedPool.watch(self.pool, self._exclusive, self._prefixes)
 
@@ -104,10 +104,9 @@ class BlockFinder:
 
     def count_exclusive(self, seq_id: SeqId, tables: Tables) -> int:
         """Return how many blocks of its tables only this request uses."""
-        if self._first is None:
-            return _count_single(tables)
-        num_blocks = self._exclusive.count(seq_id, tables[self._first])
-        return num_blocks + _count_single([*tables[: self._first], *tables[self._first + 1 :]])
+        others = [table for number, table in enumerate(tables) if number != self._first]
+        num_first = 0 if self._first is None else self._exclusive.count(seq_id, tables[self._first])
+        return num_first + sum(bool(block.ref_cnt == 1 and not block.is_null) for table in others for block in table)
 
     def take_changed(self) -> Set[SeqId]:
         """Return requests whose exclusive blocks or prefix changed since the last call."""
@@ -128,8 +127,3 @@ class BlockFinder:
     def _find(self, block_hash: Any) -> Any:
         cached = self.pool.get_cached_block(block_hash, [self._first])
         return None if cached is None else cached[0]
-
-
-def _count_single(tables: Tables) -> int:
-    """Return how many blocks, but vLLM's null block, have one reference."""
-    return sum([block.ref_cnt == 1 for table in tables for block in table[first_kept(table) :]])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from floodplain.core.cache_groups import CacheGroup
+from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView
-from floodplain.plugins.vllm.books import SwapBooks, Tables, first_kept
+from floodplain.plugins.vllm.books import SwapBooks, Tables, count_kept
 from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
@@ -41,8 +41,8 @@ class Limits:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens of a block; of the smallest, if groups differ."""
-        return min(group.block_tokens for group in self.groups)
+        """Return the tokens of a block of full attention, the first one if groups differ; without it, of any group."""
+        return next((group for group in self.groups if group.kind is CacheKind.FULL), self.groups[0]).block_tokens
 
 
 class Blocks(Protocol):
@@ -119,7 +119,7 @@ class RowMaker:
 
     def _count_held(self, tables: Tables) -> int:
         """Return how many blocks are in tables. A window that moves on in a later step frees one more of each."""
-        return sum([len(table) - first_kept(table) for table in tables])
+        return sum([count_kept(group, table) for group, table in zip(self._limits.groups, tables, strict=True)])
 
     def absent(self, tracked: TrackedRequest) -> SequenceView:
         """Return the row of a request without blocks, with what the device has of it by content."""

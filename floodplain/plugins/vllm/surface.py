@@ -59,8 +59,9 @@ SURFACE = (
             "_try_schedule_encoder_inputs": "request num_computed_tokens num_new_tokens",
             "_update_request_with_output": "request",
         },
-        attributes="_inflight_prefills block_size connector deferred_frees deferred_waiting failed_recving_kv_req_ids"
-        " finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager kv_holding_waiting lora_config"
+        attributes="_inflight_prefills block_size cache_config connector deferred_frees deferred_waiting"
+        " failed_recving_kv_req_ids finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager"
+        " kv_holding_waiting lora_config"
         " max_model_len max_num_active_reqs max_num_scheduled_tokens pause_state recompute_kv_load_failures requests"
         " running scheduler_config vllm_config waiting",
     ),
@@ -97,7 +98,8 @@ SURFACE = (
         attributes="block_pool coordinator", called={"prefix_cache_lookup_enabled": "request"},
     ),
     Used("vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", attributes="single_type_managers"),
-    Used("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager", attributes="req_to_blocks"),
+    Used("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager",
+        attributes="block_size cache_hit_alignment_tokens req_to_blocks"),
     Used(
         "vllm.v1.core.block_pool", "BlockPool",
         overridden={

@@ -152,9 +152,9 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the workers' report."""
-        said = connector_output.kv_connector_worker_meta
-        if said is not None:
-            self.desk.note_report(said.report)
+        message = connector_output.kv_connector_worker_meta
+        if message is not None:
+            self.desk.note_report(message.report)
 
     def has_pending_block_frees(self) -> bool:
         """Whether only copies hold some blocks; if so, vLLM waits for one instead of preempting one more request."""
