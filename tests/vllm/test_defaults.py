@@ -16,12 +16,16 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from floodplain.plugins.vllm.refusal import Refusal
 from tests.vllm.engines import Load, make_tiny, serve_calmly
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
+except ImportError:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 60
