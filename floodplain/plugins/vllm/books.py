@@ -76,7 +76,7 @@ class SwapBooks:
 
     A request has a block table in each group of layers. What full attention keeps never changes, so it is backed up
     ahead, and a part of it can be restored. The rest (last blocks that are partly filled, windows, states) is copied
-    when the request leaves, and is restored whole or not at all.
+    when the request is swapped out, and is restored whole or not at all.
 
     Args:
         slots: Of each tier, the nearest first.
