@@ -12,9 +12,9 @@ from random import Random
 import pytest
 
 from floodplain.core.groups import GroupState as S
-from tests.chaos.group_cluster import ENGINE, MODEL, GroupCluster
+from tests.chaos.group_cluster import ENGINE, MODEL, NUM_STREAMS, GroupCluster
 from tests.chaos.group_faults import play
-from tests.chaos.group_load import known_requests
+from tests.chaos.group_load import Load, known_requests
 from tests.chaos.group_scene import Scene, Story
 from tests.support.waiting import wait_until
 
@@ -60,6 +60,13 @@ def test_wrong_tokens_are_seen_if_chunks_are_not_verified(cluster: GroupCluster)
         scene.wait_entered(S.PIPELINED)  # or a wrong token is seen before
         scene.ask_restore().result()
         wait_until(lambda: cluster.load.wrong or cluster.is_solo())
+        _wait_until_requests_end(cluster.load)
         if cluster.load.wrong:
             break
     assert cluster.load.wrong and all("are right" in line for line in cluster.load.wrong)
+
+
+def _wait_until_requests_end(load: Load) -> None:
+    """Wait until a wrong token is seen, or a request has ended on each stream: tokens are compared at the end."""
+    before = load.num_checked
+    wait_until(lambda: load.wrong or load.num_checked >= before + NUM_STREAMS)
