@@ -86,7 +86,7 @@ def expected(folder: Path, load: Load) -> dict[int, list[int]]:
 def engine(request: pytest.FixtureRequest, folder: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     from tests.vllm.engines import close, make_crowded
 
-    llm = make_crowded(folder, skip_tokenizer_init=True, **getattr(request.module, "FLAGS", {}))
+    llm = make_crowded(folder, **({"skip_tokenizer_init": True} | getattr(request.module, "FLAGS", {})))
     yield llm
     close(llm)
 
