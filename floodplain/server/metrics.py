@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from floodplain.core.lifecycle import Lifecycle
@@ -22,54 +21,28 @@ RECALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 
 
-class _Histogram:
-    """Counts in buckets. The library's class also exports a creation time, which ``docs/metrics.md`` lacks."""
-
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
-        self._name = name
-        self._text = text
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, values: Iterable[float | None]) -> None:
-        for value in values:
-            if value is not None:
-                self._counts[bisect_left(self._bounds, value)] += 1
-                self._sum += value
-
-    def family(self, model_name: str) -> Metric:
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        edges = [*map(str, self._bounds), "+Inf"]
-        buckets = list(zip(edges, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric([model_name], buckets, self._sum)
-        return family
-
-
 class ServingMetrics(Collector):
     """Collects ``stats()`` on every scrape; ``observe`` feeds the histograms in between."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8
         self._stats = stats
-        self._ttft = _Histogram(
-            "floodplain_time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S
+        self._ttft = self._histogram("time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S)
+        self._tpot = self._histogram(
+            "time_per_output_token_seconds", "Mean gap after the first token.", TOKEN_BUCKETS_S
         )
-        self._tpot = _Histogram(
-            "floodplain_time_per_output_token_seconds", "Mean gap after the first token.", TOKEN_BUCKETS_S
-        )
-        self._itl = _Histogram("floodplain_inter_token_latency_seconds", "Every gap between tokens.", TOKEN_BUCKETS_S)
-        self._e2e = _Histogram("floodplain_e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Every gap between tokens.", TOKEN_BUCKETS_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S)
         text = "From hearing of a recall until the bytes were free."
-        self._recalls = _Histogram("floodplain_lease_recall_seconds", text, RECALL_BUCKETS_S)
+        self._recalls = self._histogram("lease_recall_seconds", text, RECALL_BUCKETS_S)
         self._num_recalls = 0
 
     def observe(self, lifecycle: Lifecycle) -> None:
         """Add a request that has ended to the histograms."""
-        self._ttft.observe([lifecycle.ttft_s])
-        self._tpot.observe([lifecycle.tpot_s])
-        self._itl.observe(lifecycle.itl_s)
-        self._e2e.observe([lifecycle.e2e_s])
+        self._observe(self._ttft, lifecycle.ttft_s)
+        self._observe(self._tpot, lifecycle.tpot_s)
+        self._observe(self._itl, *lifecycle.itl_s)
+        self._observe(self._e2e, lifecycle.e2e_s)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now. Without swap space its counters stay 0."""
@@ -94,7 +67,7 @@ class ServingMetrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
-            yield histogram.family(self._model_name)
+            yield self._family(histogram)
 
     def _swap(self, stats: EngineStats) -> Iterator[Metric]:
         tiers = [tier.value for tier in Tier if tier is not Tier.LOCAL]
@@ -120,9 +93,9 @@ class ServingMetrics(Collector):
         text = "Exchanges with the coordinator that failed."
         yield self._counter("coordinator_failures", text, _by_one(stats.failed_exchanges), "problem")
         num_new = min(stats.num_recalls - self._num_recalls, len(stats.recall_times_s))
-        self._recalls.observe(stats.recall_times_s[len(stats.recall_times_s) - num_new :])
+        self._observe(self._recalls, *stats.recall_times_s[len(stats.recall_times_s) - num_new :])
         self._num_recalls = stats.num_recalls
-        yield self._recalls.family(self._model_name)
+        yield self._family(self._recalls)
 
     def _expansion(self, stats: EngineStats) -> Iterator[Metric]:
         text = "KV blocks, over those that the pool would have if no layer streamed."
@@ -149,6 +122,23 @@ class ServingMetrics(Collector):
             seconds |= {(stage, "busy"): busy_s, (stage, "bubble"): max(0.0, stats.pipeline_s - busy_s)}
         text = "Time in which steps of a pipeline were outstanding, by what a stage did."
         return self._counter("stage_seconds", text, seconds, "stage", "state")
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"floodplain_{name}", text, ["model_name"], registry=None, buckets=bounds)
+        histogram.labels(self._model_name)  # it has samples from the start
+        return histogram
+
+    def _observe(self, histogram: Histogram, *values: float | None) -> None:
+        child = histogram.labels(self._model_name)
+        for value in values:
+            if value is not None:
+                child.observe(value)
+
+    def _family(self, histogram: Histogram) -> Metric:
+        """The metric without its creation time, which ``docs/metrics.md`` lacks."""
+        (family,) = histogram.collect()
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        return family
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
