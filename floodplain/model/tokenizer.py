@@ -48,13 +48,13 @@ class Tokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """The text of one token inside a text: with the space that it would lose at the start."""
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         """Text of a conversation, up to where the assistant's answer begins; encode it without special tokens.
 
         Raises UserError if the model has no chat template, or the template refuses these messages.
         """
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation, up to where the assistant's answer begins. Raises as ``render_chat``."""
 
 
@@ -97,11 +97,11 @@ class ByteTokenizer:
         """The text of one token."""
         return self.decode([token_id])
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         """Lines of ``role: content``."""
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return turns + ("assistant:" if add_generation_prompt else "")
+        return f"{turns}assistant:"
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The bytes of lines of ``role: content``."""
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+        return self.encode(self.render_chat(messages))

@@ -1,4 +1,4 @@
-"""The interfaces of engine and tokenizer that the server uses."""
+"""The interface of the engine that the server uses."""
 
 from __future__ import annotations
 
@@ -8,43 +8,7 @@ from typing import Protocol
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
-
-
-class ServingTokenizer(Protocol):
-    """Text to tokens and back. Texts are encoded in worker threads, tokens decoded on the event loop as well."""
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether ``render_chat`` works."""
-        ...
-
-    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt, by default with the special tokens that the model's own tokenizer adds."""
-        ...
-
-    def least_tokens(self, text: str, /) -> int:
-        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
-        ...
-
-    def token_text(self, token_id: int, /) -> str:
-        """The text of a token within a text: with its space before it; half a character becomes U+FFFD."""
-        ...
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether a token stands for bytes, whatever its neighbours are: then ``token_bytes`` works."""
-        ...
-
-    def token_bytes(self, token_id: int, /) -> bytes:
-        """The bytes of a token; they need not be whole characters."""
-        ...
-
-    def render_chat(self, messages: list[dict[str, str]], /) -> str:
-        """The text of a conversation (``role`` and ``content`` each), up to where the answer begins; no special tokens.
-
-        Raises UserError if the template refuses it (roles that do not alternate, ...).
-        """
-        ...
+from floodplain.model.tokenizer import Tokenizer
 
 
 class ServingEngine(Protocol):
@@ -61,7 +25,7 @@ class ServingEngine(Protocol):
         ...
 
     @property
-    def tokenizer(self) -> ServingTokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         ...
 

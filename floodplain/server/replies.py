@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.protocol import ServingTokenizer
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.requests import UsageDetail
 from floodplain.server.responses import (
     AssistantMessage,
@@ -46,7 +46,7 @@ class ApiReply(ABC):
     def __init__(
         self,
         model: str,
-        tokenizer: ServingTokenizer,
+        tokenizer: Tokenizer,
         name: str,
         detail: UsageDetail = UsageDetail.NONE,
         shown_prompts: Sequence[Sequence[int]] | None = None,

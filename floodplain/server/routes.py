@@ -17,9 +17,10 @@ from fastapi import APIRouter, Request, Response
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.auth import Client
 from floodplain.server.fields import UNSUPPORTED_FIELDS, IgnoredFields
-from floodplain.server.protocol import ServingEngine, ServingTokenizer
+from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, WRITERS, ApiReply, ChatReply, CompletionReply, write_answer
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -39,7 +40,7 @@ SHORT_TEXTS = Workers(1, "short-texts")
 class PromptReader:
     """Reads the prompts of one body on a worker's thread. After a cancellation it does not begin further texts."""
 
-    def __init__(self, tokenizer: ServingTokenizer, limit: PromptLimit, *, is_long: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, limit: PromptLimit, *, is_long: bool) -> None:
         self._tokenizer = tokenizer
         self._limit = limit
         self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
