@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class HfTokenizer:
 
     def __init__(self, tokenizer: Any, more_eos_token_ids: Collection[int] = ()) -> None:
         from tokenizers.decoders import ByteLevel
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.vocab_size = len(tokenizer)
@@ -38,7 +39,7 @@ class HfTokenizer:
         self.is_byte_level = isinstance(decoder, ByteLevel)
         self._has_fallback_bytes = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_by_letter()
+        self._byte_of: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}
         self._bound = TokenBound.of(tokenizer.backend_tokenizer.to_str(), self._byte_of)
         self._bytes_of_token: dict[int, bytes] = {}
         self._fallback_byte_of_token: dict[int, int | None] = {}
@@ -116,20 +117,17 @@ class HfTokenizer:
         """The tokens of a short text, used as the context before another token."""
         return self.encode("a", add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, by the model's chat template."""
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")
         with template_errors():
-            text = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return str(text)
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation, by the model's chat template, which writes the special tokens itself."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
 
 def _from_pretrained(folder: Path) -> Any:
@@ -140,11 +138,3 @@ def _from_pretrained(folder: Path) -> Any:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
     tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only in use
     return tokenizer
-
-
-@lru_cache(maxsize=1)
-def _bytes_by_letter() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 letters stand for themselves, other bytes for the letters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

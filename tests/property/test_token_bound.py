@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from floodplain.model.hf_tokenizer import _bytes_by_letter
 from floodplain.model.token_bound import TokenBound
 
 CORPUS = ["the plain is wide, the river is slow    \n\n\n", "été 東京 naïve 12345 " * 3, "aaaaaaaaaaaaaaaaaaaaaaaa"]
+BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -26,7 +27,7 @@ def byte_level(alphabet: list[str], **options: Any) -> Tokenizer:
 
 def split_and_composed() -> Tokenizer:
     """A tokenizer like Qwen's: NFC, a pattern, bytes."""
-    tokenizer = byte_level(list(_bytes_by_letter()))
+    tokenizer = byte_level(list(BYTE_OF))
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(r"\s+|\w+"), behavior="isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,7 +53,7 @@ def train(tokenizer: Tokenizer, alphabet: list[str], special: list[str]) -> None
 
 
 MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "all bytes": lambda: byte_level(list(_bytes_by_letter())),
+    "all bytes": lambda: byte_level(list(BYTE_OF)),
     "some bytes": lambda: byte_level([]),
     "some bytes, unknown ones joined": lambda: byte_level([], unk_token="<unk>", fuse_unk=True),
     "split and composed": split_and_composed,
@@ -62,7 +63,7 @@ made = cache(lambda kind: MAKERS[kind]())
 
 
 def bound_of(tokenizer: Tokenizer) -> TokenBound | None:
-    return TokenBound.of(tokenizer.to_str(), _bytes_by_letter())
+    return TokenBound.of(tokenizer.to_str(), BYTE_OF)
 
 
 pieces = st.sampled_from(
@@ -114,7 +115,7 @@ def dropping(change: Callable[[dict[str, Any]], object], kind: str = "all bytes"
     ],
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(settings: str) -> None:
-    assert TokenBound.of(settings, _bytes_by_letter()) is None
+    assert TokenBound.of(settings, BYTE_OF) is None
 
 
 def test_a_special_token_that_strips_spaces_beats_any_bound() -> None:

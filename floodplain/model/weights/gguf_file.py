@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,7 @@ from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import parse_gguf_config
 from floodplain.model.weights.gguf_header import GgufParts
 
-_STEM_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _FREQUENCIES = "rope_freqs.weight"
 _EXPANDED_BYTES = 2**14
 """Most bytes of a row that is dequantised at once: 16 dequantised rows fit the CPU's caches."""
@@ -43,10 +27,17 @@ _NOT_WEIGHTS = ("I8", "I16", "I32", "I64")
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match is None:
-        return (_STEM_NAMES[name],)
-    return (f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}",)
+    """llama.cpp's name of a parameter, by its name in a HF checkpoint."""
+    layer = _LAYER.search(name)
+    stored = _names_of_one_layer().get_name(_LAYER.sub("0", name), (".weight", ".bias"))
+    return (stored.replace("blk.0.", f"blk.{layer[0]}.") if layer else stored,)
+
+
+@cache
+def _names_of_one_layer() -> Any:
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    return get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
 
 
 _FORMAT = Format(
