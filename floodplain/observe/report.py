@@ -15,30 +15,6 @@ from floodplain.observe.table import format_number, lookup, summary_rows, transp
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CAPTIONS: Mapping[str, str] = {
-    "ttft": "How long each request waited for its first token. A hill is a queue: requests that came later waited for "
-    "those before them.",
-    "tpot": "How fast text came once it had begun. Low and flat reads smoothly; peaks are pauses or a crowded batch.",
-    "pareto": "The wait for a first token against the pace of the rest, for the slowest one in a hundred requests. The "
-    "larger a point, the longer its slowest requests take in all. Dashed lines: the goals.",
-    "timeline": "How many requests ran and how many waited, and how full the KV memory was, over time.",
-    "strip": "When each request was on the device. Each row is a request, the first to arrive at the top. A bar: it "
-    "was on the device. A thin grey line: it was alive, but not on the device. The dot: its first token.",
-}
-
-CSS = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-.where { color: #555; margin-top: 0; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: #555; padding-bottom: .4rem; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child { text-align: left; }
-figure { margin: 1.5rem 0; } svg { max-width: 100%; height: auto; } figcaption { color: #444; }
-dt { font-weight: 600; } dd { margin: 0 0 .5rem 1.2rem; }
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -63,46 +39,25 @@ def render_report(
     """The page as HTML that refers to nothing outside itself.
 
     ``paragraphs`` introduce it, ``ways`` describe the runs by name, ``sections`` follow their pictures, all in plain
-    text. ``figures`` are the runs' pictures by the names of ``CAPTIONS``; None: all that they have data for.
+    text. ``figures`` are the runs' pictures, as of ``plots.draw_all``; None: all that they have data for.
     """
-    if figures is None:
-        figures = draw_all(runs)
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="where">{escape(subtitle(runs))}</p>',
-        *(f"<p>{escape(text)}</p>" for text in paragraphs),
-        *(["<h2>The ways</h2>", _facts(ways)] if ways else []),
-        "<h2>What happened</h2>",
-        "<ul>",
-        *(f"<li>{escape(explain(name, result))}</li>" for name, result in runs),
-        "</ul>",
-        "<h2>Numbers</h2>",
-        _table(runs),
-        *(["<h2>Pictures</h2>"] if figures else []),
-        *(_picture(name, to_svg(figure), CAPTIONS[name]) for name, figure in figures.items()),
-        *(_section(section) for section in sections),
-        *_emulation(runs),
-        "<h2>Machine</h2>",
-        _facts(machine),
-    ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{CSS}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            *body,
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+    from jinja2 import Environment, PackageLoader
+
+    templates = Environment(loader=PackageLoader("floodplain.observe"), autoescape=True, keep_trailing_newline=True)
+    headings, rows = transposed(*summary_rows(runs))
+    return templates.get_template("report.html").render(
+        title=title,
+        where=subtitle(runs),
+        paragraphs=paragraphs,
+        ways=ways,
+        explanations=[explain(name, result) for name, result in runs],
+        headings=headings,
+        rows=rows,
+        pictures={name: to_svg(each) for name, each in (draw_all(runs) if figures is None else figures).items()},
+        sections=sections,
+        emulated=_emulation(runs),
+        machine=machine,
+        inline_svg=inline_svg,
     )
 
 
@@ -135,39 +90,6 @@ def explain(name: str, result: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def _table(runs: Sequence[Run]) -> str:
-    headings, rows = transposed(*summary_rows(runs))
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    lines = [
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-        for row in rows
-    ]
-    return "\n".join(
-        [
-            '<div class="scroll" role="region" aria-label="Numbers of each run" tabindex="0">',
-            "<table>",
-            "<caption>TTFT: wait for the first token. TPOT: mean time of each further token. E2E: whole answer. "
-            "p90: nine of ten requests were at or below this. Stalled: nothing could run before a copy ended."
-            "</caption>",
-            f"<thead><tr>{head}</tr></thead>",
-            "<tbody>",
-            *lines,
-            "</tbody>",
-            "</table>",
-            "</div>",
-        ]
-    )
-
-
-def _section(section: Section) -> str:
-    words = "\n".join(f"<p>{escape(text)}</p>" for text in section.paragraphs)
-    return f"<h2>{escape(section.title)}</h2>\n{words}\n{_picture(section.name, section.svg, section.caption)}"
-
-
-def _picture(name: str, svg: str, caption: str) -> str:
-    return f"<figure>\n{inline_svg(svg, name, caption)}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
-
-
 def inline_svg(svg: str, prefix: str, label: str) -> str:
     """An SVG document as an element for a page: without metadata and with ids of its own.
 
@@ -193,10 +115,4 @@ def explain_emulation(link: Mapping[str, Any]) -> str:
 
 def _emulation(runs: Sequence[Run]) -> list[str]:
     links = [link for _, result in runs for link in lookup(result, "floodplain.hardware.links") or ()]
-    texts = dict.fromkeys(explain_emulation(link) for link in links if link["emulated"])
-    return ["<h2>What is emulated</h2>", *(f"<p>{escape(text)}</p>" for text in texts)] if texts else []
-
-
-def _facts(facts: Mapping[str, Any]) -> str:
-    entries = (f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
-    return "\n".join(["<dl>", *entries, "</dl>"])
+    return list(dict.fromkeys(explain_emulation(link) for link in links if link["emulated"]))
