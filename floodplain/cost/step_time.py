@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import StepPlan
@@ -95,6 +95,14 @@ class StepCost:
         """Seconds of a step; 0 for one that computes nothing."""
         return sum(self.parts_s(work).values()) if work.num_decodes or work.num_chunks else 0.0
 
+    def batch_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]], num_sampled: int) -> float:
+        """As ``BatchCost``; what sampling costs is in the other parts."""
+        if chunks:
+            return self.time_s(StepWork.of(contexts, chunks))
+        if not contexts:
+            return 0.0
+        return self.base_s + self.decode_s * len(contexts) + self.context_token_s * sum(contexts)  # most steps are so
+
 
 PARTS = tuple(item.name for item in fields(StepCost))
 LINE_PARTS = ("base_s", "decode_s", "prefill_token_s")
@@ -108,33 +116,54 @@ class WorkMeter:
         self._contexts: dict[SeqId, int] = {}
 
     def measure(self, plan: StepPlan) -> StepWork:
-        """The work of the next plan. A chunk of one token is a decode, as in ``StepPlan.count_work``.
+        """The work of the next plan; InvariantError as of ``read``."""
+        return StepWork.of(*self.read(plan))
 
-        InvariantError if a sequence decodes that no earlier plan started.
+    def read(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, int]]]:
+        """The contexts and chunks of the next plan, as ``StepWork.of`` takes them.
+
+        A chunk of one token is a decode, as in ``StepPlan.count_work``. InvariantError if a sequence decodes that no
+        earlier plan started.
         """
         for seq_id in plan.released:
             self._contexts.pop(seq_id, None)
-        if not self._contexts.keys() >= set(plan.decodes):
-            raise InvariantError(f"step {plan.step_id} decodes a sequence that no step before it began")
-        for seq_id in plan.decodes:
-            self._contexts[seq_id] += 1
+        known = self._contexts
+        try:
+            for seq_id in plan.decodes:
+                known[seq_id] += 1
+        except KeyError:
+            raise InvariantError(f"step {plan.step_id} decodes a sequence that no step before it began") from None
+        if not plan.prefills:
+            return [known[seq_id] for seq_id in plan.decodes], []
         for chunk in plan.prefills:
-            self._contexts[chunk.seq_id] = chunk.start + len(chunk.token_ids)
+            known[chunk.seq_id] = chunk.start + len(chunk.token_ids)
         singles = [chunk.seq_id for chunk in plan.prefills if len(chunk.token_ids) == 1]
         runs = [(chunk.start, len(chunk.token_ids)) for chunk in plan.prefills if len(chunk.token_ids) > 1]
-        return StepWork.of([self._contexts[seq_id] for seq_id in (*plan.decodes, *singles)], runs)
+        return [self._contexts[seq_id] for seq_id in (*plan.decodes, *singles)], runs
+
+
+class BatchCost(Protocol):
+    """A model of the time of a step."""
+
+    def batch_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]], num_sampled: int) -> float:
+        """Seconds of a step; 0 for one that computes nothing.
+
+        ``contexts`` and ``chunks`` are as in ``StepWork.of``; ``num_sampled`` sequences get a token.
+        """
+        ...
 
 
 class StepTimer:
     """The time of each plan of one loop. Every plan must be timed, in order; use a new timer for each loop."""
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: BatchCost) -> None:
         self._cost = cost
         self._meter = WorkMeter()
 
     def time_s(self, plan: StepPlan) -> float:
         """Seconds that the device computes the next plan; 0 for a plan that only moves KV."""
-        return self._cost.time_s(self._meter.measure(plan))
+        contexts, chunks = self._meter.read(plan)
+        return self._cost.batch_s(contexts, chunks, len(plan.sampled))
 
 
 def read_cost(result: Mapping[str, Any]) -> StepCost:

@@ -45,20 +45,29 @@ def read_yaml_mapping(
     its text and its parsed value. Raises UserError, with ``kind``, file and line, if it cannot be read, is larger than
     ``max_bytes``, nested deeper than ``max_depth``, not a mapping, or has refused content.
     """
-    import yaml
-
-    source = f"{kind} {path}".strip()
-    text = read_text(path, max_bytes, kind)
-    with parsing(source):
-        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        try:
-            content = _Document(events, source, max_depth, same, number).read()
-        except yaml.MarkedYAMLError as error:
-            where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise UserError(f"{source}{where}: {error.problem or error.context}") from error
+    content = parse_yaml(read_text(path, max_bytes, kind), f"{kind} {path}".strip(), max_depth, same, number)
     if not isinstance(content, dict | None):
         raise UserError(f"{path} must hold lines KEY: VALUE")
     return content or {}
+
+
+def parse_yaml(
+    text: str,
+    source: str,
+    max_depth: int,
+    same: Callable[[str], str] = str,
+    number: Callable[[str, int | float], Any] = lambda _, number: number,
+) -> Any:
+    """The value of a YAML text; None if it is empty. Arguments and errors as of ``read_yaml_mapping``."""
+    import yaml
+
+    with parsing(source):
+        events = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        try:
+            return _Document(events, source, max_depth, same, number).read()
+        except yaml.MarkedYAMLError as error:
+            where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise UserError(f"{source}{where}: {error.problem or error.context}") from error
 
 
 class _Document:

@@ -158,6 +158,41 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
     maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts], seed=spec.seed)
     if spec.trace is None and spec.lengths is None and spec.prompts is not None:
         return _verbatim(spec, prompts[: spec.limit], maker, arrivals_rng, lengths_rng)
+    rows = _rows(spec, arrivals_rng, lengths_rng, trace)
+    block_tokens = prefix_block_tokens(spec)
+    return [
+        _request(
+            spec,
+            index,
+            row.arrival_s,
+            maker.make_prompt_tokens(
+                row.prompt_tokens, text_rng, prefix_ids=row.prefix_ids, prefix_block_tokens=block_tokens
+            ),
+            row.output_tokens,
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def build_rows(spec: WorkloadSpec) -> Sequence[TraceRow]:
+    """Arrivals and lengths of the requests that ``build`` makes, without their texts.
+
+    UserError as from ``build``, and if lengths come from the texts of ``prompts``.
+    """
+    if spec.prompts is not None and spec.trace is None and spec.lengths is None:
+        raise UserError("prompts have lengths only with a tokenizer: give trace or lengths")
+    arrivals_rng, lengths_rng, _ = np.random.default_rng(spec.seed).spawn(3)
+    return _rows(spec, arrivals_rng, lengths_rng, None)
+
+
+def prefix_block_tokens(spec: WorkloadSpec) -> int:
+    """Tokens of a prompt's block that one of ``TraceRow.prefix_ids`` names."""
+    return max(1, round(MOONCAKE_BLOCK_TOKENS * spec.length_scale))
+
+
+def _rows(
+    spec: WorkloadSpec, arrivals_rng: np.random.Generator, lengths_rng: np.random.Generator, trace: Trace | None
+) -> Sequence[TraceRow]:
     if trace is None and spec.trace is not None:
         trace = load_trace(spec.trace)
     if trace is None:
@@ -173,19 +208,7 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
     longest = max(row.prompt_tokens for row in rows)
     if longest > MAX_TOKENS:
         raise UserError(f"a prompt would have {longest} tokens: lower length_scale or give max_input")
-    block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * spec.length_scale))
-    return [
-        _request(
-            spec,
-            index,
-            row.arrival_s,
-            maker.make_prompt_tokens(
-                row.prompt_tokens, text_rng, prefix_ids=row.prefix_ids, prefix_block_tokens=block_tokens
-            ),
-            row.output_tokens,
-        )
-        for index, row in enumerate(rows)
-    ]
+    return rows
 
 
 def _drawn_rows(
