@@ -27,6 +27,7 @@ VERBS = {
     "bench": "measure an engine (offline) or any OpenAI server (serve)",
     "coordinator": "keep the leases of memory that engines lend each other",
     "profile": "what a model needs or can spare: its rate within goals, its memory, its steps",
+    "simulate": "what a load would do to hardware that is not here, in virtual time",
     "place": "which model should be on which GPUs, and who may borrow from whom",
     "leases": "who lends what to whom",
     "doctor": "what is installed, measured, emulated and untested here",

@@ -214,7 +214,7 @@ def _add_flag(container: Any, item: Field[Any], hint: Any) -> None:
         "nargs": "+" if is_list else None,
     }
     if item.metadata.get("positional"):
-        container.add_argument(item.name, **options)
+        container.add_argument(item.name, **options | ({} if is_required else {"nargs": "?"}))
     else:
         container.add_argument(_flag(item.name), required=is_required, **options)
 

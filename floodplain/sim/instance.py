@@ -118,6 +118,7 @@ class VirtualInstance:
         self._step_time_s, self._links = step_time_s, links
         self._driver = StepDriver(loop)
         self._is_computing = False
+        self._unseen: list[Request] = []
         self._copied: list[tuple[int, tuple[int, ...]]] = []
 
     @property
@@ -127,14 +128,37 @@ class VirtualInstance:
 
     def submit(self, request: Request) -> SeqId:
         """Submit a request that arrives now."""
-        seq_id = self.loop.submit(request)
-        self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
+        seq_id = self._take(request)
         self._advance()
         return seq_id
 
+    def submit_async(self, request: Request) -> None:
+        """Submit a request that arrives now, to an engine that plans each step while the one before it runs.
+
+        Of vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next one is planned.
+        """
+        if self._is_computing:
+            self._unseen.append(request)
+        else:
+            self.submit(request)
+
+    def _take(self, request: Request) -> SeqId:
+        seq_id = self.loop.submit(request)
+        self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
+        return seq_id
+
     def _advance(self) -> None:
+        """Plan the next step, and then see the requests that arrived while the last one ran."""
         if self._is_computing:
             return
+        self._plan()
+        unseen, self._unseen = self._unseen, []
+        for request in unseen:
+            self._take(request)
+        if unseen and not self._is_computing:
+            self._plan()
+
+    def _plan(self) -> None:
         now = self._environment.now
         copied, self._copied = self._copied, []
         self._driver.settle(copied, lambda: self._links.take_copy_times(now), now)

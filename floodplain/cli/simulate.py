@@ -1,0 +1,137 @@
+"""``floodplain simulate SCENARIO.yaml``: what a load would do to hardware that is not here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.files.results import check_writable
+from floodplain.observe.terminal import complain, say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """The flags of the verb. UserError if they contradict each other."""
+
+    scenario: Path | None = field(
+        default=None, metadata={"help": "YAML file with model, device, engine and load", "positional": True}
+    )
+    compare: Path | None = field(
+        default=None,
+        metadata={
+            "help": "replay the requests of a real run of vLLM in this folder (requests.jsonl, meta.json, "
+            "timeseries.csv), and print the errors of the simulation",
+            "metavar": "FOLDER",
+        },
+    )
+    set: tuple[str, ...] = field(
+        default=(), metadata={"help": "values in place of the scenario's, such as engine.policy=fcfs"}
+    )
+    sweep: tuple[str, ...] = field(
+        default=(), metadata={"help": "simulate every combination of values, such as engine.policy=fcfs,timely"}
+    )
+    out: Path | None = field(
+        default=None, metadata={"help": "write the result, or those of a sweep, to this JSON file"}
+    )
+    plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
+
+    def __post_init__(self) -> None:
+        if self.plot and self.out is None:
+            raise UserError("--plot draws beside the result: give --out FILE too")
+        if self.compare is not None and self.sweep:
+            raise UserError("--compare holds one simulation to a real run: leave --sweep out")
+        if self.scenario is None and self.compare is None and not self.set:
+            raise UserError("name a scenario: floodplain simulate SCENARIO.yaml")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    parser = add_verb(verbs, "simulate", "Say what a load would do to hardware that is not here, in virtual time.")
+    add_dataclass_flags(parser, SimulateConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate; 0 if every request could be served."""
+    config = dataclass_from(args, SimulateConfig)
+    if config.out is not None:
+        check_writable(config.out)
+    runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)
+    _report(args, config, runs)
+    failed = sum(int(result["failed"]) for _, result in runs)
+    if failed:
+        complain(f"{failed} requests are longer than the model or the KV pool allows, and were refused")
+    return 1 if failed else 0
+
+
+Run = tuple[str, dict[str, Any]]
+
+
+def _compare(config: SimulateConfig, folder: Path) -> Run:
+    from floodplain.sim.compare import compare, read_run
+    from floodplain.sim.prediction import predict
+    from floodplain.sim.scenario import read_scenario
+
+    real = read_run(folder)
+    prediction = predict(read_scenario(config.scenario, config.set, real.sets), real.rows)
+    if prediction.result["failed"]:
+        raise UserError(
+            f"{folder}: {prediction.result['failed']} of its requests do not fit: raise engine.max_model_len"
+        )
+    return "simulated", prediction.result | {"compare": compare(real, prediction)}
+
+
+def _simulate(config: SimulateConfig, *, quiet: bool) -> list[Run]:
+    from floodplain.sim.scenario import read_scenario, sweep_of
+    from floodplain.sim.sweeping import predict_all
+
+    sweep = sweep_of(config.sweep)
+    scenarios = [read_scenario(config.scenario, (*config.set, *sets)) for sets in sweep]
+    names = [" ".join(sets) or (config.scenario.stem if config.scenario else "simulated") for sets in sweep]
+    return list(zip(names, predict_all(scenarios, shows_progress=not quiet), strict=True))
+
+
+def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run]) -> None:
+    from floodplain.observe.strict_json import save_result, to_json
+
+    result = runs[0][1] if not config.sweep else {"runs": [{"name": name, **each} for name, each in runs]}
+    try:
+        if config.out is not None:
+            save_result(config.out, result)
+            if config.plot:
+                from floodplain.observe.plots import save_plots
+
+                save_plots(runs, config.out.parent / f"{config.out.stem}-plots")
+    finally:  # shown even if it cannot be saved
+        say(to_json(result) if args.format == "json" else _describe(runs))
+
+
+def _describe(runs: Sequence[Run]) -> str:
+    from floodplain.observe.table import format_table, summary_rows, transposed
+
+    parts = [format_table(*transposed(*summary_rows(runs)))]
+    first = runs[0][1]
+    facts = first["floodplain"]["simulation"]
+    parts.append(f"{facts['kv_blocks']} KV blocks; a step's time: {facts['step_cost']}")
+    if "compare" in first:
+        parts.append(_describe_errors(first["compare"]))
+    return "\n\n".join(parts)
+
+
+def _describe_errors(errors: Mapping[str, Any]) -> str:
+    from floodplain.observe.table import format_number, format_table
+    from floodplain.sim.compare import error_table
+
+    lines = [format_table(*error_table(errors)), f"makespan {errors['makespan']:+.1f} %"]
+    if errors["kv_blocks"] is not None:
+        lines.append(f"KV blocks {errors['kv_blocks']:+.1f} %, predicted from the device's memory")
+    if errors["mean_difference"]:
+        lines.append(
+            "mean difference over time: "
+            + ", ".join(f"{format_number(value)} {name}" for name, value in errors["mean_difference"].items())
+        )
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""Costs of steps that ship: parts fitted to measured kernels, by device, model and tensor parallelism.
+
+From the kernel tables of LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM
+0.19), priced by ``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES LAYERS DECODES``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from floodplain.cost.step_time import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedFit:
+    """A fitted cost, its source, and the median relative error of a step that it was not fitted to."""
+
+    cost: StepCost
+    source: str
+    median_error: float
+
+    def with_overhead(self, overhead_s: float) -> StepCost:
+        """The cost with ``overhead_s`` more in each step."""
+        return replace(self.cost, base_s=self.cost.base_s + overhead_s)
+
+
+def _fit(median_error: float, tables: str, **parts: float) -> ShippedFit:
+    return ShippedFit(StepCost(**parts), f"fit to kernels measured by LLMServingSim's authors ({tables})", median_error)
+
+
+_FITS = {
+    ("rtx4090", "llama-3.1-8b", 1): _fit(
+        0.034, "RTX 4090, at most 48 decodes",
+        base_s=0.01615, decode_s=7.781e-05, context_token_s=1.644e-07, prefill_token_s=6.815e-05,
+        self_pair_s=2.894e-08, prefix_token_s=1.386e-07, prefix_pair_s=4.348e-09,
+    ),
+    ("rtxpro6000", "llama-3.1-8b", 1): _fit(
+        0.031, "RTX PRO 6000, at most 128 decodes",
+        base_s=0.01076, decode_s=3.331e-05, context_token_s=9.537e-08, prefill_token_s=2.899e-05,
+        self_pair_s=1.028e-08, prefix_token_s=5.118e-07, prefix_pair_s=1.655e-09,
+    ),
+    ("rtxpro6000", "qwen3-32b", 1): _fit(
+        0.045, "RTX PRO 6000, at most 128 decodes",
+        base_s=0.04402, decode_s=0.00015, context_token_s=1.858e-07, chunk_s=0.001274, prefill_token_s=0.0001349,
+        self_pair_s=3.64e-08, prefix_token_s=2.061e-06, prefix_pair_s=7.012e-09,
+    ),
+}  # fmt: skip
+
+
+def fit_of(device: str, model: str, num_shards: int) -> ShippedFit | None:
+    """The fit for a device, a model and a number of GPUs that share it; None if none ships."""
+    return _FITS.get((device, model, num_shards))

@@ -1,0 +1,159 @@
+"""``floodplain simulate``: a scenario, a sweep, and a comparison with a run that was recorded as vLLM's are."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.cli.main import main
+from floodplain.sim.prediction import Prediction, predict
+from floodplain.sim.scenario import read_scenario
+from floodplain.workload.traces import TraceRow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "simulate" / "burst.yaml"
+SMALL = ["workload.num_prompts=30", "workload.burst_start=2", "workload.burst_duration=3", "engine.kv_blocks=300"]
+ROWS = [TraceRow(0.3 * place, 200 + 37 * place % 900, 1 + 11 * place % 90) for place in range(60)]
+SETTING = ["model=llama-3.1-8b", "device=rtx4090", "engine.policy=fcfs", "engine.scheduling=async"]
+
+
+def record(folder: Path, prediction: Prediction, factor: float = 1.0) -> Path:
+    """Write a prediction as the folder of a real run, all times after arrivals ``factor`` times as long."""
+    folder.mkdir()
+    with (folder / "requests.jsonl").open("w") as file:
+        for row, life in zip(ROWS, prediction.lifecycles, strict=True):
+            moments = (0.0, life.token_times_s[0] - row.arrival_s, life.token_times_s[-1] - row.arrival_s)
+            names = ("queued_ts", "first_token_ts", "last_token_ts")
+            times = {name: 500.0 + row.arrival_s + factor * when for name, when in zip(names, moments, strict=True)}
+            line = {
+                "input_toks": row.prompt_tokens,
+                "output_toks": row.output_tokens,
+                "arrival_time": 1e9 + row.arrival_s,
+            }
+            file.write(json.dumps(line | times) + "\n")
+    meta = {
+        "model": "meta-llama/Llama-3.1-8B", "engine_kwargs": {"max_num_seqs": 16, "max_num_batched_tokens": 512},
+        "kv_cache": {"num_gpu_blocks": 401}, "hardware": {"device_name": "NVIDIA GeForce RTX 4090"},
+    }  # fmt: skip
+    (folder / "meta.json").write_text(json.dumps(meta))
+    timeline: Any = prediction.result["floodplain"]
+    with (folder / "timeseries.csv").open("w") as table:
+        columns = timeline["timeline"]
+        lines = zip(columns["time_s"], columns["num_running"], columns["num_waiting"], strict=True)
+        csv.writer(table).writerows([("t", "running", "waiting"), *lines])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prediction() -> Prediction:
+    limits = ["engine.max_num_seqs=16", "engine.max_batched_tokens=512", "engine.kv_blocks=400"]
+    return predict(read_scenario(None, [*SETTING, *limits]), ROWS)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main(["simulate", *argv, "--format", "json", "--quiet"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_scenario_gives_a_table_a_result_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "burst.json"
+    assert main(["simulate", str(EXAMPLE), "--set", *SMALL, "--out", str(out), "--plot"]) == 0
+    shown = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert "goals met (%)" in shown and "300 KV blocks; a step's time: fit to kernels" in shown
+    assert result["backend"] == "simulator" and result["completed"] == 30
+    assert result["floodplain"]["config"]["engine"]["kv_blocks"] == 300
+    assert {path.name for path in (tmp_path / "burst-plots").iterdir()} >= {"ttft.png", "strip.png", "timeline.png"}
+
+
+def test_a_sweep_has_a_column_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, str(EXAMPLE), "--set", *SMALL, "--sweep", "engine.policy=fcfs,timely")
+    assert [each["name"] for each in result["runs"]] == ["engine.policy=fcfs", "engine.policy=timely"]
+    assert [each["floodplain"]["config"]["engine"]["policy"] for each in result["runs"]] == ["fcfs", "timely"]
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(1.0, 0.0), (0.8, 25.0)])
+def test_a_comparison_has_the_errors_in_per_cent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Prediction, factor: float, wanted: float
+) -> None:
+    folder = record(tmp_path / "run", prediction, factor)
+    errors = run_json(capsys, "--compare", str(folder), "--set", "engine.kv_blocks=400")["compare"]
+    for name in ("ttft", "tpot", "e2e"):
+        assert errors[name] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99"), wanted), abs=0.01)
+    assert errors["kv_blocks"] == 0.0
+    assert errors["mean_difference"] == pytest.approx({"running": 0.0, "waiting": 0.0}, abs=1e-3)
+    assert (errors["makespan"] > 1.0) == (wanted > 0)
+
+
+def test_a_run_that_tells_less_needs_a_scenario_that_tells_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Prediction
+) -> None:
+    folder = record(tmp_path / "run", prediction)
+    (folder / "meta.json").write_text("{}")
+    (folder / "timeseries.csv").unlink()
+    assert main(["simulate", "--compare", str(folder)]) == 2
+    assert "model: say which; there are" in capsys.readouterr().err
+    limits = ["engine.max_num_seqs=16", "engine.max_batched_tokens=512", "engine.kv_blocks=400"]
+    errors = run_json(capsys, "--compare", str(folder), "--set", *SETTING, *limits)["compare"]
+    assert errors["makespan"] == pytest.approx(0.0, abs=0.01)
+    assert errors["kv_blocks"] is None and errors["mean_difference"] is None
+
+
+def _drop_a_time(folder: Path) -> None:
+    text = (folder / "requests.jsonl").read_text()
+    (folder / "requests.jsonl").write_text(text.replace('"first_token_ts"', '"first"', 1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_drop_a_time, "requests.jsonl line 1: first_token_ts must be a number"),
+        (lambda folder: (folder / "requests.jsonl").write_text(""), "requests.jsonl has no request"),
+        (lambda folder: (folder / "timeseries.csv").write_text("t,busy\n0,1\n"), "has no column running, waiting"),
+        (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
+    ],
+)
+def test_a_spoilt_run_is_refused_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prediction: Prediction,
+    spoil: Callable[[Path], object],
+    words: str,
+) -> None:
+    folder = record(tmp_path / "run", prediction)
+    spoil(folder)
+    assert main(["simulate", "--compare", str(folder)]) == 2
+    line = capsys.readouterr().err
+    assert words in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "name a scenario"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        ([str(EXAMPLE), "--plot"], "give --out FILE too"),
+        ([str(EXAMPLE), "--set", "engine.policy=lifo"], "engine.policy: Input should be"),
+        ([str(EXAMPLE), "--compare", "x", "--sweep", "a=1,2"], "leave --sweep out"),
+    ],
+)
+def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    assert main(["simulate", *argv]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000"])
+@pytest.mark.parametrize("cost", ["kernels", "fit"])
+def test_real_runs_under_load_are_predicted(
+    shared_dir: Path, capsys: pytest.CaptureFixture[str], gpu: str, cost: str
+) -> None:
+    runs = shared_dir / "data" / "vllm_gpu_runs"
+    sets = ["device=" + gpu] + [f"cost.kernels={runs}/kernels/{gpu}_llama-3.1-8b"] * (cost == "kernels")
+    errors = run_json(capsys, "--compare", f"{runs}/{gpu}_llama-3.1-8b", "--set", *sets)["compare"]
+    for name in ("ttft", "tpot", "e2e"):
+        assert abs(errors[name]["mean"]) < 5 and abs(errors[name]["p50"]) < 6 and abs(errors[name]["p99"]) < 10
+    assert abs(errors["makespan"]) < 3 and abs(errors["kv_blocks"] or 0.0) < 2

@@ -1,0 +1,81 @@
+"""What the data sheet says of a step, and of the memory for KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.cost.devices import DEVICES, Roofline, device_named, predict_blocks
+from floodplain.cost.fits import _FITS, fit_of
+from floodplain.cost.model_shape import SHAPES, shape_named
+
+LLAMA = shape_named("llama-3.1-8b")
+CARD = DEVICES["rtx4090"]
+COST = Roofline(LLAMA, CARD)
+
+
+def blocks(**changes: object) -> int:
+    settings = {"utilisation": 0.9, "max_num_seqs": 256, "max_batched_tokens": 2048} | changes
+    return predict_blocks(LLAMA, CARD, **settings)  # type: ignore[arg-type]
+
+
+def test_the_pool_of_a_real_server_is_predicted() -> None:
+    assert blocks() == pytest.approx(2587, rel=0.01)  # vLLM 0.19 on an RTX 4090: 2,588, of which one is the null block
+
+
+def test_the_pool_shrinks_with_what_else_takes_memory() -> None:
+    assert blocks(utilisation=0.95) > blocks() > blocks(max_num_seqs=512)
+    assert blocks(block_tokens=32) * 2 == pytest.approx(blocks(), abs=3)
+    halves = predict_blocks(LLAMA, CARD, utilisation=0.9, max_num_seqs=256, max_batched_tokens=2048, num_shards=2)
+    assert halves > 2 * blocks()  # half the weights, and half of each block
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_bytes() -> None:
+    with pytest.raises(
+        UserError, match=r"llama-3.1-70b does not fit on 1 x rtx4090: of 22.7 GB each, weights take 141"
+    ):
+        predict_blocks(shape_named("llama-3.1-70b"), CARD, utilisation=0.9, max_num_seqs=256, max_batched_tokens=2048)
+
+
+def test_a_lone_decode_reads_all_weights_but_the_embedding() -> None:
+    table = LLAMA.vocab_size * LLAMA.hidden_size
+    read_bytes = 2 * (LLAMA.num_params - table)
+    least_s = read_bytes / CARD.bandwidth
+    assert least_s < COST.batch_s([1], [], 1) < 1.5 * least_s
+
+
+def test_a_long_prompt_is_bound_by_arithmetic() -> None:
+    least_s = 2 * 2048 * LLAMA.num_layers * LLAMA.layer_params / CARD.flops
+    assert least_s < COST.batch_s([], [(0, 2048)], 1) < 2.5 * least_s
+
+
+def test_more_work_never_costs_less() -> None:
+    for contexts, chunks in (([10], []), ([10, 900], []), ([], [(0, 64)]), ([500] * 30, [(100, 300)])):
+        here = COST.batch_s(contexts, chunks, len(contexts))
+        assert COST.batch_s([*contexts, 200], chunks, len(contexts)) >= here
+        assert COST.batch_s(contexts, [*chunks, (0, 16)], len(contexts)) >= here
+    assert COST.batch_s([], [], 0) == 0.0
+
+
+def test_two_gpus_are_faster_and_pay_for_collectives() -> None:
+    batch = ([500] * 30, [(0, 500)], 31)
+    one, two = COST.batch_s(*batch), replace(COST, num_shards=2).batch_s(*batch)
+    assert one / 2 < two < one
+
+
+def test_an_unknown_device_is_refused_with_all_names() -> None:
+    with pytest.raises(UserError, match="no device is called 'rtx9000'; there are a100-40gb"):
+        device_named("rtx9000")
+
+
+def test_fits_are_of_known_devices_and_models_and_near_their_roofline() -> None:
+    for device, model, num_shards in _FITS:
+        fit = fit_of(device, model, num_shards)
+        sheet = Roofline(SHAPES[model], DEVICES[device], num_shards)
+        assert fit is not None
+        for contexts, chunks in (([500] * 8, []), ([500] * 30, []), ([], [(0, 1500)])):
+            batch = (contexts, chunks, len(contexts) + len(chunks))
+            assert fit.cost.batch_s(*batch) == pytest.approx(sheet.batch_s(*batch), rel=0.4)
+    assert fit_of("h200", "llama-3.1-8b", 1) is None

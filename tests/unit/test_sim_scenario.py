@@ -1,0 +1,99 @@
+"""Scenarios: what is wrong is refused in one line with the key's path; what is set replaces what the file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.sim.scenario import make_scenario, read_scenario, sweep_of
+
+GOOD: dict[str, Any] = {"model": "llama-3.1-8b", "device": "rtx4090"}
+FILE = """
+model: llama-3.1-8b
+device: rtx4090
+engine: {policy: fcfs, max_num_seqs: 64}
+workload: {request_rate: 2, lengths: lengths.csv, seed: 5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modell": "x"}, "modell: there is no such key; there are model, device"),
+        ({"engine": {"polcy": "fcfs"}}, "engine.polcy: there is no such key; there are policy, slice"),
+        ({"engine": {"policy": "lifo"}}, "engine.policy: Input should be 'fcfs', 'cfs'"),
+        ({"engine": {"max_num_seqs": -1}}, "engine.max_num_seqs: Input should be greater than or equal to 1"),
+        ({"engine": {"max_gap": 0}}, "engine.max_gap: Input should be greater than 0"),
+        ({"engine": "fcfs"}, "engine: Input should be a valid dictionary"),
+        ({"cost": {"overhead_ms": "much"}}, "cost.overhead_ms: Input should be a valid number"),
+        ({"swap": {"memory": "lots"}}, "swap.memory: 'lots' is no size"),
+        ({"swap": {"memory": "1GB", "link": "usb"}}, "swap.link: no link is called 'usb'; there are pcie4"),
+        ({"model": "gpt-9"}, "no model shape is called 'gpt-9'; there are"),
+        ({"device": "abacus"}, "no device is called 'abacus'; there are"),
+        ({"tensor_parallel": 3}, "tensor_parallel: 8 KV heads do not divide evenly"),
+        ({"workload": {"rate": 3}}, "workload.rate: there is no such key; there are trace, request_rate"),
+        ({"workload": {"request_rate": -3}}, "workload: request_rate must be between"),
+        ({"workload": {"num_prompts": "many"}}, "workload.num_prompts: Input should be a valid integer"),
+        ({"workload": {"goodput": ["soon"]}}, "workload: goodput must read like ttft:500"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_path(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_scenario(GOOD | changes, "burst.yaml", Path())
+    line = str(caught.value)
+    assert line.startswith("burst.yaml: ") and words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("key", ["model", "device"])
+def test_a_missing_key_is_refused_with_what_there_is(key: str) -> None:
+    with pytest.raises(UserError, match=f"s: {key}: say which; there are .*(llama-3.1-8b|rtx4090)"):
+        make_scenario({name: value for name, value in GOOD.items() if name != key}, "s", Path())
+
+
+def test_a_file_is_read_and_its_paths_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "burst.yaml").write_text(FILE)
+    scenario = read_scenario(tmp_path / "burst.yaml")
+    assert scenario.workload.lengths == tmp_path / "lengths.csv" and scenario.workload.ignore_eos
+    assert (scenario.engine.policy, scenario.engine.max_num_seqs, scenario.workload.seed) == ("fcfs", 64, 5)
+
+
+def test_sets_replace_values_and_defaults_only_fill_gaps(tmp_path: Path) -> None:
+    (tmp_path / "burst.yaml").write_text(FILE)
+    scenario = read_scenario(
+        tmp_path / "burst.yaml",
+        ["engine.max_num_seqs=7", "swap.memory=1GiB", "workload.goodput=[ttft:900]"],
+        ["engine.policy=cfs", "engine.max_num_seqs=9", "engine.block_tokens=32", "device=h200"],
+    )
+    assert (scenario.engine.policy, scenario.engine.max_num_seqs, scenario.engine.block_tokens) == ("fcfs", 7, 32)
+    assert scenario.device.name == "rtx4090" and scenario.swap is not None and scenario.swap.memory == 2**30
+    assert scenario.workload.goodput == ("ttft:900",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("engine.policy", "must read KEY=VALUE"),
+        ("model.name=x", "--set model.name: model has no keys"),
+        ("engine={a: {b: 1}}", "--set engine, line 1: values are nested deeper"),
+        ("engine.policy=*x", "--set engine.policy"),
+    ],
+)
+def test_a_wrong_set_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "burst.yaml").write_text(FILE)
+    with pytest.raises(UserError, match=words.replace("*", r"\*")):
+        read_scenario(tmp_path / "burst.yaml", [text])
+
+
+def test_a_sweep_is_every_combination() -> None:
+    assert sweep_of([]) == [()]
+    assert sweep_of(["a=1,2", "b.c=x,y"]) == [
+        ("a=1", "b.c=x"), ("a=1", "b.c=y"), ("a=2", "b.c=x"), ("a=2", "b.c=y"),
+    ]  # fmt: skip
+    for text in ("a", "a=", "a=1,,2"):
+        with pytest.raises(UserError, match="must read KEY=A,B,C"):
+            sweep_of([text])
+    with pytest.raises(UserError, match="more than 1000 runs"):
+        sweep_of([f"{key}={','.join('0123456789')}" for key in "abcd"])
