@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
-from benchmarks.relief.cluster import VirtualModel
+from benchmarks.relief.stages import VirtualModel
 from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams

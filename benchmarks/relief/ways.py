@@ -20,7 +20,6 @@ from benchmarks.relief.cells import (
     TOKEN_BYTES,
     Cell,
 )
-from benchmarks.relief.cluster import VirtualCluster, serve_cluster
 from benchmarks.relief.regrouping import GroupLink, Regrouping
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
@@ -37,6 +36,7 @@ from floodplain.policy.relief import (
     exchanged_bytes,
     expect_s,
 )
+from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from floodplain.sim.serving import VirtualDevice
 

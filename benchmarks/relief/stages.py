@@ -1,12 +1,10 @@
-"""Several instances behind one dispatcher in virtual time: with the engine's loops, ledgers and policies."""
+"""A pipeline of stages in virtual time, and a model whose equal instances can form one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
-from typing import Protocol
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
@@ -15,7 +13,6 @@ from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request, SeqId
 from floodplain.cost.pipeline import ChunkPrice
 from floodplain.cost.step_time import StepCost, StepTimer
-from floodplain.policy.dispatch import InstanceView, choose_instance
 from floodplain.policy.drop import DropSizes
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
@@ -97,17 +94,6 @@ class VirtualStages:
             self._on_paused()
 
 
-class VirtualEngine(Protocol):
-    """An engine that accepts requests: ``sim.instance.VirtualInstance`` or ``VirtualStages``."""
-
-    loop: Loop
-    lifecycles: dict[SeqId, Lifecycle]
-
-    def submit(self, request: Request) -> SeqId:
-        """Submit a request that arrives now."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualModel:
     """A model on equal instances.
@@ -147,80 +133,3 @@ class VirtualModel:
             return [timer.time_s(plan) / num_stages + hop_s] * num_stages
 
         return VirtualStages(environment, Loop(LoopState(config, ledger, policy), policy), stage_times)
-
-
-class VirtualCluster:
-    """Engines by epoch, and the lifecycles of each request on all its engines.
-
-    Attributes:
-        engines: Engines that accept requests; while there is none, requests wait in the cluster.
-        stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
-        num_coming: Requests that have not arrived yet.
-    """
-
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.engines: dict[int, VirtualEngine] = {}
-        self.stories: dict[str, list[Lifecycle]] = {}
-        self.num_coming = 0
-        self._epochs = count(1)
-        self._held: list[Request] = []
-
-    def join(self, engine: VirtualEngine) -> int:
-        """Add an engine that accepts requests from now on; returns its epoch."""
-        epoch = next(self._epochs)
-        self.engines[epoch] = engine
-        held, self._held = self._held, []
-        for request in held:
-            self.submit(request)
-        return epoch
-
-    def leave(self, epoch: int) -> VirtualEngine:
-        """Remove an engine, which accepts no more requests; returns it."""
-        return self.engines.pop(epoch)
-
-    def submit(self, request: Request) -> None:
-        """Submit a request to the engine with the highest freeness; it waits here while there is none."""
-        num_tokens = len(request.prompt_token_ids) + len(request.known_token_ids)
-        block_tokens = next(iter(self.engines.values())).loop.state.ledger.block_tokens if self.engines else 1
-        epoch = choose_instance((see(one, engine) for one, engine in self.engines.items()), num_tokens // block_tokens)
-        if epoch is None:
-            self._held.append(request)
-        else:
-            engine = self.engines[epoch]
-            self.note(request, engine.lifecycles, engine.submit(request))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all requests have arrived and ended."""
-        return not (self.num_coming or self._held or any(one.loop.has_unfinished for one in self.engines.values()))
-
-    def note(self, request: Request, lifecycles: Mapping[SeqId, Lifecycle], seq_id: SeqId) -> None:
-        """Add the lifecycle of a request on an engine."""
-        self.stories.setdefault(request.request_id, []).append(lifecycles[seq_id])
-
-    def token_times_s(self, request_id: str) -> list[float]:
-        """The time of each output token of a request, on all its engines."""
-        return [time_s for life in self.stories[request_id] for time_s in life.token_times_s]
-
-
-def see(epoch: int, engine: VirtualEngine) -> InstanceView:
-    """The dispatcher's view of an engine."""
-    state = engine.loop.state
-    block_tokens = state.ledger.block_tokens
-    demands = [-(-len(seq.tokens) // block_tokens) for seq in state.sequences.values()]
-    return InstanceView(epoch, state.ledger.num_blocks, sum(demands), len(demands))
-
-
-def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
-    """Submit all requests at their arrival times and serve them; returns the time of the last token, in seconds."""
-
-    def arrive(request: Request) -> None:
-        cluster.num_coming -= 1
-        cluster.submit(request)
-
-    for request in requests:
-        cluster.num_coming += 1
-        cluster.environment.schedule(request.arrival_s, partial(arrive, request))
-    cluster.environment.run()
-    return max(life.token_times_s[-1] for lives in cluster.stories.values() for life in lives if life.token_times_s)
