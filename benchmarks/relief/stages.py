@@ -52,6 +52,12 @@ class VirtualStages:
         self.advance()
         return seq_id
 
+    def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
+        """As ``submit``, for ``sim.cluster.VirtualEngine``."""
+        seq_id = self._take_in(request)
+        then(seq_id)
+        self.advance()
+
     def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
         """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
         seq_id = self._take_in(request)

@@ -13,6 +13,15 @@ from floodplain.core.errors import UserError
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 
+TENANT_ROWS = (
+    ("goals met (%)", "slo_attainment", 100.0),
+    ("TTFT p99 (s)", "p99_ttft_ms", 1e-3),
+    ("TPOT p99 (ms)", "p99_tpot_ms", 1.0),
+    ("E2E p99 (s)", "p99_e2el_ms", 1e-3),
+    ("done", "completed", 1.0),
+)
+"""(heading, key of what a tenant got, factor from the key's unit to the heading's)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateConfig:
@@ -116,10 +125,32 @@ def _describe(runs: Sequence[Run]) -> str:
     parts = [format_table(*transposed(*summary_rows(runs)))]
     first = runs[0][1]
     facts = first["floodplain"]["simulation"]
-    parts.append(f"{facts['kv_blocks']} KV blocks; a step's time: {facts['step_cost']}")
+    parts.append(f"{facts['kv_blocks']} KV blocks an instance; a step's time: {facts['step_cost']}")
+    for name, result in runs:
+        parts += _describe_extras(name, result["floodplain"]["simulation"])
     if "compare" in first:
         parts.append(_describe_errors(first["compare"]))
     return "\n\n".join(parts)
+
+
+def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
+    """What tenants got, and how long recalls of lent memory took."""
+    from floodplain.observe.table import format_number, format_table
+
+    parts = []
+    if facts["tenants"]:
+        rows = [
+            [
+                tenant,
+                *(format_number(None if got[key] is None else got[key] * factor) for _, key, factor in TENANT_ROWS),
+            ]
+            for tenant, got in facts["tenants"].items()
+        ]
+        parts.append(format_table([name, *(heading for heading, _, _ in TENANT_ROWS)], rows))
+    if recalls_s := facts["recalls_s"]:
+        mean, longest = format_number(sum(recalls_s) / len(recalls_s)), format_number(max(recalls_s))
+        parts.append(f"{name}: lent memory was recalled {len(recalls_s)} times, in {mean} s, at most {longest} s")
+    return parts
 
 
 def _describe_errors(errors: Mapping[str, Any]) -> str:

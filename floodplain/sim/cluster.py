@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -20,8 +20,8 @@ class VirtualEngine(Protocol):
     loop: Loop
     lifecycles: dict[SeqId, Lifecycle]
 
-    def submit(self, request: Request) -> SeqId:
-        """Submit a request that arrives now."""
+    def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
+        """Submit a request that arrives now, and call ``then`` with its id."""
         ...
 
 
@@ -64,7 +64,7 @@ class VirtualCluster:
             self._held.append(request)
         else:
             engine = self.engines[epoch]
-            self.note(request, engine.lifecycles, engine.submit(request))
+            engine.arrive(request, partial(self.note, request, engine.lifecycles))
 
     @property
     def is_idle(self) -> bool:

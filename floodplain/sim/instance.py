@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.request import Request, SeqId
+from floodplain.core.sequence import Status
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
@@ -62,6 +63,15 @@ class VirtualLinks:
             ends.append(self._free_at_s[key])
         return max(ends)
 
+    def relocate(self, num_blocks: int, now: float) -> float:
+        """Start a copy between two tiers, through one direction of each; returns the time when it ends."""
+        slowest = min(self._links.values(), key=lambda link: link.bandwidth)
+        keys = [(Tier.PEER, Direction.INBOUND), (Tier.HOST, Direction.OUTBOUND)]
+        start_s = max(now, *(self._free_at_s.get(key, 0.0) for key in keys))
+        end_s = start_s + slowest.latency_s + num_blocks * self._block_bytes / slowest.bandwidth
+        self._free_at_s |= dict.fromkeys(keys, end_s)
+        return end_s
+
     def take_copy_times(self, now: float) -> list[CopyTime]:
         """The busy times of links for the copies that ended since the last call."""
         ended = [copied for end, copied in self._times if end <= now]
@@ -102,12 +112,20 @@ class VirtualInstance:
     """A loop with a virtual device, one step at a time, which takes ``step_time_s(plan)`` seconds.
 
     Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for them, as in
-    ``engine.shell``. ``lifecycles`` are in order of submission. ``on_step`` is called with each plan and the time of
-    its start, ``on_boundary`` when a step has ended, before the next one is planned.
+    ``engine.shell``. ``lifecycles`` are in order of submission. With ``is_async`` each step is planned while the one
+    before it runs, as under vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next
+    one is planned. ``on_step`` is called with each plan and the time of its start, ``on_boundary`` when a step has
+    ended, before the next one is planned.
     """
 
     def __init__(
-        self, environment: Environment, loop: Loop, step_time_s: Callable[[StepPlan], float], links: VirtualLinks
+        self,
+        environment: Environment,
+        loop: Loop,
+        step_time_s: Callable[[StepPlan], float],
+        links: VirtualLinks,
+        *,
+        is_async: bool = False,
     ) -> None:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
@@ -118,7 +136,9 @@ class VirtualInstance:
         self._step_time_s, self._links = step_time_s, links
         self._driver = StepDriver(loop)
         self._is_computing = False
-        self._unseen: list[Request] = []
+        self._is_async, self._is_stopped = is_async, False
+        self._unseen: list[tuple[Request, Callable[[SeqId], object]]] = []
+        self._events: list[Event] = []
         self._copied: list[tuple[int, tuple[int, ...]]] = []
 
     @property
@@ -132,15 +152,32 @@ class VirtualInstance:
         self._advance()
         return seq_id
 
-    def submit_async(self, request: Request) -> None:
-        """Submit a request that arrives now, to an engine that plans each step while the one before it runs.
-
-        Of vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next one is planned.
-        """
-        if self._is_computing:
-            self._unseen.append(request)
+    def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
+        """Submit a request that arrives now, or has it seen later; ``then`` is called with its id."""
+        if self._is_async and self._is_computing:
+            self._unseen.append((request, then))
         else:
-            self.submit(request)
+            then(self._take(request))
+            self._advance()
+
+    def at_boundary(self, event: Event) -> None:
+        """Call ``event`` when no step is outstanding, and plan then."""
+        if self._is_computing:
+            self._events.append(event)
+        elif not self._is_stopped:
+            event()
+            self._advance()
+
+    def stop(self) -> list[Request]:
+        """End this life at once; returns its live requests, with the tokens that they have, in order of arrival."""
+        self._is_stopped = self._is_computing = True
+        live = [seq for seq in self.loop.state.sequences.values() if seq.status is not Status.FINISHED]
+        for seq in self.loop.state.running:
+            seq.lifecycle.record(EventKind.PREEMPTED, self._environment.now)
+        known = [
+            replace(seq.request, known_token_ids=tuple(seq.tokens[seq.num_prompt :]), is_accepted=True) for seq in live
+        ]
+        return sorted([*known, *(request for request, _ in self._unseen)], key=lambda request: request.arrival_s)
 
     def _take(self, request: Request) -> SeqId:
         seq_id = self.loop.submit(request)
@@ -153,8 +190,8 @@ class VirtualInstance:
             return
         self._plan()
         unseen, self._unseen = self._unseen, []
-        for request in unseen:
-            self._take(request)
+        for request, then in unseen:
+            then(self._take(request))
         if unseen and not self._is_computing:
             self._plan()
 
@@ -182,10 +219,15 @@ class VirtualInstance:
         self._environment.schedule(now + duration, lambda: self._on_computed(result))
 
     def _on_computed(self, result: StepResult) -> None:
+        if self._is_stopped:
+            return
         self._is_computing = False
         self._driver.complete(result, self._environment.now)
         if self.on_boundary is not None:
             self.on_boundary()
+        events, self._events = self._events, []
+        for event in events:
+            event()
         self._advance()
 
     def _on_copied(self, transfer_id: int) -> None:

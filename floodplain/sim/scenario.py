@@ -6,20 +6,21 @@ Sizes are texts like ``16GB`` or numbers of bytes, times are in seconds, and pat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.devices import DEVICES, Device, device_named
-from floodplain.cost.link import LINKS, LinkProfile
+from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
 from floodplain.files.yaml_file import parse_yaml, read_yaml_mapping
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
-from floodplain.policy.settings import SharingSettings, settings_for
+from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
 from floodplain.workload.spec import WorkloadSpec
 
 MAX_BYTES, MAX_DEPTH = 2**20, 4
@@ -73,6 +74,7 @@ class EnginePart(_Part):
     ttft_goal: Seconds | None = None
     tpot_goal: Seconds | None = None
     max_gap: Seconds | None = None
+    fair_by: Literal[FAIR_BY] | None = None  # type: ignore[valid-type]
     line_patience: Annotated[float, Field(ge=1, le=1000)] | None = None
     max_num_seqs: Count = 256
     max_batched_tokens: Count = 2048
@@ -88,7 +90,7 @@ class EnginePart(_Part):
         """The settings of the policy."""
         flags = {
             "slice_steps": self.slice, "ttft_goal_s": self.ttft_goal, "tpot_goal_s": self.tpot_goal,
-            "max_gap_s": self.max_gap, "line_patience": self.line_patience,
+            "max_gap_s": self.max_gap, "line_patience": self.line_patience, "fair_by": self.fair_by,
         }  # fmt: skip
         return settings_for(self.policy, **{name: value for name, value in flags.items() if value is not None})
 
@@ -100,29 +102,68 @@ class SwapPart(_Part):
     link: str = "pcie4"
 
 
+class LenderPart(_Part):
+    """A neighbour GPU that lends memory for swap space, except in the intervals of ``busy`` (start, end)."""
+
+    memory: Bytes
+    link: str = "nvlink4"
+    busy: tuple[tuple[Annotated[float, Field(ge=0, le=1e9)], Annotated[float, Field(ge=0, le=1e9)]], ...] = ()
+
+    @field_validator("busy")
+    @classmethod
+    def _rises(cls, busy: Any) -> Any:
+        times = [when for interval in busy for when in interval]
+        if any(b <= a for a, b in pairwise(times)):
+            raise ValueError("times must rise: [[START, END], ...]")
+        return busy
+
+
+class FaultPart(_Part):
+    """An instance dies at a time, and an empty one takes its place ``down`` seconds later."""
+
+    at: Annotated[float, Field(ge=0, le=1e9)]
+    instance: Annotated[int, Field(ge=0, strict=True)] = 0
+    down: Seconds = 30.0
+
+
 class _File(_Part):
     model: str
     device: str
     tensor_parallel: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
+    instances: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     cost: CostPart = CostPart()
     engine: EnginePart = EnginePart()
     swap: SwapPart | None = None
+    lender: LenderPart | None = None
+    faults: tuple[FaultPart, ...] = ()
     workload: dict[str, Any] = {}
+    tenants: dict[str, dict[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A checked scenario. ``written`` is its content as it was read, for results."""
+    """A checked scenario.
+
+    ``tenants`` have a load each, by API key; without any, all requests are of ``workload``. ``written`` is the content
+    as it was read, for results.
+    """
 
     shape: ModelShape
     device: Device
     num_shards: int
+    num_instances: int
     cost: CostPart
     engine: EnginePart
     swap: SwapPart | None
-    link: LinkProfile | None
+    lender: LenderPart | None
+    faults: tuple[FaultPart, ...]
     workload: WorkloadSpec
+    tenants: Mapping[str, WorkloadSpec]
     written: Mapping[str, Any]
+
+    def alone(self) -> Scenario:
+        """The scenario with one instance and nothing that disturbs it."""
+        return replace(self, num_instances=1, faults=())
 
 
 def read_scenario(path: Path | None, sets: Sequence[str] = (), defaults: Sequence[str] = ()) -> Scenario:
@@ -144,14 +185,17 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
     except ValidationError as error:
         raise UserError(f"{source}: {_first_fault(error)}") from None
     try:
-        link = None if file.swap is None else _link_named(file.swap.link)
+        _check_links(file)
         shape, device = shape_named(file.model), device_named(file.device)
-        workload = _read_workload(file.workload, folder)
+        workload = _read_workload(file.workload, folder, "workload")
+        tenants = {name: _read_workload(load, folder, f"tenants.{name}") for name, load in file.tenants.items()}
         file.engine.settings  # noqa: B018 - refuses what no policy takes
     except SettingRefused as error:
         raise UserError(f"{source}: engine.{error}") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+    if late := [fault.instance for fault in file.faults if fault.instance >= file.instances]:
+        raise UserError(f"{source}: faults: there is no instance {late[0]}: they count from 0 to {file.instances - 1}")
     if shape.num_kv_heads % file.tensor_parallel and file.tensor_parallel % shape.num_kv_heads:
         raise UserError(f"{source}: tensor_parallel: {shape.num_kv_heads} KV heads do not divide evenly")
     places = {name: folder / value for name, value in file.cost if isinstance(value, Path)}
@@ -159,11 +203,14 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         shape=shape,
         device=device,
         num_shards=file.tensor_parallel,
+        num_instances=file.instances,
         cost=file.cost.model_copy(update=places),
         engine=file.engine,
         swap=file.swap,
-        link=link,
+        lender=file.lender,
+        faults=file.faults,
         workload=workload,
+        tenants=tenants,
         written=dict(content),
     )
 
@@ -204,30 +251,28 @@ def _with(content: Mapping[str, Any], text: str) -> dict[str, Any]:
             raise UserError(f"--set {key}: {name} has no keys")
         place[name] = dict(inner)
         place = place[name]
-    place[names[-1]] = parse_yaml(value, f"--set {key}", max_depth=1)
+    place[names[-1]] = parse_yaml(value, f"--set {key}", MAX_DEPTH)
     return changed
 
 
-def _read_workload(content: Mapping[str, Any], folder: Path) -> WorkloadSpec:
+def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> WorkloadSpec:
     known = [item.name for item in fields(WorkloadSpec)]
     if unknown := [key for key in content if key not in known]:
-        raise UserError(f"workload.{unknown[0]}: there is no such key; there are {', '.join(known)}")
+        raise UserError(f"{path}.{unknown[0]}: there is no such key; there are {', '.join(known)}")
     try:
         spec = TypeAdapter(WorkloadSpec).validate_python({"ignore_eos": True} | dict(content))
     except ValidationError as error:
-        raise UserError(f"workload.{_first_fault(error)}") from None
+        raise UserError(f"{path}.{_first_fault(error)}") from None
     except UserError as error:
-        raise UserError(f"workload: {error}") from None
-    for name in ("trace", "lengths", "prompts"):
-        if (path := getattr(spec, name)) is not None:
-            object.__setattr__(spec, name, folder / path)
-    return spec
+        raise UserError(f"{path}: {error}") from None
+    files = {name: folder / value for name in ("trace", "lengths", "prompts") if (value := getattr(spec, name))}
+    return replace(spec, **files)
 
 
-def _link_named(name: str) -> LinkProfile:
-    if name not in LINKS:
-        raise UserError(f"swap.link: no link is called {name!r}; there are {', '.join(LINKS)}")
-    return LINKS[name]
+def _check_links(file: _File) -> None:
+    for part, name in (("swap", file.swap and file.swap.link), ("lender", file.lender and file.lender.link)):
+        if name is not None and name not in LINKS:
+            raise UserError(f"{part}.link: no link is called {name!r}; there are {', '.join(LINKS)}")
 
 
 def _first_fault(error: ValidationError) -> str:
@@ -241,6 +286,12 @@ def _first_fault(error: ValidationError) -> str:
 
 
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:
-    parts: dict[str, type[_Part]] = {"cost": CostPart, "engine": EnginePart, "swap": SwapPart}
+    parts: dict[str, type[_Part]] = {
+        "cost": CostPart,
+        "engine": EnginePart,
+        "swap": SwapPart,
+        "lender": LenderPart,
+        "faults": FaultPart,
+    }
     owner = parts.get(str(place[0]), _File) if len(place) > 1 else _File
     return list(owner.model_fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def test_a_scenario_gives_a_table_a_result_and_pictures(tmp_path: Path, capsys: 
     assert main(["simulate", str(EXAMPLE), "--set", *SMALL, "--out", str(out), "--plot"]) == 0
     shown = capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert "goals met (%)" in shown and "300 KV blocks; a step's time: fit to kernels" in shown
+    assert "goals met (%)" in shown and "300 KV blocks an instance; a step's time: fit to kernels" in shown
     assert result["backend"] == "simulator" and result["completed"] == 30
     assert result["floodplain"]["config"]["engine"]["kv_blocks"] == 300
     assert {path.name for path in (tmp_path / "burst-plots").iterdir()} >= {"ttft.png", "strip.png", "timeline.png"}
@@ -74,6 +75,16 @@ def test_a_sweep_has_a_column_for_each_value(capsys: pytest.CaptureFixture[str])
     result = run_json(capsys, str(EXAMPLE), "--set", *SMALL, "--sweep", "engine.policy=fcfs,timely")
     assert [each["name"] for each in result["runs"]] == ["engine.policy=fcfs", "engine.policy=timely"]
     assert [each["floodplain"]["config"]["engine"]["policy"] for each in result["runs"]] == ["fcfs", "timely"]
+
+
+def test_tenants_and_recalls_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ["tenants.calm={request_rate: 1, num_prompts: 5}", "tenants.loud={request_rate: 20, num_prompts: 20}"]
+    lender = ["lender.memory=8GB", "lender.busy=[[1, 3]]", "instances=2"]
+    sets = ["model=llama-3.1-8b", "device=rtx4090", "engine.kv_blocks=300", *loads, *lender]
+    assert main(["simulate", "--set", *sets]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\nsimulated +goals met.*\n.*\ncalm .* 5\nloud .* 20\n", shown)
+    assert "simulated: lent memory was recalled 2 times, in " in shown
 
 
 @pytest.mark.parametrize(("factor", "wanted"), [(1.0, 0.0), (0.8, 25.0)])

@@ -114,3 +114,54 @@ def test_swap_space_replaces_recomputation(tmp_path: Path) -> None:
     with_swap, without = report(swap={"memory": "16GiB", "link": "nvlink4"}), report()
     assert with_swap["preemptions"] and not with_swap["recomputed_tokens"] and with_swap["swap"]["in_bytes"]
     assert without["recomputed_tokens"] and not without["swap"]["in_bytes"]
+
+
+def test_two_instances_share_the_load_and_one_takes_over_when_the_other_dies(tmp_path: Path) -> None:
+    rows = [TraceRow(0.1 * place, 300, 60) for place in range(30)]
+    one, two = (predict(make(tmp_path, instances=number), rows).result for number in (1, 2))
+    assert two["mean_ttft_ms"] < one["mean_ttft_ms"]
+
+    hurt = predict(make(tmp_path, instances=2, faults=[{"at": 1.5, "instance": 1, "down": 1.0}]), rows)
+    assert hurt.result["output_lens"] == [60] * 30
+    assert hurt.result["floodplain"]["recomputed_tokens"] == 0  # known tokens count as prompts of the other instance
+    assert one["mean_e2el_ms"] > hurt.result["mean_e2el_ms"] > two["mean_e2el_ms"]
+    times_s = [life.token_times_s for life in hurt.lifecycles]
+    assert all(times == sorted(times) for times in times_s)
+
+
+def test_while_no_instance_is_there_requests_wait(tmp_path: Path) -> None:
+    (life,) = serve(make(tmp_path, faults=[{"at": 0.5, "down": 3.0}]), TraceRow(1.0, 10, 2))
+    assert life.token_times_s[0] == pytest.approx(3.5 + COST.base_s + 10 * COST.prefill_token_s)
+
+
+def test_lent_memory_is_used_recalled_and_used_again(tmp_path: Path) -> None:
+    lender = {"memory": "16GiB", "busy": [[2.0, 4.0]]}
+    engine = {"policy": "paced", "kv_blocks": 150}
+    load = BURST | {"num_prompts": 60}
+
+    def serve_with(**changes: Any) -> dict[str, Any]:
+        facts: dict[str, Any] = predict(make(tmp_path, engine=engine, workload=load, **changes)).result["floodplain"]
+        return facts
+
+    calm = serve_with(lender=lender | {"busy": []})
+    to_host = serve_with(lender=lender, swap={"memory": "16GiB"})
+    lost = serve_with(lender=lender)
+    assert calm["swap"]["in_bytes"] and not calm["recomputed_tokens"] and not calm["simulation"]["recalls_s"]
+    (recall_s,), (drop_s,) = to_host["simulation"]["recalls_s"], lost["simulation"]["recalls_s"]
+    assert 1.0 > recall_s > drop_s > 0.0  # some hundred blocks of 2 MiB over PCIe; without host memory they are lost
+    assert to_host["recomputed_tokens"] < 0.5 * lost["recomputed_tokens"]
+
+
+def test_a_tenant_beyond_its_share_does_not_delay_another_under_fair_by_key(tmp_path: Path) -> None:
+    tenants = {
+        "calm": {"request_rate": 1.0, "num_prompts": 15, "max_input": 800, "seed": 1},
+        "greedy": {"request_rate": 50.0, "num_prompts": 120, "max_input": 800, "seed": 2},
+    }
+    p99_ms = {}
+    for policy in ("fcfs", "fair"):
+        engine = {"policy": policy} | ({"fair_by": "key"} if policy == "fair" else {})
+        result = predict(make(tmp_path, engine=engine, tenants=tenants, swap={"memory": "16GiB"})).result
+        by_tenant = result["floodplain"]["simulation"]["tenants"]
+        assert {name: each["completed"] for name, each in by_tenant.items()} == {"calm": 15, "greedy": 120}
+        p99_ms[policy] = by_tenant["calm"]["p99_ttft_ms"]
+    assert p99_ms["fair"] < 0.5 * p99_ms["fcfs"]

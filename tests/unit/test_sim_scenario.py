@@ -34,6 +34,11 @@ workload: {request_rate: 2, lengths: lengths.csv, seed: 5}
         ({"model": "gpt-9"}, "no model shape is called 'gpt-9'; there are"),
         ({"device": "abacus"}, "no device is called 'abacus'; there are"),
         ({"tensor_parallel": 3}, "tensor_parallel: 8 KV heads do not divide evenly"),
+        ({"lender": {"memory": "1GB", "busy": [[5, 5]]}}, "lender.busy: times must rise"),
+        ({"lender": {"memory": "1GB", "link": "usb"}}, "lender.link: no link is called 'usb'"),
+        ({"faults": [{"at": 3, "instance": 1}]}, "faults: there is no instance 1: they count from 0 to 0"),
+        ({"faults": [{"when": 3}]}, "faults.0.at: say which"),
+        ({"tenants": {"a": {"rate": 3}}}, "tenants.a.rate: there is no such key; there are trace"),
         ({"workload": {"rate": 3}}, "workload.rate: there is no such key; there are trace, request_rate"),
         ({"workload": {"request_rate": -3}}, "workload: request_rate must be between"),
         ({"workload": {"num_prompts": "many"}}, "workload.num_prompts: Input should be a valid integer"),
@@ -77,7 +82,7 @@ def test_sets_replace_values_and_defaults_only_fill_gaps(tmp_path: Path) -> None
     [
         ("engine.policy", "must read KEY=VALUE"),
         ("model.name=x", "--set model.name: model has no keys"),
-        ("engine={a: {b: 1}}", "--set engine, line 1: values are nested deeper"),
+        ("engine=[[[[[1]]]]]", "--set engine, line 1: values are nested deeper"),
         ("engine.policy=*x", "--set engine.policy"),
     ],
 )

@@ -1,0 +1,212 @@
+"""The instances of a scenario in virtual time, with faults, and with memory that a neighbour lends and recalls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import RequestRefused
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import Relocation, StepPlan
+from floodplain.core.request import Request
+from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.cost.step_time import StepTimer
+from floodplain.observe.timeline import Timeline, TimelineSample
+from floodplain.policy.registry import make_policy
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.cluster import VirtualCluster
+from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.machine import Machine
+from floodplain.sim.scenario import LenderPart, Scenario
+
+SAMPLE_S = 1.0
+"""Seconds between two samples of the timeline."""
+RETRY_S = 0.01
+"""Seconds between two looks at slots that copies still use."""
+RELOCATED_BLOCKS = 64
+"""The most blocks of one copy between tiers, as in the engine (``lending.peer_tier``)."""
+
+
+class Fleet:
+    """All instances behind a dispatcher. A request of an instance that dies is computed again on another one.
+
+    Attributes:
+        refused: Why requests were refused, by their ids.
+        recalls_s: Seconds from each recall of lent memory until it was free.
+    """
+
+    def __init__(self, scenario: Scenario, machine: Machine) -> None:
+        self.environment, self.timeline = Environment(), Timeline()
+        self.refused: dict[str, str] = {}
+        self.recalls_s: list[float] = []
+        self._scenario, self._machine = scenario, machine
+        self._cluster = VirtualCluster(self.environment)
+        self._engines: list[SimulatedEngine] = []
+        self._events, self._next_sample_s = blake2b(digest_size=16), 0.0
+        self._slots = [self._start() for _ in range(scenario.num_instances)]
+        for fault in scenario.faults:
+            self.environment.schedule(fault.at, lambda slot=fault.instance: self._stop(slot))  # type: ignore[misc]
+            self.environment.schedule(fault.at + fault.down, lambda slot=fault.instance: self._restart(slot))  # type: ignore[misc]
+
+    def serve(self, requests: Iterable[Request]) -> None:
+        """Submit all requests at their arrival times, and serve them to their ends."""
+        for request in requests:
+            self.environment.schedule(request.arrival_s, lambda request=request: self._submit(request))  # type: ignore[misc]
+        self.environment.run()
+
+    def lives_of(self, request: Request) -> list[Lifecycle]:
+        """The lifecycles of a request, one for each instance that had it; none if it was refused."""
+        return self._cluster.stories.get(request.request_id, [])
+
+    @property
+    def events(self) -> str:
+        """A digest of all steps: equal for equal scenarios."""
+        return self._events.hexdigest()
+
+    def count(self, read: Callable[[SimulatedEngine], float]) -> float:
+        """The sum of a number over all instances, dead ones included."""
+        return sum(map(read, self._engines))
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._engines[0].loop.check(request)
+        except RequestRefused as error:
+            self.refused[request.request_id] = str(error)
+        else:
+            self._cluster.submit(request)
+
+    def _start(self) -> tuple[int, VirtualInstance]:
+        engine = SimulatedEngine(self, self._scenario, self._machine, len(self._engines))
+        self._engines.append(engine)
+        return self._cluster.join(engine.instance), engine.instance
+
+    def _stop(self, slot: int) -> None:
+        epoch, instance = self._slots[slot]
+        self._cluster.leave(epoch)
+        for request in instance.stop():
+            self._cluster.submit(request)
+
+    def _restart(self, slot: int) -> None:
+        self._slots[slot] = self._start()
+
+    def note(self, number: int, plan: StepPlan, decodes: object, now: float) -> None:
+        """Add a step of an instance to the digest; ``decodes`` is None if they are those of its step before."""
+        chunks = [(chunk.seq_id, chunk.start, len(chunk.token_ids)) for chunk in plan.prefills]
+        moves = [(transfer.kind.value, len(transfer.blocks)) for transfer in plan.transfers]
+        self._events.update(repr((number, now, decodes, chunks, moves)).encode())
+        if now >= self._next_sample_s:
+            self._next_sample_s = now + SAMPLE_S
+            self.timeline.record(self._sample(now))
+
+    def _sample(self, now: float) -> TimelineSample:
+        total: Counter[str] = Counter()
+        for engine in self._cluster.engines.values():
+            state = engine.loop.state
+            total["running"] += len(state.running)
+            total["waiting"] += len(state.waiting)
+            total["swapped"] += len(state.swapped) + len(state.loading)
+            total["used"] += state.ledger.num_blocks - state.ledger.num_available
+            total["blocks"] += state.ledger.num_blocks
+        return TimelineSample(now, total["running"], total["waiting"], total["swapped"], total["used"], total["blocks"])
+
+
+class SimulatedEngine:
+    """One life of an instance: its loop, its links, and its lender if it has one."""
+
+    def __init__(self, fleet: Fleet, scenario: Scenario, machine: Machine, number: int) -> None:
+        self._fleet, self._number = fleet, number
+        self._decodes: tuple[int, ...] | None = None
+        self.loop = _make_loop(scenario, machine, number)
+        links = {link.tier: link for link in machine.links}
+        self.links = VirtualLinks(links, machine.block_bytes)
+        is_async, timer = scenario.engine.scheduling == "async", StepTimer(machine.cost)
+        self.instance = VirtualInstance(fleet.environment, self.loop, timer.time_s, self.links, is_async=is_async)
+        self.instance.on_step = self._note
+        if scenario.lender is not None:
+            Lender(fleet, self, scenario.lender, machine.num_lent_blocks)
+
+    def _note(self, plan: StepPlan, now: float) -> None:
+        decodes = None if plan.decodes is self._decodes else plan.decodes
+        self._decodes = plan.decodes
+        self._fleet.note(self._number, plan, decodes, now)
+
+
+def _make_loop(scenario: Scenario, machine: Machine, number: int) -> Loop:
+    engine = scenario.engine
+    config = LoopConfig(
+        max_model_len=machine.max_model_len,
+        max_batched_tokens=engine.max_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_waiting=2**31,
+        block_bytes=machine.block_bytes,
+    )
+    policy = make_policy(engine.policy, engine.settings)
+    ledger = BlockLedger(machine.num_blocks, engine.block_tokens, caches_prefixes=engine.prefix_cache)
+    slots = [SlotLedger(tier, num_slots) for tier, num_slots in machine.slots.items()]
+    backups = BackupTable(slots, retains=engine.prefix_cache)
+    state = LoopState(config, ledger, policy, backups, machine.links)
+    return Loop(state, policy, scenario.workload.seed + number)
+
+
+class Lender:
+    """A neighbour that lends memory to one engine, and recalls it while it is busy itself.
+
+    At a recall the KV there goes to host memory, over the slower of both links; what finds no slot there is computed
+    again. Afterwards KV of preempted requests comes back.
+    """
+
+    def __init__(self, fleet: Fleet, engine: SimulatedEngine, part: LenderPart, num_slots: int) -> None:
+        self._fleet, self._engine, self._slots = fleet, engine, range(num_slots)
+        self._recalled_s: float | None = None
+        now = fleet.environment.now
+        if not any(start <= now < end for start, end in part.busy):
+            self._at(now, self._lend)
+        for start, end in part.busy:
+            if end > now:
+                self._at(max(now, start), self._recall)
+                self._at(end, self._lend)
+
+    def _at(self, when_s: float, event: Callable[[], None]) -> None:
+        self._fleet.environment.schedule(when_s, lambda: self._engine.instance.at_boundary(event))
+
+    def _lend(self) -> None:
+        if self._recalled_s is not None:  # the neighbour has calmed down before it had its memory back
+            self._at(self._fleet.environment.now + RETRY_S, self._lend)
+            return
+        self._engine.loop.relocations.add_slots(Tier.PEER, self._slots)
+        self._promote()
+
+    def _recall(self) -> None:
+        self._recalled_s = self._fleet.environment.now
+        self._engine.loop.relocations.retire_slots(Tier.PEER, self._slots)
+        self._evacuate()
+
+    def _evacuate(self) -> None:
+        relocations = self._engine.loop.relocations
+        moving = relocations.evacuate(Tier.PEER, self._slots, Tier.HOST, RELOCATED_BLOCKS)
+        if moving is not None:
+            self._copy(moving, self._evacuate)
+        elif relocations.count_taken(Tier.PEER, self._slots):  # copies read there, and end soon
+            self._at(self._fleet.environment.now + RETRY_S, self._evacuate)
+        elif self._recalled_s is not None:
+            self._fleet.recalls_s.append(self._fleet.environment.now - self._recalled_s)
+            self._recalled_s = None
+
+    def _promote(self) -> None:
+        if self._recalled_s is None:
+            moving = self._engine.loop.relocations.bring_nearer(Tier.HOST, Tier.PEER, RELOCATED_BLOCKS)
+            if moving is not None:
+                self._copy(moving, self._promote)
+
+    def _copy(self, moving: Relocation, then: Callable[[], None]) -> None:
+        end_s = self._engine.links.relocate(len(moving.sources), self._fleet.environment.now)
+
+        def settle() -> None:
+            self._engine.loop.relocations.settle(moving.relocation_id, ())
+            then()
+
+        self._at(end_s, settle)

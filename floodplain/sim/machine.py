@@ -1,0 +1,90 @@
+"""The device of a scenario, resolved: its KV pool, its swap space and links, and what its steps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from floodplain.core.tiers import Link, Tier
+from floodplain.cost.devices import Roofline, predict_blocks
+from floodplain.cost.fits import fit_of
+from floodplain.cost.link import LINKS
+from floodplain.cost.step_time import BatchCost
+from floodplain.sim.cost_files import read_kernels, read_steps
+from floodplain.sim.scenario import Scenario, SwapPart
+
+_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a scenario says of an instance's device, resolved.
+
+    Attributes:
+        block_bytes: Of one KV block on one GPU.
+        slots: Slots of swap space by tier, the nearest first; those of a lender come with its memory.
+        num_lent_blocks: Slots that the lender's memory holds.
+        cost_source: Where step times come from, in a line.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    slots: Mapping[Tier, int]
+    links: Sequence[Link]
+    num_lent_blocks: int
+    cost: BatchCost
+    cost_source: str
+
+
+def resolve_machine(scenario: Scenario) -> Machine:
+    """The machine of a scenario. UserError if a table cannot be read, or the model does not fit."""
+    engine, shape = scenario.engine, scenario.shape
+    num_blocks = engine.kv_blocks or predict_blocks(
+        shape,
+        scenario.device,
+        utilisation=engine.utilisation,
+        max_num_seqs=engine.max_num_seqs,
+        max_batched_tokens=engine.max_batched_tokens,
+        block_tokens=engine.block_tokens,
+        num_shards=scenario.num_shards,
+        dtype_bytes=_DTYPE_BYTES,
+    )
+    block_bytes = engine.block_tokens * shape.kv_bytes_per_token(_DTYPE_BYTES) // scenario.num_shards
+    longest = min(engine.max_model_len or shape.max_position, num_blocks * engine.block_tokens)
+    cost, cost_source = _find_cost(scenario)
+    host = scenario.swap or (SwapPart(memory=1) if scenario.lender else None)  # KV of a recall goes there, or is lost
+    named = {Tier.PEER: scenario.lender, Tier.HOST: host}
+    parts = {tier: part for tier, part in named.items() if part is not None}
+    blocks = {tier: part.memory // scenario.num_shards // block_bytes for tier, part in parts.items()}
+    return Machine(
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        max_model_len=longest,
+        slots={tier: 0 if tier is Tier.PEER else number for tier, number in blocks.items()},
+        links=[_link(tier, part.link) for tier, part in parts.items()],
+        num_lent_blocks=blocks.get(Tier.PEER, 0),
+        cost=cost,
+        cost_source=cost_source,
+    )
+
+
+def _link(tier: Tier, name: str) -> Link:
+    """The slower direction of a named link."""
+    profile = LINKS[name]
+    both = profile.outbound, profile.inbound
+    return Link(tier, min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both))
+
+
+def _find_cost(scenario: Scenario) -> tuple[BatchCost, str]:
+    part, shape, device = scenario.cost, scenario.shape, scenario.device
+    overhead_s = device.overhead_s if part.overhead_ms is None else part.overhead_ms / 1e3
+    if part.kernels is not None:
+        kernels = read_kernels(part.kernels, shape.num_layers, overhead_s, scenario.engine.max_num_seqs)
+        return kernels, f"kernels in {part.kernels}"
+    if part.steps is not None:
+        return read_steps(part.steps, (part.overhead_ms or 0.0) / 1e3), f"step profile {part.steps}"
+    if (fit := fit_of(device.name, shape.name, scenario.num_shards)) is not None:
+        return fit.with_overhead(overhead_s), f"{fit.source}; median error of a step {fit.median_error:.1%}"
+    roofline = Roofline(shape, device, scenario.num_shards, _DTYPE_BYTES, overhead_s)
+    return roofline, f"roofline, up to 20 % off where it was checked ({device.source})"
