@@ -91,7 +91,7 @@ def recall_from_one_that_is_stopped(cluster: Cluster, random: Random) -> None:
     _recall(cluster)
     before = cluster.producer.said["checked"]
     time.sleep(DEADLINE_S + 0.5)  # the deadline passes
-    assert cluster.producer.said["checked"] > before, "the producer waits for its consumer"
+    wait_until(lambda: cluster.producer.said["checked"] > before, "the producer waits for its consumer", cluster)
     cluster.consumer.signal(signal.SIGCONT)
     recall(cluster, random)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from floodplain.bench.offline import run_offline
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
 from floodplain.core.goals import Goals
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.request import Request
+from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine import async_engine
 from floodplain.engine.async_engine import AsyncEngine
@@ -50,6 +51,31 @@ def request_of(params: SamplingParams, prompt: tuple[int, ...] = PROMPT, **more:
 
 async def collect(engine: AsyncEngine, params: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> list[OutputDelta]:
     return [delta async for delta in engine.generate(request_of(params, prompt))]
+
+
+@contextmanager
+def holding(engine: AsyncEngine, num_requests: int = 1) -> Iterator[None]:
+    """Once this many requests wait, compute until there are tokens, and no further: no request ends meanwhile.
+
+    Requests are still queued, refused and aborted.
+    """
+    step, has_begun, is_over = engine.engine.step, False, False
+
+    def step_once() -> list[tuple[SeqId, OutputDelta]]:
+        nonlocal has_begun, is_over
+        has_begun = has_begun or engine.stats().num_waiting >= num_requests
+        if is_over or not has_begun:
+            threading.Event().wait(0.001)  # leave the interpreter's lock to the event loop
+            return []
+        deltas = step()
+        is_over = bool(deltas)
+        return deltas
+
+    engine.engine.step = step_once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.engine.step = step  # type: ignore[method-assign]
 
 
 async def until_idle(engine: AsyncEngine) -> None:
@@ -145,14 +171,15 @@ def test_known_tokens_that_leave_nothing_or_are_no_tokens_are_refused() -> None:
 def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None:
     async def full() -> None:
         async with running(max_num_seqs=1, max_waiting=1) as engine:
-            async with aclosing(engine.generate(request_of(greedy(200), request_id="a"))) as first:
-                await anext(first)
-                waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                assert isinstance(done.pop().exception(), QueueFull)
-                moved = request_of(greedy(2), request_id="m", is_accepted=True)
-                more = asyncio.create_task(anext(engine.generate(moved)))
-                await asyncio.sleep(0)
+            with holding(engine):
+                async with aclosing(engine.generate(request_of(greedy(200), request_id="a"))) as first:
+                    await anext(first)
+                    waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
+                    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    assert isinstance(done.pop().exception(), QueueFull)
+                    moved = request_of(greedy(2), request_id="m", is_accepted=True)
+                    more = asyncio.create_task(anext(engine.generate(moved)))
+                    await asyncio.sleep(0)
             assert (await more).token_ids
             await asyncio.gather(*waiting, return_exceptions=True)
 
@@ -164,9 +191,10 @@ def test_closed_stream_frees_its_blocks() -> None:
         async with running() as engine:
             finished: list[Lifecycle] = []
             engine.subscribe(finished.append)
-            async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
-                await anext(stream)
-                assert engine.stats().num_used_blocks > 0
+            with holding(engine):
+                async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
+                    await anext(stream)
+                    assert engine.stats().num_used_blocks > 0
             await until_idle(engine)
             assert engine.stats().num_requests["abort"] == 1
             assert engine.stats().num_generated_tokens < 200
@@ -198,13 +226,14 @@ def test_refusals_come_before_the_first_delta() -> None:
                 await collect(engine, greedy(400))
             with pytest.raises(RequestRefused, match="vocabulary"):
                 await collect(engine, greedy(1), (10**6,))
-            async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
-                await anext(first)
-                waiting = asyncio.create_task(collect(engine, greedy(1)))
-                while not engine.stats().num_waiting:
-                    await asyncio.sleep(0.001)
-                with pytest.raises(QueueFull):
-                    await collect(engine, greedy(1))
+            with holding(engine):
+                async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
+                    await anext(first)
+                    waiting = asyncio.create_task(collect(engine, greedy(1)))
+                    while not engine.stats().num_waiting:
+                        await asyncio.sleep(0.001)
+                    with pytest.raises(QueueFull):
+                        await collect(engine, greedy(1))
             assert (await waiting)[-1].finish_reason == "length"
 
     asyncio.run(refuse())
@@ -213,13 +242,12 @@ def test_refusals_come_before_the_first_delta() -> None:
 def test_drain_ends_live_requests() -> None:
     async def drain() -> None:
         async with running() as engine:
-            short = asyncio.create_task(collect(engine, greedy(100)))
-            endless = asyncio.create_task(collect(engine, greedy(210)))
-            while engine.stats().num_running < 2:
-                await asyncio.sleep(0.001)
-            await engine.drain(0.0)
-            assert (await endless)[-1].finish_reason == "abort"
-            assert (await short)[-1].finish_reason in ("abort", "length")
+            with holding(engine, 2):
+                live = [asyncio.create_task(collect(engine, greedy(number))) for number in (100, 210)]
+                while engine.stats().num_running < 2:
+                    await asyncio.sleep(0.001)
+                await engine.drain(0.0)
+                assert [deltas[-1].finish_reason for deltas in await asyncio.gather(*live)] == ["abort"] * 2
             with pytest.raises(ShuttingDown):
                 await collect(engine, greedy(1))
 
@@ -270,11 +298,14 @@ def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.M
 
     async def crowded() -> None:
         async with running() as engine:
-            counters, is_first = engine.engine.loop.counters, True
-            async for _ in engine.generate(request_of(greedy(100))):
-                for _ in range(40 * is_first):
+            counters = engine.engine.loop.counters
+
+            def fill(*_: object) -> None:
+                for _ in range(40):
                     engine._inbox.put(lambda: steps.append(counters.num_steps))
-                is_first = False
+
+            async for _ in engine.generate(request_of(greedy(100)), on_added=fill):
+                pass
 
     asyncio.run(crowded())
     assert len(steps) == 40

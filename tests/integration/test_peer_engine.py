@@ -143,11 +143,11 @@ def test_a_blocked_loop_loses_its_slots_at_the_deadline_and_no_token(
         def stand_still(step: int) -> None:
             if step == 100:
                 neighbour.lend(0)
-                wait_until(lambda: not neighbour.taken_pages)  # the watch's thread returns all leases
+                wait_until(lambda: totals.num_forced == NUM_PAGES)  # the watch's thread returns all leases
+                assert not neighbour.taken_pages
 
         tokens = serve(engine, requests, stand_still)
         assert verdict(expected, tokens).is_equal
-        assert totals.num_forced == NUM_PAGES
         outcomes = engine.stats().borrowed_leases
         assert (outcomes["forced"], outcomes["returned"]) == (totals.num_forced, totals.num_returned)
         step_until(engine, lambda: not neighbour.agent.membership.lease_bytes())

@@ -14,12 +14,9 @@ from floodplain.bench.offline import OfflineRun, run_offline
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Tier
-from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
-from floodplain.memory.host.emulated_link import EmulatedLink
-from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
@@ -48,17 +45,6 @@ async def running(policy: Policy, **flags: Any) -> AsyncIterator[AsyncEngine]:
 
 def space_of(engine: AsyncEngine) -> SwapSpace:
     return cast(SwapSpace, cast(Any, engine.engine._executor)._swap)
-
-
-def slow_down(engine: AsyncEngine, block_s: float) -> None:
-    """Make the copy of each block take ``block_s`` seconds."""
-    tiers = space_of(engine)._tiers
-    old = cast(HostTransferEngine, tiers[Tier.HOST].engine)
-    curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / block_s),))
-    link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=1.0)
-    slots = tiers[Tier.HOST].slots
-    tiers[Tier.HOST] = SwapTier(slots, HostTransferEngine(old._store, slots, link).start())
-    old.close()
 
 
 def hold_copies(engine: AsyncEngine) -> HeldTransferEngine:
@@ -100,14 +86,16 @@ def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that it waits for never ends."""
     monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
 
     async def play() -> None:
         async with running(SwapOncePolicy()) as engine:
-            slow_down(engine, 0.05)
+            hold_copies(engine)
             lost = asyncio.create_task(generate(engine, PROMPTS[0], 20))
             while not space_of(engine).num_in_flight:
                 await asyncio.sleep(0.001)
+            await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,9 @@ from floodplain.cluster.wire.messages import (
 )
 from floodplain.cluster.wire.placements import Submit, request_of
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.request import Request
-from floodplain.engine.outputs import EngineStats
+from floodplain.core.request import Request, SeqId
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
@@ -151,6 +153,19 @@ async def stage() -> AsyncIterator[Stage]:
             yield some
         finally:
             await some.close()
+
+
+def keep_pace(engine: AsyncEngine) -> None:
+    """Have the engine wait for the event loop before each step: no request ends before a busy machine sees it run."""
+    loop, step = asyncio.get_running_loop(), engine.engine.step
+
+    def step_in_turn() -> list[tuple[SeqId, OutputDelta]]:
+        has_run = threading.Event()
+        loop.call_soon_threadsafe(has_run.set)
+        assert has_run.wait(HANG_S), "the event loop stands still"
+        return step()
+
+    engine.engine.step = step_in_turn  # type: ignore[method-assign]
 
 
 async def until(condition: Any) -> None:

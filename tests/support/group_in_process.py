@@ -28,6 +28,7 @@ from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.model.weights.open_model import open_model
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
+from tests.support.cluster_peers import keep_pace
 
 TOKEN = "secret"
 HANG_S = 100.0
@@ -130,6 +131,8 @@ async def ring(
         sock = bind("127.0.0.1", 0)
         await router.start(sock)
         instances = [open_droppable(config, folder, "127.0.0.1") for _ in range(num_instances)]
+        for one in instances:
+            keep_pace(one.engine)
         port = sock.getsockname()[1]
         lives = [asyncio.create_task(Dialer(one, "127.0.0.1", port, TOKEN, 1.0).run()) for one in instances]
         try:

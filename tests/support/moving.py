@@ -22,7 +22,7 @@ from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
-from tests.support.cluster_peers import until
+from tests.support.cluster_peers import keep_pace, until
 from tests.support.loops import make_request
 from tests.support.waiting import HANG_S
 
@@ -50,6 +50,7 @@ class Moving:
         return self.router.migration_controller
 
     async def join(self, member: Replica) -> None:
+        keep_pace(member.engine)
         await member.start()
         reader, writer = await asyncio.open_connection(*self.sock.getsockname()[:2])
         link = FrameLink(reader, writer)

@@ -33,7 +33,7 @@ def test_every_kind_of_failure_is_counted_and_survived() -> None:
         for number in range(len(wrong) + 1):
             wait_until(lambda number=number: len(peer.requests) > number)
             agent.membership.on_change()
-        wait_until(lambda: len(peer.requests) == len(wrong) + 2 and not agent.problem)
+        wait_until(lambda: len(peer.requests) >= len(wrong) + 2 and not agent.problem)
         assert agent.failures == {"malformed": 2, "refused": 1, "unreachable": 1}
         assert agent.membership.has_joined
 

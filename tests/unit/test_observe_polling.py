@@ -56,8 +56,10 @@ def test_a_call_that_fails_is_the_last_one_and_the_context_ends_with_its_error(n
             raise OSError("gone")
 
     async def scene() -> None:
-        async with polling(look, 0.0):
-            await asyncio.sleep(0.05)
+        async with polling(look, 0.0), asyncio.timeout(LONG_S):
+            while len(calls) <= num_good:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
 
     with pytest.raises(OSError, match="gone"):
         asyncio.run(scene())
