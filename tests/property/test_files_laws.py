@@ -4,18 +4,178 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
+from floodplain.cli.sources import read_config_file
+from floodplain.coordinator.placement import read_pairs
+from floodplain.coordinator.tokens import TokenRing
 from floodplain.core.errors import UserError
+from floodplain.cost.model_shape import shape_named
+from floodplain.files.profile import Profile, read_profile
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.load import parameter_parts
+from floodplain.model.weights.open_model import open_model
+from floodplain.planner.inputs import read_cluster
+from floodplain.planner.placement import read_spots
+from floodplain.server.auth import read_keys
+from floodplain.workload.arrivals import load_lengths
+from floodplain.workload.prompts import load_prompts
+from floodplain.workload.traces import load_trace
 from tests.support.examples import examples
-from tests.support.tiny_files import Kind, tiny_files
+from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
+
+# -- small valid files of every kind that the product reads, each with the function that reads it ----------------------
+
+
+MODEL = ModelConfig.of_shape(
+    replace(
+        shape_named("tiny-llama"), num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=16
+    )
+)
+
+
+_TALK = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+_CLUSTER = b"""servers: [{name: a, count: 2, gpus: 2, memory: 80GB, link: 450GB}]
+models: [{name: m, lends: 20GB, servers: [a-0]}, {name: n, needs: 20GB}]
+apart: [[m, n]]
+within: 0.1
+"""
+_PLACEMENT = {
+    "kind": "floodplain placement",
+    "version": 1,
+    "servers": [{"name": "a-0", "units": [{"model": "m", "instance": 0, "stage": 0, "gpus": [0]}]}],
+    "pairs": [{"producer": "a-0-gpu0", "consumer": "a-0-gpu1"}],
+}
+_PROFILE = Profile(
+    kind="swap", subject="m", machine="a laptop", settings={}, result={"stable_rate_rps": 2.5, "needs_bytes": 2**30}
+).to_json()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        content: Of a valid file.
+        read: Reads the file at a path, and uses its content once.
+        name: Of the file, in a folder of its own.
+        beside: Other files of the folder.
+    """
+
+    content: bytes = field(repr=False)
+    read: Callable[[Path], object] = field(repr=False)
+    name: str
+    beside: Mapping[str, bytes] = field(repr=False)
+
+
+def tiny_files(scratch: Path) -> dict[str, Kind]:
+    """Return every kind, by its name; ``scratch`` is an empty folder."""
+    folder = _model_folder()
+    model_files = {
+        name: Kind(content, lambda path: _use(path.parent), name, {n: c for n, c in folder.items() if n != name})
+        for name, content in folder.items()
+    }
+    mooncake = {"timestamp": 0, "input_length": 4, "output_length": 2, "hash_ids": [1, 2]}
+    tables: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+        "trace.csv": (b"t_s,prompt_tokens,output_tokens\n0,4,2\n1.5,7,3\n", load_trace),
+        "azure.csv": (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4,2\n", load_trace),
+        "trace.jsonl": (json.dumps(mooncake).encode() + b"\n", load_trace),
+        "lengths.csv": (b"prompt_tokens,output_tokens\n4,2\n", load_lengths),
+        "prompts.jsonl": (b'{"prompt": "Hi", "output_tokens": 3}\n', load_prompts),
+        "sharegpt.json": (json.dumps([{"id": "a", "conversations": _TALK}]).encode(), load_prompts),
+        "session.jsonl": (b'{"session_id": "s", "input_length": 4, "output_length": 2, "timestamp": 5}\n', load_trace),
+        "keys": (b"alice secret-key-1 2\nsecret-key-2\n", read_keys),
+        "tokens": (b"admin * secret-token\n", TokenRing.from_file),
+        "config.yaml": (b"port: 8000\ngoodput: [a, b]\nquiet: true\n", read_config_file),
+        "cluster.yaml": (_CLUSTER, read_cluster),
+        "profile.json": (json.dumps(_PROFILE).encode(), read_profile),
+        "placement.json": (json.dumps(_PLACEMENT).encode(), _use_placement),
+    }
+    model_files["m.gguf"] = Kind(_gguf_file(scratch / "m.gguf"), _use, "m.gguf", {})
+    return model_files | {name: Kind(content, read, name, {}) for name, (content, read) in tables.items()}
+
+
+def _use(path: Path) -> None:
+    """Open a model, read all of its weights, and encode a text."""
+    source = open_model(str(path))
+    for part in parameter_parts(source.config):
+        source.fill(torch.empty(part.shape), part.name)
+    tokenizer = source.load_tokenizer()
+    tokenizer.decode(tokenizer.encode("the river"))
+
+
+def _use_placement(path: Path) -> None:
+    """Read the parts of a placement that a coordinator and a new placement need."""
+    read_pairs(path)
+    read_spots(path)
+
+
+def _model_folder() -> dict[str, bytes]:
+    shape = MODEL.shape
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position,
+        "rms_norm_eps": MODEL.norm_eps,
+        "eos_token_id": 2,
+    }
+    weights = _weights()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "!", "model_max_length": 100}
+    return {
+        "config.json": json.dumps(config).encode(),
+        "generation_config.json": b'{"eos_token_id": [1, 2]}',
+        "model.safetensors.index.json": json.dumps({"weight_map": dict.fromkeys(weights, "w.safetensors")}).encode(),
+        "w.safetensors": save(weights),
+        "tokenizer.json": _byte_level().to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+    }
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    return {part.name: torch.full(part.shape, 0.5) for part in parameter_parts(MODEL)}
+
+
+def _byte_level() -> Backend:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return backend
+
+
+def _gguf_file(path: Path) -> bytes:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "th", *(f"<pad{number}>" for number in range(MODEL.shape.vocab_size - len(letters) - 1))]
+    keys = {
+        **gguf_keys(MODEL),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": ["t h"],
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    return write_gguf_file(path, keys, gguf_tensors(MODEL, _weights())).read_bytes()
+
 
 HOSTILE = [
     b"", b"\0", b"\xff", b"\n", b"[", b"]" * 3, b"{", b'"', b",", b": ", b"null", b"true", b"-1", b"0", b"1e999",

@@ -32,11 +32,6 @@ def placed(cluster: Cluster, max_mixes: int = 10**6) -> Placement | None:
         return None
 
 
-def matched_inside(placement: Placement) -> int:
-    on = {f"{spot.server}-gpu{gpu}": spot.server for spot in placement.spots.values() for gpu in spot.gpus}
-    return sum(pair.num_bytes for pair in placement.pairs if on[pair.producer] == on[pair.consumer])
-
-
 @settings(max_examples=examples(200))
 @given(cluster=clusters())
 def test_the_placement_is_the_best_of_all_and_matches_the_most(cluster: Cluster) -> None:

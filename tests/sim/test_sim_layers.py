@@ -1,10 +1,11 @@
 """Steps of layers in virtual time: layers compute only on their latest KV, and wait for it if necessary.
 
-The oracle is ``tests.support.layer_bytes``: it tracks the content of each place, and uses no rule of any schedule.
+The oracle is ``Bytes``: it tracks the content of each place, and uses no rule of any schedule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,9 +17,8 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.core.tiers import Direction
 from floodplain.cost.expansion import step_stall_s
-from tests.support import layer_faults, pie_faults
+from tests.support import pie_faults
 from tests.support.examples import examples
-from tests.support.layer_bytes import Bytes, Fault, bytes_of_fifo, bytes_of_places
 from tests.support.layer_steps import (
     AheadLayers,
     LayerCopies,
@@ -31,6 +31,155 @@ from tests.support.layer_steps import (
     PieLayers,
     StepCost,
 )
+
+# -- the content of each place, from the record of a schedule ----------------------------------------------------------
+
+
+Place = tuple[str, int]
+Content = tuple[int, int]
+"""A layer, and the version of its KV."""
+
+
+class Fault(AssertionError):
+    """A layer computed on wrong bytes, or bytes were lost."""
+
+
+class Bytes:
+    """The contents of all places.
+
+    Args:
+        contents: Contents before the first step; other places are empty.
+        copies_rows: Whether outbound copies contain only rows added since the last one.
+    """
+
+    def __init__(self, num_layers: int, contents: dict[Place, Content], *, copies_rows: bool) -> None:
+        self.versions = [0] * num_layers
+        self.contents = dict(contents)
+        self.copies_rows = copies_rows
+        self._users: dict[Place, list[LayerSpan]] = {}
+        self._taken: dict[int, Content] = {}  # the content of each copy in flight, by the id of its span
+
+    def replay(self, spans: Iterable[LayerSpan]) -> None:
+        """Replay all spans in the order of time. At one moment, ends precede begins.
+
+        Raises:
+            Fault: With the violation, and its time.
+        """
+        events: list[tuple[float, int, int, int, LayerSpan]] = []
+        for order, span in enumerate(spans):
+            takes_time = span.ended_at_s > span.begun_at_s
+            events.append((span.begun_at_s, 2 if takes_time else 1, order, 0, span))
+            events.append((span.ended_at_s, 0 if takes_time else 1, order, 1, span))
+        for when_s, _, _, has_ended, span in sorted(events, key=lambda event: event[:4]):
+            try:
+                (self._end if has_ended else self._begin)(span)
+                self._check_nothing_is_lost()
+            except Fault as fault:
+                raise Fault(f"{fault} at {when_s}: {span}") from None
+
+    # -- one span --------------------------------------------------------------------------------------------------
+
+    def _begin(self, span: LayerSpan) -> None:
+        source, target = self._ends(span)
+        latest = (span.layer, self.versions[span.layer])
+        self._demand(self.contents.get(source) == latest, f"{source} has {self.contents.get(source)}, not {latest}")
+        for user in self._users.get(source, []):
+            reads = user.direction is not None and self._ends(user)[0] == source
+            self._demand(reads and span.direction is not None, f"{source} is in use by {user}")
+        if target is not None:
+            self._demand(not self._users.get(target), f"{target} is in use by {self._users.get(target)}")
+            self._take(span, target, latest)
+        for place in filter(None, (source, target)):
+            self._users.setdefault(place, []).append(span)
+
+    def _take(self, span: LayerSpan, target: Place, content: Content) -> None:
+        self._taken[id(span)] = content
+        if span.direction is Direction.OUTBOUND and self.copies_rows:
+            before = (content[0], content[1] - 1)
+            self._demand(self.contents.get(target) == before, f"rows are added to {self.contents.get(target)}")
+        else:
+            self.contents.pop(target, None)
+
+    def _end(self, span: LayerSpan) -> None:
+        source, target = self._ends(span)
+        for place in filter(None, (source, target)):
+            self._users[place].remove(span)
+        if target is None:
+            self.versions[span.layer] += 1
+            self.contents[source] = (span.layer, self.versions[span.layer])
+        else:
+            self.contents[target] = self._taken.pop(id(span))
+
+    def _ends(self, span: LayerSpan) -> tuple[Place, Place | None]:
+        """Return source and target of a copy; of a layer that computes, its only place."""
+        device = ("device", span.device_place)
+        if span.direction is None:
+            return device, None
+        assert span.host_place is not None
+        host = ("host", span.host_place)
+        return (device, host) if span.direction is Direction.OUTBOUND else (host, device)
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    def _check_nothing_is_lost(self) -> None:
+        there = {*self.contents.values()}
+        for content in enumerate(self.versions):
+            self._demand(content in there, f"layer {content[0]} is nowhere whole")
+
+    @staticmethod
+    def _demand(is_so: bool, fault: str) -> None:
+        if not is_so:
+            raise Fault(fault)
+
+
+def bytes_of_places(places: LayerPlaces) -> Bytes:
+    """Return the contents before ``AheadLayers`` or ``OnDemandLayers`` begin: streamed layers are on the host."""
+    device: dict[Place, Content] = {("device", n): (n, 0) for n in {*range(places.num_layers)} - {*places.streamed}}
+    host: dict[Place, Content] = {("host", layer): (layer, 0) for layer in places.streamed}
+    return Bytes(places.num_layers, device | host, copies_rows=True)
+
+
+def bytes_of_fifo(fifo: PieFifo) -> Bytes:
+    """Return the contents before the first step of ``PieLayers``."""
+    contents: dict[Place, Content] = {}
+    for layer, row in enumerate(fifo.table):
+        place = ("host", row.cpu_place) if row.gpu_place is None else ("device", row.gpu_place)
+        assert place[1] is not None
+        contents[place[0], place[1]] = (layer, 0)
+    return Bytes(fifo.num_layers, contents, copies_rows=False)
+
+
+# -- loads of layers ahead with one fault each, which a law must find --------------------------------------------------
+
+
+class WaitsForNoLoad(AheadLayers):
+    """A layer computes during its load."""
+
+    def _await_layer(self, layer: int, work: LayerWork) -> None:
+        pass
+
+
+class LoadsOverWrites(AheadLayers):
+    """A slot is loaded while its last layer's rows are still written through from it."""
+
+    def _writes_before(self, slot: int) -> tuple[LayerCopy, ...]:
+        return ()
+
+
+class WritesNothing(AheadLayers):
+    """New rows are not written through."""
+
+    def _write_through(self, layer: int, work: LayerWork) -> None:
+        pass
+
+
+class LoadsAtOnce(AheadLayers):
+    """All layers are loaded when the step begins, whether their slots are free or not."""
+
+    def _begin_step(self, work: LayerWork) -> None:
+        for layer in self.places.streamed:
+            self._load(layer, work)
+
 
 INSTANT = LayerLink(inbound_bandwidth=float("inf"), outbound_bandwidth=float("inf"))
 
@@ -175,10 +324,10 @@ def test_a_step_takes_as_long_as_its_loads(case: Case) -> None:
 
 
 BROKEN = [
-    (layer_faults.WaitsForNoLoad, r"\('device', \d\) has .*, not \("),
-    (layer_faults.LoadsOverWrites, "is nowhere whole"),
-    (layer_faults.LoadsAtOnce, "is nowhere whole"),
-    (layer_faults.WritesNothing, "is nowhere whole"),
+    (WaitsForNoLoad, r"\('device', \d\) has .*, not \("),
+    (LoadsOverWrites, "is nowhere whole"),
+    (LoadsAtOnce, "is nowhere whole"),
+    (WritesNothing, "is nowhere whole"),
 ]
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply, Shard
-from floodplain.leases.states import ENDED, Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp
 
 MOST = 2**62 - 1
 """The largest number that a message may have."""
@@ -48,7 +48,6 @@ LEASES = st.builds(
     deadline_s=st.none() | DEADLINES_S,
     reason=REASONS,
 )
-LIVE_LEASES = LEASES.filter(lambda lease: lease.state not in ENDED)
 
 REPORTED = st.sampled_from([LeaseEvent.HOLD, LeaseEvent.REFUSE, LeaseEvent.RELEASE])
 SHARDS = st.builds(Shard, NUMBERS, st.none() | NAMES)

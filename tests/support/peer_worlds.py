@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from floodplain.memory.cuda import wires as cuda_wires
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.transfer import CudaTransferEngine
-from floodplain.memory.cuda.wires import PeerWire
+from floodplain.memory.cuda.transfer import Batch, CudaTransferEngine
+from floodplain.memory.cuda.wires import PeerWire, Wire
+from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
@@ -30,9 +31,77 @@ from floodplain.memory.peer.slots import PeerSlots, SlotMover, SlotStore
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyEngine, CopyResult
 from tests.fakes.cuda_driver import FakeDriver, Gpu
-from tests.fakes.cuda_stream import FakeStream
 from tests.support.host_devices import open_device
 from tests.support.waiting import HANG_S
+
+# -- a stream without a GPU --------------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """A ``CudaStream``. Its work runs when a caller waits for it, once ``gate`` is open.
+
+    Attributes:
+        gate: Open at first.
+        num_under_way: Copies on the stream that have not ended.
+        failure: Raised by calls that wait.
+        refusal: Raised by ``run``.
+        num_drained: Number of ``drain`` calls.
+    """
+
+    def __init__(self, direction: Direction, store: BlockStore, wire: Wire, staging_blocks: int) -> None:
+        self.staging_blocks = staging_blocks
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_under_way = self.num_drained = 0
+        self.failure: Exception | None = None
+        self.refusal: Exception | None = None
+        self._direction, self._words, self._wire = direction, store.words, wire
+        num_words = sum(words.shape[1] for words in store.words)
+        self._weights = compute_weights(num_words)
+        self._staging = torch.empty((staging_blocks, num_words), dtype=torch.int32)
+
+    def run(self, batches: Sequence[Batch]) -> FakeMark:
+        if self.refusal is not None:
+            raise self.refusal
+        self.num_under_way += 1
+        return FakeMark(self, batches)
+
+    def drain(self) -> None:
+        self.num_drained += 1
+
+    def close(self) -> None:
+        assert not self.num_under_way
+
+    def finish(self, batches: Sequence[Batch]) -> np.ndarray:
+        """Run the copies; return their digests."""
+        assert self.gate.wait(HANG_S), "the copies were never allowed to run"
+        self.num_under_way -= 1
+        if self.failure is not None:
+            raise self.failure
+        return np.concatenate([self._run(batch) for batch in batches])
+
+    def _run(self, batch: Batch) -> np.ndarray:
+        staging = self._staging[: len(batch.order)]
+        if self._direction is Direction.OUTBOUND:
+            staging[:] = torch.cat([words[batch.blocks] for words in self._words], dim=1)
+        for row, slot, count in batch.runs:
+            self._wire.copy(self._direction, staging[row : row + count], slot)
+        if self._direction is Direction.INBOUND:
+            parts = staging.split([words.shape[1] for words in self._words], dim=1)
+            for words, part in zip(self._words, parts, strict=True):
+                words[batch.blocks] = part
+        return compute_digests(staging.numpy(), self._weights)
+
+
+class FakeMark:
+    """A ``CudaMark``."""
+
+    def __init__(self, stream: FakeStream, batches: Sequence[Batch]) -> None:
+        self._stream, self._batches = stream, batches
+
+    def wait(self) -> tuple[np.ndarray, float]:
+        return self._stream.finish(self._batches), 0.25
+
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS, STAGING_BLOCKS = 16, 4, 3, 3

@@ -1,6 +1,6 @@
 """A pool, its swap space, and all their books, with tenants in the place of sequences.
 
-The state of the machine in ``swap_machine.py``. A tenant owns blocks with the content of its keys.
+The state of the machine in ``test_swap_bytes.py``. A tenant owns blocks with the content of its keys.
 """
 
 from __future__ import annotations
