@@ -1,8 +1,10 @@
-"""Placements by example: errors if there is none, the time limit, and the gap."""
+"""Placements by example: errors if there is none, the time limit, the gap, and the verifier."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from random import Random
 
 import pytest
@@ -10,9 +12,15 @@ import pytest
 from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
 from floodplain.planner.classes import classify
-from floodplain.planner.cluster import Cluster, Model, Server
+from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
+from floodplain.planner.explain import shrink
 from floodplain.planner.greedy import place_greedily
-from floodplain.planner.placer import place
+from floodplain.planner.matching import Pair, Party, match
+from floodplain.planner.mixes import list_mixes
+from floodplain.planner.per_server import PerServerProgram
+from floodplain.planner.placer import Placement, place
+from floodplain.planner.solver import Deadline
+from tests.support.line_count import count_lines
 
 GB = 10**9
 
@@ -134,3 +142,163 @@ def test_many_unlike_models_are_placed_by_a_program_for_each_server() -> None:
     found = place(cluster, 20.0, max_mixes=1000)
     assert found.method == "servers" and violations(cluster, found) == []
     assert found.objective_bytes == 0
+
+
+# -- the placer's time limit, with a clock that each reading advances; growth of its work ------------------------------
+
+
+class Ticks:
+    """A clock that each reading advances by a second."""
+
+    def __init__(self) -> None:
+        self._looks: Iterator[int] = count()
+        self.now = 0
+
+    def __call__(self) -> float:
+        self.now = next(self._looks)
+        return float(self.now)
+
+
+def alike(num_models: int, *, domain: str | None = None, kinds: int = 1) -> Cluster:
+    """Half of the models lend, half need; of the GPUs, eight on a server, one in sixteen stays empty."""
+    servers = tuple(Server(f"s{i}", 8, 80 * GB, domain or f"s{i}", 450 * GB) for i in range(-(-num_models // 15 * 2)))
+    sizes = [(-1 if i % 2 else 1) * (i // 2 % kinds + 1) * GB for i in range(num_models)]
+    return Cluster(servers, tuple(Model(f"m{i}", 1, 1, 1, size) for i, size in enumerate(sizes)))
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 5, 50, 300, 1000])
+def test_at_any_time_limit_a_valid_placement_and_its_gap_are_returned(seconds: int) -> None:
+    """Unlike models have too many mixes: rounded mixes are listed, then a program per server is solved."""
+    cluster, clock = alike(150, kinds=25), Ticks()
+    found = place(cluster, seconds, max_mixes=500, clock=clock)
+    assert violations(cluster, found) == [] and found.bound_bytes <= found.objective_bytes
+    assert found.gap >= 0 and clock.now <= seconds + 100, "no phase looks often after the end"
+
+
+def test_each_phase_stops_at_the_end_of_the_time() -> None:
+    problem = classify(alike(60, kinds=10))
+    assert list_mixes(problem, Deadline(50.0, clock := Ticks()), 10**6) is None and clock.now <= 53
+    program = PerServerProgram(problem, Deadline(3.0, Ticks()))
+    assert program.minimise(0.0, None).mixes is None
+    crowded = Cluster(problem.cluster.servers[:1], problem.cluster.models)
+    assert len(shrink(crowded, Deadline(5.0, Ticks())).models) > len(shrink(crowded, Deadline(1e9, Ticks())).models)
+
+
+def test_without_a_placement_in_time_the_error_is_one_line() -> None:
+    models = tuple(Model(name, 1, 1, 1, gb * GB) for name, gb in (("a", 9), ("b", 5), ("c", 4)))
+    servers = tuple(Server(f"s{i}", 3, 80 * GB, f"s{i}") for i in range(2))
+    cluster = Cluster(servers, models, (frozenset("ac"), frozenset("bc")))
+    with pytest.raises(UserError, match=r"^no placement was found within .* s: give a longer --time-limit$"):
+        place(cluster, 1.0, clock=Ticks())
+
+
+def test_there_may_be_thousands_of_unlike_models() -> None:
+    cluster = alike(2400, kinds=1200)
+    found = place(cluster, 400, clock=Ticks())
+    assert violations(cluster, found) == [] and found.gap <= 1.1
+
+
+@pytest.mark.parametrize("domain", [None, "rack"])
+def test_work_grows_about_linearly_with_models_that_are_alike(domain: str | None) -> None:
+    def work(num_models: int) -> int:
+        return count_lines(lambda: place(alike(num_models, domain=domain)))
+
+    assert work(1920) <= 5 * work(480)
+
+
+def test_work_of_matching_grows_about_linearly_with_unlike_parties() -> None:
+    def work(num: int) -> int:
+        lend = [Party(f"p{i}", f"s{i}", "d", 7 * i % 997 + 1, 450) for i in range(num)]
+        need = [Party(f"c{i}", f"t{i}", "d", 5 * i % 991 + 1, 450) for i in range(num)]
+        return count_lines(lambda: match(lend, need))
+
+    assert work(800) <= 6 * work(200)
+
+
+def test_greedy_grows_about_linearly_with_unlike_models() -> None:
+    few, many = (classify(alike(num, kinds=num)) for num in (300, 1200))
+    assert count_lines(lambda: place_greedily(many)) <= 6 * count_lines(lambda: place_greedily(few))
+
+
+# -- ``violations`` is empty for a valid placement, and reports each broken constraint ---------------------------------
+
+
+SERVERS = (
+    Server("a", 4, 80 * GB, "rack", 400),
+    Server("b", 4, 80 * GB, "rack", 400),
+    Server("c", 4, 40 * GB, "c", 400),
+)
+MODELS = (
+    Model("lends", 2, 1, 1, 20 * GB, frozenset({"a", "b"})),
+    Model("needs", 1, 2, 2, -10 * GB),
+    Model("idle", 2, 1, 1, 0),
+)
+CLUSTER = Cluster(SERVERS, MODELS, (frozenset({"idle"}),))
+L0, L1 = Unit("lends", 0, 0), Unit("lends", 1, 0)
+N0, N1 = Unit("needs", 0, 0), Unit("needs", 0, 1)
+I0, I1 = Unit("idle", 0, 0), Unit("idle", 1, 0)
+SPOTS = {
+    L0: Spot("a", (0,)), L1: Spot("b", (0,)), N0: Spot("a", (1, 2)), N1: Spot("c", (0, 1)), I0: Spot("a", (3,)),
+    I1: Spot("b", (1,)),
+}  # fmt: skip
+MEM_EQ = 20 * GB + 80 * GB
+"""Of a: 20 - 2 x 10 = 0, 1 - 2 = -1. Of b: 20, 1. Of c: -20, -2."""
+RIGHT = Placement(
+    SPOTS,
+    (Pair("a-gpu0", "a-gpu1", 10 * GB, 400), Pair("b-gpu0", "a-gpu2", 10 * GB, 400)),
+    MEM_EQ, MEM_EQ, 0, True, True, "mixes", 0.1,
+)  # fmt: skip
+
+
+def test_a_placement_that_holds_is_accepted() -> None:
+    assert violations(CLUSTER, RIGHT) == []
+    assert violations(CLUSTER, place(CLUSTER)) == []
+
+
+def moved(unit: Unit, spot: Spot) -> Placement:
+    return replace(RIGHT, spots=SPOTS | {unit: spot})
+
+
+def paired(*pairs: Pair) -> Placement:
+    return replace(RIGHT, pairs=pairs)
+
+
+def pair(producer: str, consumer: str, link: int = 400, num_bytes: int = 1) -> Pair:
+    return Pair(f"{producer[0]}-gpu{producer[1]}", f"{consumer[0]}-gpu{consumer[1]}", num_bytes, link)
+
+
+TOO_MUCH = 10 * GB + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (replace(RIGHT, spots={u: s for u, s in SPOTS.items() if u != L0}), "lends 0, stage 0, is not placed (Eq. 1)"),
+        (moved(Unit("lends", 2, 0), Spot("b", (3,))), "lends 2, stage 0, is placed, and is not to be (Eq. 1)"),
+        (moved(L0, Spot("z", (0,))), "lends 0, stage 0, is on z, which is no server (Eq. 1)"),
+        (moved(N1, Spot("c", (0,))), "needs 0, stage 1, has 1 GPUs for 2 shards (Eq. 2)"),
+        (moved(L1, Spot("b", (4,))), "lends 1, stage 0, is on GPUs that b does not have (Eq. 3)"),
+        (moved(L1, Spot("b", (1,))), "b-gpu1 has 2 shards (Eq. 3)"),
+        (moved(L1, Spot("c", (3,))), "lends 1, stage 0, is on c, where it is not pinned"),
+        (moved(I0, Spot("b", (3,))), "b holds 2 units of idle, which are kept apart"),
+        (replace(RIGHT, objective_bytes=7), f"the objective is {MEM_EQ} bytes, not 7 (Eq. 6)"),
+        (replace(RIGHT, bound_bytes=MEM_EQ + 1), f"the bound is {MEM_EQ + 1} bytes, above the objective of {MEM_EQ}"),
+        (replace(RIGHT, num_moves=1), "0 units move, not 1"),
+        (paired(Pair("a-gpu1", "a-gpu0", GB, 1)), "a-gpu0 from a-gpu1: not a consumer that borrows from a producer"),
+        (paired(Pair("a-gpu0", "a-gpu3", GB, 1)), "a-gpu3 from a-gpu0: not a consumer that borrows from a producer"),
+        (paired(Pair("z", "a-gpu1", GB, 1)), "a-gpu1 from z: not a consumer that borrows from a producer"),
+        (paired(Pair("a-gpu0", "c-gpu0", GB, 1)), "c-gpu0 from a-gpu0: they are in two domains"),
+        (paired(pair("a0", "a1", 401)), "a-gpu1 from a-gpu0: 1 bytes over a link of 401 bytes/s, which it cannot have"),
+        (paired(pair("a0", "a1", 400, 0)), "a-gpu1 from a-gpu0: 0 bytes over a link of 400 bytes/s, which it"),
+        (paired(pair("a0", "a1", 200), pair("a0", "a2", 200)), "a-gpu0 lends to 2 consumers, and may lend to 1"),
+        (paired(pair("a0", "a1"), pair("b0", "a1")), "a-gpu1 borrows from 2 producers"),
+        (paired(pair("a0", "a1", 400, TOO_MUCH)), f"a-gpu1 borrows {TOO_MUCH} bytes, and needs {10 * GB}"),
+    ],
+)  # fmt: skip
+def test_a_broken_constraint_is_found(wrong: Placement, told: str) -> None:
+    assert any(line.startswith(told) for line in violations(CLUSTER, wrong))
+
+
+def test_a_producer_that_lends_more_than_it_has_is_found() -> None:
+    small = replace(CLUSTER, models=(replace(MODELS[0], memory_bytes=5 * GB), *MODELS[1:]))
+    assert f"a-gpu0 lends {10 * GB} bytes, and has {5 * GB}" in violations(small, RIGHT)

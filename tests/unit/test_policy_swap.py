@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from floodplain.core.plan import BackupOrder, Preemption, PreemptionMode, Reason
+import pytest
+
+from floodplain.core.plan import BackupOrder, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices
 from floodplain.policy.swap import SLOTS_FOR_TURNS, SwapBudget, num_computed, quick_tiers
+from tests.support.driver import Driver, ScriptedPolicy, computed
+from tests.support.loops import make_loop
 from tests.support.views import host, make_view, prompt, stream
 
 PRICES = Prices(step_s=0.02, prefill_token_s=0.001)
@@ -157,3 +161,27 @@ def test_swap_outs_of_this_step_use_the_link_before_write_behind() -> None:
 
 def test_without_swap_space_nothing_is_written() -> None:
     assert SwapBudget(make_view(tiers=())).write_behind([stream(0)]) == ()
+
+
+# -- a prompt that is swapped out midway resumes with all computed tokens, its tail included ---------------------------
+
+
+@pytest.mark.parametrize("num_computed", [1, 3, 4, 6, 9])
+def test_a_prompt_that_was_swapped_out_continues_where_it_was(num_computed: int) -> None:
+    policy = ScriptedPolicy()
+    driver = Driver(make_loop(policy=policy, num_slots=16, max_batched_tokens=num_computed, caches_prefixes=False))
+    seq_id = driver.submit(range(20), max_tokens=4, ignore_eos=True)
+    driver.step()
+    out = Preemption(seq_id, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
+    back = Resumption(seq_id, Reason.SLICE_BEGINS)
+    policy.script.append(lambda view: Decision(preemptions=(out,)))
+    driver.step()
+    driver.settle()
+    policy.script.append(lambda view: Decision(resumptions=(back,)))
+    [copy] = driver.step().transfers
+    assert policy.views[-1].swapped[0].num_restorable_tokens == num_computed
+    assert len(copy.blocks) == -(-num_computed // 4)
+    driver.settle()
+    driver.run()
+    assert driver.loop.counters.num_recomputed_tokens == 0
+    assert sum(computed(plan)[seq_id] for plan in driver.executor.plans if plan.prefills) == 20

@@ -1,4 +1,4 @@
-"""Prices of steps, learned from completed ones: known lines, drift, ambiguous steps."""
+"""Prices of steps and links, learned from completed ones: known lines, drift, ambiguous steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.plan import PrefillChunk, StepPlan
-from floodplain.core.request import SeqId
+from floodplain.core.request import FinishReason, SeqId
+from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.core.view import Prices
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.runtime.links import Links
+from floodplain.runtime.loop import Loop
 from floodplain.runtime.prices import StepPrices
 from tests.support.bursts import Machine, burst, make_burst
+from tests.support.loops import FakeExecutor, make_loop, make_request
 
 
 def plan(num_decodes: int, *chunks: int) -> StepPlan:
@@ -182,3 +186,168 @@ def test_a_simulated_device_is_priced_as_it_is() -> None:
     prices = burst(machine, FcfsPolicy(), make_burst(30, interval_s=0.05, num_prompt=60)).loop.state.prices.now
     assert prices.prefill_token_s == pytest.approx(machine.line.prefill_token_s, rel=0.2)
     assert prices.step_s == pytest.approx(machine.line.base_s, rel=0.2)
+
+
+# -- prices of links follow completed copies; the oracle is the line behind their times --------------------------------
+
+
+BLOCK_BYTES = 1000
+BLOCK_S = 1e-4
+OUT, IN = Direction.OUTBOUND, Direction.INBOUND
+MEASURED = Link(Tier.HOST, BLOCK_BYTES / BLOCK_S)
+
+
+def block_s(links: Links) -> float:
+    return BLOCK_BYTES / links[Tier.HOST].bandwidth
+
+
+def copy(links: Links, num_blocks: int, latency_s: float, price_s: float, way: Direction = OUT) -> None:
+    links.learn(CopyTime(Tier.HOST, way, 1, num_blocks, latency_s + num_blocks * price_s))
+
+
+def copy_often(links: Links, latency_s: float, price_s: float, num_times: int = 300, noise: float = 0.0) -> None:
+    dice = Random(1)
+    for number in range(num_times):
+        factor = dice.uniform(1 - noise, 1 + noise)
+        copy(
+            links, dice.choice([1, 1, 4, 12, 40]), latency_s * factor, price_s * factor, way=(OUT, IN)[number % 2 == 0]
+        )
+
+
+def test_before_the_first_copy_it_is_what_was_measured() -> None:
+    assert Links([MEASURED], BLOCK_BYTES)[Tier.HOST] == MEASURED
+
+
+def test_copies_as_quick_as_measured_change_nothing() -> None:
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 0.0, BLOCK_S)
+    assert block_s(links) == pytest.approx(BLOCK_S)
+    assert links[Tier.HOST].latency_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_link_whose_blocks_seem_to_cost_nothing_stays_as_it_was() -> None:
+    """Large copies that take less time than small ones are noise: no bandwidth fits."""
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 0.0, 3 * BLOCK_S)
+    known = links[Tier.HOST]
+    for number in range(800):
+        num_blocks, seconds = ((1, 0.01), (1000, 0.005))[number // 2 % 2]
+        links.learn(CopyTime(Tier.HOST, (OUT, IN)[number % 2 == 0], 1, num_blocks, seconds))
+    assert links[Tier.HOST] == known != MEASURED
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0, 30.0])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_link_that_has_become_quicker_or_slower_is_followed(factor: float, noise: float) -> None:
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 0.0, factor * BLOCK_S, noise=noise)
+    assert block_s(links) == pytest.approx(factor * BLOCK_S, rel=0.3 if noise else 0.1)
+    copy_often(links, 0.0, BLOCK_S, noise=noise)
+    assert block_s(links) == pytest.approx(BLOCK_S, rel=0.3 if noise else 0.1)
+
+
+def test_what_each_copy_costs_by_itself_is_not_the_price_of_a_block() -> None:
+    """Single blocks take six times as long as blocks of a large copy: a mean would price blocks too high."""
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 5 * BLOCK_S, BLOCK_S)
+    assert block_s(links) == pytest.approx(BLOCK_S, rel=0.15)
+    assert links[Tier.HOST].latency_s == pytest.approx(5 * BLOCK_S, rel=0.15)
+
+
+def test_one_slow_copy_is_no_slow_link() -> None:
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 0.0, BLOCK_S)
+    copy(links, 10, 1.0, BLOCK_S)
+    assert block_s(links) < 2 * BLOCK_S
+
+
+def test_the_slower_direction_counts() -> None:
+    links = Links([MEASURED], BLOCK_BYTES)
+    for _ in range(300):
+        copy(links, 10, 0.0, 4 * BLOCK_S, way=IN)
+        copy(links, 10, 0.0, BLOCK_S / 2)
+    assert block_s(links) == pytest.approx(4 * BLOCK_S, rel=0.1)
+
+
+def test_tiers_are_priced_apart() -> None:
+    links = Links([MEASURED, Link(Tier.PEER, 1e9, 1e-5)], BLOCK_BYTES)
+    copy_often(links, 0.0, 5 * BLOCK_S)
+    assert links[Tier.PEER] == Link(Tier.PEER, 1e9, 1e-5)
+
+
+@pytest.mark.parametrize("copied", [CopyTime(Tier.HOST, IN, 1, 0, 1.0), CopyTime(Tier.HOST, IN, 1, 5, 0.0)])
+def test_from_nothing_nothing_is_learned(copied: CopyTime) -> None:
+    links = Links([MEASURED], BLOCK_BYTES)
+    links.learn(copied)
+    assert links[Tier.HOST] == MEASURED
+
+
+# -- the loop learns the prompt share from all ended requests that had a token, aborted or not -------------------------
+
+
+class Bench:
+    """A loop over a device whose steps take 20 ms and 1 ms for every prompt token."""
+
+    def __init__(self) -> None:
+        self.loop: Loop = make_loop(num_blocks=64, max_batched_tokens=8)
+        self._executor = FakeExecutor(self.loop.state.ledger.block_tokens)
+        self._now = 0.0
+
+    def submit(self, first_token: int, num_prompt: int) -> SeqId:
+        prompt = tuple(range(first_token, first_token + num_prompt))
+        return self.loop.submit(make_request("r", prompt, self._now, max_tokens=20, ignore_eos=True))
+
+    def step(self) -> None:
+        plan = self.loop.next_plan(self._now)
+        assert isinstance(plan, StepPlan)
+        self._now += 0.02 + 0.001 * sum(len(chunk.token_ids) for chunk in plan.prefills)
+        self.loop.complete(self._executor.execute(plan), self._now)
+
+    def abort(self, seq_id: SeqId) -> None:
+        assert self.loop.finish(seq_id, FinishReason.ABORT, self._now)
+
+    def prompt_share(self) -> float:
+        """The share after one more step."""
+        self.step()
+        return self.loop.state.prices.now.prompt_share
+
+
+def beside_a_long_one() -> Bench:
+    bench = Bench()
+    bench.submit(1000, 4)
+    bench.step()
+    return bench
+
+
+def test_a_client_that_hangs_up_after_its_first_token_counts() -> None:
+    bench = beside_a_long_one()
+    seq_id = bench.submit(1, 8)
+    for _ in range(2):
+        bench.step()
+    bench.abort(seq_id)
+    assert bench.prompt_share() > 0.05
+
+
+def test_a_request_aborted_before_its_first_token_does_not_count() -> None:
+    """Its partly computed prompt is no measure of other prompts."""
+    bench = beside_a_long_one()
+    computes = bench.submit(1, 24)
+    bench.step()
+    assert 0 < bench.loop.state.sequences[computes].num_computed < 24
+    waits = bench.submit(100, 8)
+    bench.abort(computes)
+    bench.abort(waits)
+    assert bench.prompt_share() == 0.0
+
+
+def test_what_a_prefix_spared_does_not_count() -> None:
+    shares = []
+    for first_token in (1, 100):  # the same prompt again, and another
+        bench = beside_a_long_one()
+        for token in (1, first_token):
+            seq_id = bench.submit(token, 16)
+            for _ in range(3):
+                bench.step()
+            bench.abort(seq_id)
+        shares.append(bench.prompt_share())
+    assert 0 < shares[0] < 0.8 * shares[1]

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
+from floodplain.core.errors import QueueFull, ShuttingDown, UserError
 from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web import bodies
 from floodplain.web.bodies import MAX_INLINE_BYTES, BoundedModel, JsonRoute, count_parts, parse_json, parse_model
-from floodplain.web.errors import ApiError
+from floodplain.web.errors import NO_FIELDS, ApiError, RequestFields, error_body, error_response
 
 walked: list[int] = []
 """The thread that validated each value."""
@@ -175,3 +176,53 @@ def post(app: FastAPI, body: bytes) -> int:
     asyncio.run(app(scope, receive, send))
     status: int = sent[0]["status"]
     return status
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+FIELDS = RequestFields(known=frozenset({"num_bytes"}), unsupported={"echo": "false"})
+
+
+def problem(field: str, kind: str, message: str) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": ("body", field), "msg": message, "input": True}])
+
+
+@pytest.mark.parametrize(
+    ("error", "fields", "message", "param"),
+    [
+        (UserError("num_bytes is below 0"), FIELDS, "num_bytes is below 0", "num_bytes"),
+        (UserError("num_bytes is below 0"), NO_FIELDS, "num_bytes is below 0", None),
+        (UserError("echo is loud"), FIELDS, "echo is loud", None),
+        (problem("echo", "extra_forbidden", ""), FIELDS, "echo is not supported: leave it out, or give false", "echo"),
+        (problem("echo", "extra_forbidden", ""), NO_FIELDS, "echo is not a supported field: leave it out", "echo"),
+        (problem("echo", "literal_error", "Input should be 1"), FIELDS, "echo should be 1, not true", "echo"),
+    ],
+)
+def test_fields_are_known_and_unsupported_as_the_service_states(
+    error: Exception, fields: RequestFields, message: str, param: str | None
+) -> None:
+    detail: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    assert error_body(error, fields) == (400, {"error": detail})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [(QueueFull("full"), 429, "1"), (ShuttingDown("bye"), 503, "1"), (UserError("no"), 400, None)],
+)
+def test_only_retryable_errors_have_a_retry_after_header(
+    error: Exception, status: int, retry_after: str | None
+) -> None:
+    response = error_response(error)
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+
+
+def test_an_answer_quotes_a_part_of_what_is_long() -> None:
+    long = "x" * 10**6
+    for error in (UserError(long), ApiError(404, long, param=long), problem(long, "extra_forbidden", long)):
+        assert len(error_response(error).body) < 1000
+
+
+def test_an_internal_failure_discloses_nothing() -> None:
+    status, body = error_body(RuntimeError("secret"))
+    assert status == 500 and "secret" not in str(body)

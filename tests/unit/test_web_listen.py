@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import bind, is_loopback, url_of
+from floodplain.web.serving import Acceptor
 
 
 def test_a_bound_socket_refuses_clients_until_it_listens() -> None:
@@ -54,3 +59,25 @@ def test_a_host_that_is_not_this_machines_is_refused_in_one_line(host: str) -> N
     with pytest.raises(UserError, match=f"cannot listen on {host}:0 .*: choose another --port or --host") as caught:
         bind(host, 0)
     assert "\n" not in str(caught.value)
+
+
+# -- accepted connections of the web server ----------------------------------------------------------------------------
+
+
+def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
+    async def run() -> None:
+        config: Any = SimpleNamespace()
+        state: Any = SimpleNamespace(connections=set())
+        ours, theirs = socket.socketpair()
+        with socket.socket() as listener, theirs:
+            acceptor = Acceptor(listener, config, state, {}, ConnectionLimits(max_connections=8))
+            acceptor._make = asyncio.Protocol  # type: ignore[assignment]
+            acceptor.open()
+            acceptor.take(ours)
+            [task] = acceptor._opening.values()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            acceptor.close()
+            assert ours.fileno() == -1
+
+    asyncio.run(run())

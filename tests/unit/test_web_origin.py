@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.core.errors import UserError
+from floodplain.files.reading import FileContent
+from floodplain.web.bearer import find_bearer, read_secret, read_secret_lines
 from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
+from tests.support.secret_files import secret_file
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1:8100", "127.9.9.9:1", "localhost", "LOCALHOST:8100", "[::1]", "[::1]:8100"]
 STRANGERS = [
@@ -61,3 +67,63 @@ def test_an_origin_is_where_the_request_went_or_the_url(origin: str, host: str, 
 def test_no_other_text_is_a_name_of_ours(host: str, origin: str) -> None:
     assert not LOOPBACK_ONLY.has_host(f"evil.{host}")
     assert not LOOPBACK_ONLY.has_origin(f"evil.{origin}", "127.0.0.1:8100")
+
+
+# -- bearer tokens -----------------------------------------------------------------------------------------------------
+
+
+SECRETS = st.binary(min_size=1, max_size=12).filter(lambda secret: secret == secret.strip())
+
+
+def test_lines_keep_their_numbers_where_others_are_skipped(tmp_path: Path) -> None:
+    path = secret_file(tmp_path, "# two of them\n\n  a  b \n#c\nd\n", 0o400)
+    assert read_secret_lines(path, "token file") == [(3, ["a", "b"]), (5, ["d"])]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
+def test_a_file_that_others_may_open_is_refused_by_its_kind(mode: int, tmp_path: Path) -> None:
+    path = secret_file(tmp_path, "a", mode)
+    with pytest.raises(
+        UserError, match=f"others may use the token file {path} .mode {mode:04o}, group .*: run chmod 600 {path}"
+    ):
+        read_secret_lines(path, "token file")
+
+
+@pytest.mark.parametrize(("egid", "groups"), [(7, [8]), (8, [7]), (8, [9])])
+def test_a_group_of_ours_may_read_what_nothing_may_write(
+    egid: int, groups: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getegid", lambda: egid)
+    monkeypatch.setattr("os.getgroups", lambda: groups)
+    for mode in range(0o1000):
+        content = FileContent(b"a", mode, 7)
+        monkeypatch.setattr("floodplain.web.bearer.read_file", lambda *_, content=content: content)
+        try:
+            is_read = bool(read_secret_lines(tmp_path, "token file"))
+        except UserError:
+            is_read = False
+        group, others = mode >> 3 & 7, mode & 7
+        is_read_only = not mode & 0o333
+        assert is_read is (others == 0 and (group == 0 or (group == 4 and is_read_only and 7 in (egid, *groups))))
+
+
+def test_a_secret_is_the_last_word_of_the_first_line_that_is_one(tmp_path: Path) -> None:
+    assert read_secret(secret_file(tmp_path, "# a comment\n\nconsumer gpu-* s3cret\nother\n"), "token file") == "s3cret"
+    with pytest.raises(UserError, match=r"the token file .* is empty: write the token into it"):
+        read_secret(secret_file(tmp_path, "# nothing\n"), "token file")
+
+
+def test_an_unreadable_file_is_refused_by_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "bytes"):
+        with pytest.raises(UserError, match=f"cannot read the token file {path}: "):
+            read_secret_lines(path, "token file")
+
+
+@given(st.dictionaries(SECRETS, st.integers()), SECRETS)
+def test_a_secret_finds_its_owner_and_no_other(owners: dict[bytes, int], secret: bytes) -> None:
+    for given_secret in [*owners, secret]:
+        assert find_bearer(b"Bearer " + given_secret, owners) == owners.get(given_secret)
+        assert find_bearer(b"bEARER  " + given_secret + b" ", owners) == owners.get(given_secret)
+        assert find_bearer(b"Basic " + given_secret, owners) is None
+        assert find_bearer(given_secret, owners) is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import struct
@@ -216,3 +217,12 @@ def test_names_that_cannot_be_looked_up_are_no_model(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     for name in ("x" * 300, "a\0b", str(loop), "/dev/zero"):
         assert "there is no model" in refusal(name)
+
+
+# -- former module names can still be imported -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["open_model", "gguf_file"])
+def test_weights_are_found_by_their_former_name(name: str) -> None:
+    former = importlib.import_module(f"floodplain.engine.weights.{name}")
+    assert former is importlib.import_module(f"floodplain.model.weights.{name}")
