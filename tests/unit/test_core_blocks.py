@@ -1,4 +1,4 @@
-"""Examples and refusals of the block ledger; its laws are in tests/property/test_core_ledger.py."""
+"""Refusals of the block ledger, and what its state machine does not see; laws: property/test_core_ledger.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
-from floodplain.core.shrink import commit_shrink, plan_shrink
 from floodplain.core.tiers import SlotLedger, Tier
 from tests.support.line_count import count_lines
 
-A, B = BlockKey(b"a"), BlockKey(b"b")
+A = BlockKey(b"a")
 
 
 def owned(ledger: BlockLedger, num_blocks: int) -> list[BlockId]:
@@ -130,83 +129,3 @@ def test_references_without_a_holder_are_noticed() -> None:
         ledger.check_integrity([])
     with pytest.raises(InvariantError, match="1 references, 2 held"):
         ledger.check_integrity([blocks, blocks])
-
-
-def test_the_tail_of_a_sequence_is_evicted_before_its_root() -> None:
-    ledger = BlockLedger(2, 4)
-    blocks = owned(ledger, 2)
-    for block, key in zip(blocks, [A, B], strict=True):
-        ledger.seal(block, key)
-    ledger.free(blocks)
-    assert owned(ledger, 1) == [blocks[1]]
-    assert ledger.find(A) == blocks[0]
-    assert ledger.find(B) is None
-
-
-def test_sharing_makes_a_cached_prefix_recently_used() -> None:
-    ledger = BlockLedger(2, 4)
-    first, second = owned(ledger, 1), owned(ledger, 1)
-    ledger.seal(first[0], A)
-    ledger.seal(second[0], B)
-    ledger.free(first)
-    ledger.free(second)
-    shared = ledger.share(A)
-    assert shared == first[0]
-    ledger.free(first)
-    assert owned(ledger, 1) == second
-
-
-def test_the_first_block_of_a_content_stays_the_shared_one() -> None:
-    ledger = BlockLedger(2, 4)
-    first, second = owned(ledger, 1), owned(ledger, 1)
-    ledger.seal(first[0], A)
-    ledger.seal(second[0], A)
-    ledger.free(second)
-    assert ledger.find(A) == first[0]
-    assert ledger.state(second[0]) is BlockState.FREE
-
-
-def test_without_prefix_caching_a_block_is_shared_only_while_it_is_owned() -> None:
-    ledger = BlockLedger(2, 4, caches_prefixes=False)
-    blocks = owned(ledger, 1)
-    ledger.seal(blocks[0], A)
-    assert ledger.find(A) == blocks[0]
-    ledger.free(blocks)
-    assert ledger.find(A) is None
-    assert ledger.num_cached == 0
-
-
-def test_a_draining_block_may_be_shared_again() -> None:
-    ledger = BlockLedger(1, 4)
-    blocks = owned(ledger, 1)
-    ledger.seal(blocks[0], A)
-    ledger.pin(blocks)
-    ledger.free(blocks)
-    assert ledger.state(blocks[0]) is BlockState.DRAINING
-    assert ledger.num_available == 0
-    assert ledger.share(A) == blocks[0]
-    ledger.unpin(blocks)
-    assert ledger.state(blocks[0]) is BlockState.OWNED
-
-
-def test_a_fragmented_pool_shrinks_to_the_quanta_that_it_needs() -> None:
-    """16 quanta with one used block each: 2 quanta of 8 hold them."""
-    ledger = BlockLedger(128, 4, quantum_blocks=8)
-    blocks = owned(ledger, 128)
-    ledger.free([b for b in blocks if b % 8])
-    table = [b for b in blocks if not b % 8]
-    plan = plan_shrink(ledger, 0)
-    moved = commit_shrink(ledger, plan)
-    assert plan.num_blocks == ledger.num_blocks == 16
-    assert len(moved) == 14
-    ledger.check_integrity([[moved.get(b, b) for b in table]])
-
-
-def test_a_cached_prefix_does_not_keep_memory_from_going() -> None:
-    ledger = BlockLedger(4, 4, quantum_blocks=2)
-    blocks = owned(ledger, 4)
-    for index, block in enumerate(blocks):
-        ledger.seal(block, BlockKey(bytes([index])))
-    ledger.free(blocks)
-    assert plan_shrink(ledger, 0).num_blocks == 0
-    assert ledger.num_blocks == 0
