@@ -167,9 +167,9 @@ def test_it_waits_until_what_was_freed_is_seen_free(street: Street, monkeypatch:
 
 def test_it_does_not_wait_for_ever(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are still held stay owed; its successor, or an operator, settles them."""
+    street.consumer.close()
     monkeypatch.setattr(agents, "RETURN_BEAT_S", 0.01)
     monkeypatch.setattr(agents, "RETIRE_S", 0.05)
-    street.consumer.close()
     monkeypatch.setattr(LentPool, "foreign_bytes", property(lambda _: 12 * PAGE_BYTES))
     street.engine.close()
     assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
