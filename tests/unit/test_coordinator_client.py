@@ -27,6 +27,12 @@ BEAT = Heartbeat("ann", 1)
 EMPTY = {"ttl_s": 5.0, "members": [], "leases": []}
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may take up to ``HANG_S``, unless a test sets less."""
+    monkeypatch.setattr(CoordinatorClient.__init__, "__defaults__", (None, HANG_S))
+
+
 def replies(*some: Reply, **more: Any) -> bytes:
     return answer(json.dumps({"ttl_s": 7.5, "replies": [to_json(reply) for reply in some], **more}).encode())
 

@@ -31,7 +31,8 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing may take up to ``HANG_S``; an answer that must not delay it takes longer."""
+    """Closing and answers may take up to ``HANG_S``; an answer that must not delay closing takes longer."""
+    monkeypatch.setattr(CoordinatorClient.__init__, "__defaults__", (None, HANG_S))
     monkeypatch.setattr("floodplain.lending.agent.CLOSING_S", HANG_S)
 
 
