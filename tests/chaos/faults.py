@@ -11,16 +11,12 @@ from tests.chaos.cluster import Cluster, wait_until
 from tests.chaos.engine import DEADLINE_S, POOL_PAGES, TTL_S
 from tests.support.fault_proxy import NetworkFaults
 
-IO_TIMEOUT_S = 2.0
-"""Timeout of an agent's request (``lending.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
-
 
 def consumer_dies(cluster: Cluster, random: Random) -> None:
     """Its bytes are freed by its death, and are the producer's again a TTL later."""
     cluster.note_totals("consumer")
     cluster.consumer.kill()
-    took_s = wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
-    assert took_s < TTL_S + 4.0, f"its leases took {took_s:.1f} s to return"
+    wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
     cluster.restart_engine("consumer")
 
 
@@ -37,8 +33,6 @@ def coordinator_dies(cluster: Cluster, random: Random) -> None:
     """Leases remain, no step waits for the network, and no lease is lost."""
     before = cluster.listing()
     cluster.coordinator.kill()
-    for process in cluster.engines.values():
-        process.longest_step_s = 0.0
     checked = cluster.consumer.said["checked"]
     wait_until(lambda: cluster.consumer.said["checked"] > checked + 5, "the consumer stands still", cluster)
     cluster.coordinator = cluster.start_coordinator()
@@ -49,7 +43,7 @@ def coordinator_dies(cluster: Cluster, random: Random) -> None:
     returned = cluster.consumer.said["num_returned"] + cluster.consumer.said["num_forced"]
     assert len(lost) <= returned + cluster.consumer.said["num_refused"], f"leases are lost: {lost}"
     for role, process in cluster.engines.items():
-        assert process.longest_step_s < IO_TIMEOUT_S, f"a step of the {role} took {process.longest_step_s} s"
+        assert not process.said["exchanges_in_steps"], f"a step of the {role} waits for the network"
 
 
 def _stop(cluster: Cluster, role: str, seconds: float) -> None:

@@ -17,7 +17,7 @@ from tests.support.router_process import START_TIMEOUT_S, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
-MAX_TOKENS = 3800
+MAX_TOKENS = 1900
 """Of a stream: more than its client reads."""
 ENGINE = {"dtype": "float32", "kv_memory": 2**24, "max_model_len": MAX_TOKENS + 128}
 FLAGS = ["--dtype", "float32", "--kv-memory", "16MiB", "--max-model-len", str(MAX_TOKENS + 128)]
