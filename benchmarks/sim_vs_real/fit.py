@@ -1,6 +1,6 @@
 """Fits the parts of ``cost.step_time.StepCost`` to steps that tables of kernels price, for ``cost/fits.py``.
 
-    python benchmarks/sim_vs_real/fit.py TABLES_FOLDER NUM_LAYERS MOST_DECODES
+    python benchmarks/sim_vs_real/fit.py TABLES_FOLDER MODEL MOST_DECODES
 
 ``TABLES_FOLDER`` is as for ``cost.kernels`` of a scenario; a step has at most ``MOST_DECODES`` decodes, which should be
 what the KV pool holds.
@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 from floodplain.cost.fit import StepRow, fit_steps
+from floodplain.cost.model_shape import shape_named
 from floodplain.cost.step_time import StepWork
 from floodplain.sim.cost_files import read_kernels
 
@@ -36,9 +37,9 @@ def draw_batch(dice: Random, max_num_seqs: int) -> tuple[list[int], list[tuple[i
     return contexts, chunks
 
 
-def main(folder: str, num_layers: str, max_num_seqs: str) -> None:
+def main(folder: str, model: str, max_num_seqs: str) -> None:
     """Print the fit and its errors."""
-    cost, dice, rows = read_kernels(Path(folder), int(num_layers), 0.0, int(max_num_seqs)), Random(SEED), []
+    cost, dice, rows = read_kernels(Path(folder), shape_named(model), {}, 0.0, int(max_num_seqs)), Random(SEED), []
     while len(rows) < NUM_STEPS:
         contexts, chunks = draw_batch(dice, int(max_num_seqs))
         if contexts or chunks:

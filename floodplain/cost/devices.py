@@ -9,6 +9,24 @@ from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """The sum over the GPUs that share a matrix: seconds before it begins, and bytes per second that each sends."""
+
+    latency_s: float
+    bandwidth: float
+
+    def time_s(self, num_bytes: float, num_shards: int) -> float:
+        """Seconds for ``num_bytes`` on each of ``num_shards`` GPUs, in a ring; 0 for one."""
+        return (
+            self.latency_s + 2 * num_bytes * (num_shards - 1) / num_shards / self.bandwidth if num_shards > 1 else 0.0
+        )
+
+
+NVLINK, PCIE = AllReduce(15e-6, 300e9), AllReduce(25e-6, 40e9)
+"""Between the GPUs of a server: assumed. Over PCIe, settings of the host change it by a factor of two to three."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One GPU. ``memory_bytes`` is what its driver reports, which is less than the name says.
@@ -22,6 +40,7 @@ class Device:
     bandwidth: float
     flops: float
     source: str
+    all_reduce: AllReduce
     overhead_s: float = 0.0
 
 
@@ -33,6 +52,7 @@ def _gib(number: float) -> int:
 _TABLE = (
     Device(
         name="rtx4090",
+        all_reduce=PCIE,
         memory_bytes=25_250_627_584,
         bandwidth=1.008e12,
         flops=165.2e12,
@@ -40,6 +60,7 @@ _TABLE = (
     ),
     Device(
         name="rtxpro6000",
+        all_reduce=PCIE,
         memory_bytes=_gib(94.97),
         bandwidth=1.792e12,
         flops=503.8e12,
@@ -48,6 +69,7 @@ _TABLE = (
     ),
     Device(
         name="a100-40gb",
+        all_reduce=NVLINK,
         memory_bytes=_gib(39.39),
         bandwidth=1.555e12,
         flops=312e12,
@@ -55,6 +77,7 @@ _TABLE = (
     ),
     Device(
         name="a100-80gb",
+        all_reduce=NVLINK,
         memory_bytes=_gib(79.25),
         bandwidth=2.039e12,
         flops=312e12,
@@ -62,16 +85,23 @@ _TABLE = (
     ),
     Device(
         name="h100-80gb",
+        all_reduce=NVLINK,
         memory_bytes=_gib(79.19),
         bandwidth=3.35e12,
         flops=989.4e12,
         source="NVIDIA H100 SXM data sheet",
     ),
     Device(
-        name="h200", memory_bytes=_gib(139.8), bandwidth=4.8e12, flops=989.4e12, source="NVIDIA H200 SXM data sheet"
+        name="h200",
+        all_reduce=NVLINK,
+        memory_bytes=_gib(139.8),
+        bandwidth=4.8e12,
+        flops=989.4e12,
+        source="NVIDIA H200 SXM data sheet",
     ),
     Device(
         name="gh200-96gb",
+        all_reduce=NVLINK,
         memory_bytes=_gib(95.0),
         bandwidth=4.0e12,
         flops=989.4e12,
@@ -96,8 +126,6 @@ runs under load (RTX 4090, RTX PRO 6000; Llama-3.1-8B) are 6 to 18 % off."""
 LAUNCH_S = 4e-6
 """Seconds between two kernels of a layer under CUDA graphs, and their number: assumed."""
 KERNELS_PER_LAYER = 10
-COLLECTIVE_S, COLLECTIVE_BANDWIDTH = 20e-6, 300e9
-"""An all-reduce between the GPUs of one server: its latency, and bytes per second on each; NVLink, assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +151,23 @@ class Roofline:
         pairs = sum(contexts) + sum(before * tokens + tokens * (tokens + 1) // 2 for before, tokens in chunks)
         read_tokens = sum(contexts) + sum(before + tokens for before, tokens in chunks)
         head_params = shape.vocab_size * shape.hidden_size
+        experts = max(1, shape.num_experts) * shape.expert_params
+        read = shape.layer_params - experts + shape.count_active_experts(num_tokens) * shape.expert_params
+        used = shape.layer_params - experts + max(1, shape.experts_per_token) * shape.expert_params
         matrices_s = self._slower_s(
-            self.dtype_bytes * (shape.num_layers * shape.layer_params + head_params),
-            2 * (num_tokens * shape.num_layers * shape.layer_params + num_sampled * head_params),
+            self.dtype_bytes * (shape.num_layers * read + head_params),
+            2 * (num_tokens * shape.num_layers * used + num_sampled * head_params),
         )
         attention_s = self._slower_s(
             read_tokens * shape.kv_bytes_per_token(self.dtype_bytes), 4 * pairs * shape.q_size * shape.num_layers
         )
-        launches_s = shape.num_layers * (KERNELS_PER_LAYER * LAUNCH_S + self._sum_s(num_tokens))
+        sums_s = 2 * self.device.all_reduce.time_s(num_tokens * shape.hidden_size * self.dtype_bytes, self.num_shards)
+        launches_s = shape.num_layers * (KERNELS_PER_LAYER * LAUNCH_S + sums_s)
         return matrices_s + attention_s + launches_s + self.overhead_s
 
     def _slower_s(self, num_bytes: float, operations: float) -> float:
         memory_s = num_bytes / (self.num_shards * MEMORY_SHARE * self.device.bandwidth)
         return max(memory_s, operations / (self.num_shards * COMPUTE_SHARE * self.device.flops))
-
-    def _sum_s(self, num_tokens: int) -> float:
-        """The two all-reduces of a layer."""
-        if self.num_shards == 1:
-            return 0.0
-        num_bytes = num_tokens * self.shape.hidden_size * self.dtype_bytes
-        return 2 * (COLLECTIVE_S + 2 * num_bytes * (self.num_shards - 1) / self.num_shards / COLLECTIVE_BANDWIDTH)
 
 
 LOGIT_BYTES = 26

@@ -1,7 +1,7 @@
 """Costs of steps that ship: parts fitted to measured kernels, by device, model and tensor parallelism.
 
 From the kernel tables of LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM
-0.19), priced by ``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES LAYERS DECODES``."""
+0.19), priced by ``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``."""
 
 from __future__ import annotations
 

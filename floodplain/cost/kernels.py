@@ -22,9 +22,9 @@ from floodplain.core.errors import UserError
 
 PER_LAYER: Mapping[str, int] = {
     "layernorm": 2, "qkv_proj": 1, "qk_norm": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1, "act_fn": 1,
-    "down_proj": 1,
+    "down_proj": 1, "moe": 1, "all_reduce": 2,
 }  # fmt: skip
-"""How often each dense kernel runs in a layer."""
+"""How often each dense kernel runs in a layer: all experts of its tokens, and sums over GPUs, among them."""
 ONCE = ("embedding", "final_layernorm")
 """Dense kernels that run once a step."""
 MAX_TOKENS = 2**14

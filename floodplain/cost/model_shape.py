@@ -19,7 +19,9 @@ class ModelShape:
     """One decoder: ``llama`` (RMS norm, rotary positions, gated FFN) or ``opt`` (layer norm, learned positions).
 
     ``num_heads`` query heads and ``num_kv_heads`` key/value heads have ``head_dim`` numbers each. ``tied_embeddings``:
-    the output projection is the embedding table. ``max_position`` is the longest context in tokens.
+    the output projection is the embedding table. ``max_position`` is the longest context in tokens. Of a mixture of
+    experts (``num_experts`` above 0), ``ffn_size`` is that of one expert, and a token is computed by
+    ``experts_per_token`` of them.
     """
 
     name: str
@@ -34,6 +36,8 @@ class ModelShape:
     max_position: int
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def q_size(self) -> int:
@@ -54,10 +58,22 @@ class ModelShape:
     def layer_params(self) -> int:
         """Parameters of one layer."""
         hidden, ffn = self.hidden_size, self.ffn_size
-        matrices = hidden * (2 * self.q_size + 2 * self.kv_size + self.num_ffn_matrices * ffn)
+        matrices = hidden * (2 * self.q_size + 2 * self.kv_size + self.num_experts)  # the last: which experts
+        matrices += max(1, self.num_experts) * self.expert_params
         qkv_biases = self.q_size + 2 * self.kv_size if self.qkv_bias else 0
         norms_and_biases = 2 * hidden if self.family == "llama" else 6 * hidden + ffn
         return matrices + qkv_biases + norms_and_biases
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of the feed-forward matrices of one expert; of all of them, if there are no experts."""
+        return self.num_ffn_matrices * self.hidden_size * self.ffn_size
+
+    def count_active_experts(self, num_tokens: int) -> float:
+        """Experts of a layer that any of the tokens is routed to, expected if all are equally likely; 1 without any."""
+        if not self.num_experts:
+            return 1.0
+        return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
 
     @property
     def embedding_params(self) -> int:
@@ -96,6 +112,7 @@ def _llama(
     *,
     tied_embeddings: bool = False,
     qkv_bias: bool = False,
+    experts: tuple[int, int] = (0, 0),
 ) -> ModelShape:
     num_heads, num_kv_heads, head_dim = heads
     return ModelShape(
@@ -110,6 +127,8 @@ def _llama(
         max_position=max_position,
         tied_embeddings=tied_embeddings,
         qkv_bias=qkv_bias,
+        num_experts=experts[0],
+        experts_per_token=experts[1],
     )
 
 
@@ -139,6 +158,7 @@ _TABLE = (
     _llama("qwen2.5-72b", 80, 8192, (64, 8, 128), 29568, 152064, 131072, qkv_bias=True),
     _llama("codellama-34b", 48, 8192, (64, 8, 128), 22016, 32000, 16384),
     _llama("qwen3-32b", 64, 5120, (64, 8, 128), 25600, 151936, 40960),
+    _llama("qwen3-30b-a3b", 48, 2048, (32, 4, 128), 768, 151936, 40960, experts=(128, 8)),
     _llama("smollm2-135m", 30, 576, (9, 3, 64), 1536, 49152, 8192, tied_embeddings=True),
     _llama("llama-2-70b", 80, 8192, (64, 8, 128), 28672, 32000, 4096),
     _opt("opt-13b", 40, 5120, 40, 50272, 2048),

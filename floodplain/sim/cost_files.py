@@ -6,8 +6,11 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from floodplain.core.errors import UserError
-from floodplain.cost.kernels import KernelCost, graph_sizes
+from floodplain.cost.kernels import KernelCost, Line, graph_sizes
+from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.step_time import StepCost, read_cost
 from floodplain.files.profile import read_profile
 from floodplain.workload.columns import read_csv
@@ -15,20 +18,28 @@ from floodplain.workload.columns import read_csv
 _AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 
 
-def read_kernels(folder: Path, num_layers: int, overhead_s: float, max_num_seqs: int) -> KernelCost:
+def read_kernels(folder: Path, shape: ModelShape, all_reduce: Line, overhead_s: float, max_num_seqs: int) -> KernelCost:
     """The cost by the tables in a folder, with the columns of LLMServingSim's profiler, times in microseconds.
 
-    Tokens are padded as under the graphs that vLLM captures for ``max_num_seqs``. UserError, with the file, if a table
-    cannot be read or lacks something.
+    Of a mixture of experts ``moe.csv`` is read, too. Tokens are padded as under the graphs that vLLM captures for
+    ``max_num_seqs``. UserError, with the file, if a table cannot be read or lacks something.
+
+    Args:
+        all_reduce: Seconds of a sum over the GPUs by the number of tokens; empty for one GPU.
     """
     attention = {}
     for row in _rows(folder / "attention.csv", (*_AXES, "time_us")):
         chunk, before, count, context = (_count(folder / "attention.csv", row[name]) for name in _AXES)
         attention[chunk, before, count, context] = _seconds(folder / "attention.csv", row["time_us"])
+    dense: dict[str, Line] = dict(_read_lines(folder / "dense.csv", "tokens"))
+    if all_reduce:
+        dense["all_reduce"] = all_reduce
+    if shape.num_experts:
+        dense["moe"] = _read_experts(folder / "moe.csv", shape)
     try:
         return KernelCost(
-            num_layers,
-            _read_lines(folder / "dense.csv", "tokens"),
+            shape.num_layers,
+            dense,
             attention,
             _read_lines(folder / "per_sequence.csv", "sequences"),
             overhead_s=overhead_s,
@@ -36,6 +47,17 @@ def read_kernels(folder: Path, num_layers: int, overhead_s: float, max_num_seqs:
         )
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
+
+
+def _read_experts(path: Path, shape: ModelShape) -> Line:
+    """Seconds of a layer's experts by number of tokens, at the number of experts that these activate."""
+    times: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for row in _rows(path, ("tokens", "activated_experts", "time_us")):
+        times[_count(path, row["tokens"])][_count(path, row["activated_experts"])] = _seconds(path, row["time_us"])
+    return {
+        tokens: float(np.interp(shape.count_active_experts(tokens), sorted(line), [line[n] for n in sorted(line)]))
+        for tokens, line in times.items()
+    }
 
 
 def read_steps(path: Path, overhead_s: float) -> StepCost:

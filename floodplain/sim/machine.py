@@ -80,7 +80,10 @@ def _find_cost(scenario: Scenario) -> tuple[BatchCost, str]:
     part, shape, device = scenario.cost, scenario.shape, scenario.device
     overhead_s = device.overhead_s if part.overhead_ms is None else part.overhead_ms / 1e3
     if part.kernels is not None:
-        kernels = read_kernels(part.kernels, shape.num_layers, overhead_s, scenario.engine.max_num_seqs)
+        token_bytes, shards = shape.hidden_size * _DTYPE_BYTES, scenario.num_shards
+        sizes = (1, scenario.engine.max_batched_tokens) if shards > 1 else ()
+        sums = {tokens: device.all_reduce.time_s(tokens * token_bytes, shards) for tokens in sizes}
+        kernels = read_kernels(part.kernels, shape, sums, overhead_s, scenario.engine.max_num_seqs)
         return kernels, f"kernels in {part.kernels}"
     if part.steps is not None:
         return read_steps(part.steps, (part.overhead_ms or 0.0) / 1e3), f"step profile {part.steps}"

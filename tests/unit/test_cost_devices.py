@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.cost.devices import DEVICES, Roofline, device_named, predict_blocks
+from floodplain.cost.devices import DEVICES, AllReduce, Roofline, device_named, predict_blocks
 from floodplain.cost.fits import _FITS, fit_of
 from floodplain.cost.model_shape import SHAPES, shape_named
+from floodplain.model.weights.dummy import DummyModel
 
 LLAMA = shape_named("llama-3.1-8b")
 CARD = DEVICES["rtx4090"]
@@ -79,3 +80,22 @@ def test_fits_are_of_known_devices_and_models_and_near_their_roofline() -> None:
             batch = (contexts, chunks, len(contexts) + len(chunks))
             assert fit.cost.batch_s(*batch) == pytest.approx(sheet.batch_s(*batch), rel=0.4)
     assert fit_of("h200", "llama-3.1-8b", 1) is None
+
+
+def test_a_mixture_of_experts_stores_all_and_computes_with_few() -> None:
+    moe = shape_named("qwen3-30b-a3b")
+    assert moe.num_params == pytest.approx(30.5e9, rel=0.01)  # as published; 3.3e9 of them for each token
+    assert [moe.count_active_experts(tokens) for tokens in (1, 10_000)] == pytest.approx([8, 128])
+    cost = Roofline(moe, DEVICES["h200"])
+    one_s, many_s = cost.batch_s([1], [], 1), cost.batch_s([1] * 64, [], 64)
+    assert 2 * 3e9 / DEVICES["h200"].bandwidth < one_s < 0.2 * 2 * 30e9 / DEVICES["h200"].bandwidth + 48 * 40e-6
+    assert many_s > 3 * (one_s - 48 * 40e-6)  # nearly all experts are read
+    with pytest.raises(UserError, match="has experts, which are simulated only"):
+        DummyModel("qwen3-30b-a3b")
+
+
+def test_a_sum_over_gpus_costs_its_latency_and_the_bytes_of_a_ring() -> None:
+    ring = AllReduce(latency_s=1e-5, bandwidth=1e11)
+    assert ring.time_s(1e6, 1) == 0.0
+    assert ring.time_s(1e6, 2) == pytest.approx(2e-5)
+    assert ring.time_s(1e6, 4) == pytest.approx(2.5e-5)

@@ -92,6 +92,12 @@ def test_tokens_are_padded_to_captured_graphs() -> None:
     assert padded.batch_s([], [(0, 100)], 1) == exact.batch_s([], [(0, 100)], 1)  # no graph is so large
 
 
+def test_experts_run_once_a_layer_and_sums_over_gpus_twice() -> None:
+    more = DENSE | {"moe": {1: 1e-5, 101: 2e-5}, "all_reduce": {1: 4e-6, 101: 8e-6}}
+    extra_s = make(dense=more).batch_s([], [(0, 51)], 1) - make().batch_s([], [(0, 51)], 1)
+    assert extra_s == pytest.approx(LAYERS * (1.5e-5 + 2 * 6e-6))
+
+
 def test_overhead_is_once_a_step_and_an_empty_step_costs_nothing() -> None:
     slow = make(overhead_s=1e-3)
     assert slow.batch_s([50], [], 1) - make().batch_s([50], [], 1) == pytest.approx(1e-3)

@@ -6,6 +6,7 @@ import zlib
 
 import torch
 
+from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import shape_named
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.tokenizer import ByteTokenizer
@@ -19,6 +20,8 @@ class DummyModel:
 
     def __init__(self, name: str, seed: int = 0) -> None:
         shape = shape_named(name)
+        if shape.num_experts:
+            raise UserError(f"dummy:{shape.name} has experts, which are simulated only: name another shape")
         self.name = f"dummy:{shape.name}"
         self.config = ModelConfig.of_shape(shape)
         self._seed = seed
