@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
+from benchmarks.expansion.expanding import ExpandingCosts
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.layer_places import every_place
@@ -16,6 +16,7 @@ from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.expanding import ExpandingPool, ExpandingStep
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 
 NUM_BLOCKS, BLOCK_TOKENS = 600, 16

@@ -7,11 +7,12 @@ from random import Random
 
 import pytest
 
-from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
+from benchmarks.expansion.expanding import ExpandingCosts
 from floodplain.core.layer_places import every_place
 from floodplain.core.request import Request
 from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.sim.expanding import ExpandingPool, ExpandingStep
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from tests.support.bursts import BLOCK_BYTES, Machine
 from tests.support.loops import make_request

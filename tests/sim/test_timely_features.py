@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import pytest
 
-from benchmarks.expansion.expanding import ExpandingCosts, ExpandingPool
+from benchmarks.expansion.expanding import ExpandingCosts
 from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan, StepResult, Transfer
@@ -26,6 +26,7 @@ from floodplain.policy.timely import STEPS_BESIDE
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
+from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import DUMMY_TOKEN, Environment, VirtualInstance, VirtualLinks
 from tests.support import overload
 from tests.support.bursts import BLOCK_BYTES, begin, burst, make_burst
