@@ -150,6 +150,9 @@ def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
     if recalls_s := facts["recalls_s"]:
         mean, longest = format_number(sum(recalls_s) / len(recalls_s)), format_number(max(recalls_s))
         parts.append(f"{name}: lent memory was recalled {len(recalls_s)} times, in {mean} s, at most {longest} s")
+    if streamed := facts["most_streamed_layers"]:
+        stall = format_number(facts["stream_stall_s"])
+        parts.append(f"{name}: up to {streamed} layers streamed, and compute waited {stall} s for copies")
     return parts
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import RequestRefused
+from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import Relocation, StepPlan
 from floodplain.core.request import Request
 from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import StepTimer
 from floodplain.observe.timeline import Timeline, TimelineSample
+from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.cluster import VirtualCluster
+from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from floodplain.sim.machine import Machine
 from floodplain.sim.scenario import LenderPart, Scenario
@@ -35,6 +40,7 @@ class Fleet:
     """All instances behind a dispatcher. A request of an instance that dies is computed again on another one.
 
     Attributes:
+        engines: All lives of all instances, in order.
         refused: Why requests were refused, by their ids.
         recalls_s: Seconds from each recall of lent memory until it was free.
     """
@@ -45,7 +51,7 @@ class Fleet:
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
-        self._engines: list[SimulatedEngine] = []
+        self.engines: list[SimulatedEngine] = []
         self._events, self._next_sample_s = blake2b(digest_size=16), 0.0
         self._slots = [self._start() for _ in range(scenario.num_instances)]
         for fault in scenario.faults:
@@ -69,19 +75,19 @@ class Fleet:
 
     def count(self, read: Callable[[SimulatedEngine], float]) -> float:
         """The sum of a number over all instances, dead ones included."""
-        return sum(map(read, self._engines))
+        return sum(map(read, self.engines))
 
     def _submit(self, request: Request) -> None:
         try:
-            self._engines[0].loop.check(request)
+            self.engines[0].loop.check(request)
         except RequestRefused as error:
             self.refused[request.request_id] = str(error)
         else:
             self._cluster.submit(request)
 
     def _start(self) -> tuple[int, VirtualInstance]:
-        engine = SimulatedEngine(self, self._scenario, self._machine, len(self._engines))
-        self._engines.append(engine)
+        engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
+        self.engines.append(engine)
         return self._cluster.join(engine.instance), engine.instance
 
     def _stop(self, slot: int) -> None:
@@ -123,8 +129,12 @@ class SimulatedEngine:
         self.loop = _make_loop(scenario, machine, number)
         links = {link.tier: link for link in machine.links}
         self.links = VirtualLinks(links, machine.block_bytes)
-        is_async, timer = scenario.engine.scheduling == "async", StepTimer(machine.cost)
-        self.instance = VirtualInstance(fleet.environment, self.loop, timer.time_s, self.links, is_async=is_async)
+        is_async, time_s = scenario.engine.scheduling == "async", StepTimer(machine.cost).time_s
+        self.pool = _expand(scenario, machine, self.loop, time_s) if scenario.expansion else None
+        step_time_s = self.pool.step_time_s if self.pool else time_s
+        self.instance = VirtualInstance(fleet.environment, self.loop, step_time_s, self.links, is_async=is_async)
+        if self.pool:
+            self.instance.on_boundary = self.pool.at_boundary
         self.instance.on_step = self._note
         if scenario.lender is not None:
             Lender(fleet, self, scenario.lender, machine.num_lent_blocks)
@@ -150,6 +160,32 @@ def _make_loop(scenario: Scenario, machine: Machine, number: int) -> Loop:
     backups = BackupTable(slots, retains=engine.prefix_cache)
     state = LoopState(config, ledger, policy, backups, machine.links)
     return Loop(state, policy, scenario.workload.seed + number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    """The costs of a pool with streamed layers: the machine's steps, and one link."""
+
+    time_s: Callable[[StepPlan], float]
+    fixed_s: float
+    block_s: float
+
+    def step_s(self, plan: StepPlan, num_read: int) -> float:
+        return self.time_s(plan)
+
+    def copy_s(self, num_read: int) -> float:
+        return num_read * self.block_s
+
+
+def _expand(scenario: Scenario, machine: Machine, loop: Loop, time_s: Callable[[StepPlan], float]) -> ExpandingPool:
+    part, every = scenario.expansion, tuple(every_place(scenario.shape.num_layers))
+    assert part is not None
+    bandwidth = LINKS[part.link].inbound.peak_bandwidth
+    costs = _Streaming(time_s, machine.cost.batch_s([1], [], 1), machine.block_bytes / bandwidth)
+    if part.factor == "auto":
+        return ExpandingPool(loop, every, costs, ExpansionPolicy(every, machine.num_blocks))
+    nearest = min(every, key=lambda one: abs(one.expansion - float(part.factor)))
+    return ExpandingPool(loop, (nearest,), costs)
 
 
 class Lender:

@@ -14,7 +14,8 @@ from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.observe.plots import residence_columns
 from floodplain.observe.result import EngineReport, HardwareReport, RunInfo, SwapReport, benchmark_result
-from floodplain.sim.fleet import Fleet
+from floodplain.sim.expanding import ExpandingStep
+from floodplain.sim.fleet import Fleet, SimulatedEngine
 from floodplain.sim.machine import Machine, resolve_machine
 from floodplain.sim.scenario import Scenario
 from floodplain.workload.goals import goals_from
@@ -61,10 +62,20 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "kv_blocks": machine.num_blocks,
             "step_cost": machine.cost_source,
             "recalls_s": fleet.recalls_s,
+            "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
+            "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
             "tenants": _by_tenant(scenario, requests, records, goals),
         },
     }
     return Prediction(machine, lives, result)
+
+
+def _steps(engine: SimulatedEngine) -> list[ExpandingStep]:
+    return engine.pool.steps if engine.pool else []
+
+
+def _most_streamed(engine: SimulatedEngine) -> int:
+    return max((step.num_streamed for step in _steps(engine)), default=0)
 
 
 def _info(scenario: Scenario, goals: tuple[str, ...]) -> RunInfo:

@@ -118,6 +118,19 @@ class LenderPart(_Part):
         return busy
 
 
+class ExpansionPart(_Part):
+    """KV of some layers streams from host memory behind compute, as ``--kv-expansion`` of ``serve``.
+
+    Attributes:
+        factor: Blocks with streamed layers over those without, the nearest that layers allow; ``auto`` decides from
+            step to step.
+        link: To host memory.
+    """
+
+    factor: Annotated[float, Field(ge=1, le=100)] | Literal["auto"] = "auto"
+    link: str = "pcie4"
+
+
 class FaultPart(_Part):
     """An instance dies at a time, and an empty one takes its place ``down`` seconds later."""
 
@@ -135,6 +148,7 @@ class _File(_Part):
     engine: EnginePart = EnginePart()
     swap: SwapPart | None = None
     lender: LenderPart | None = None
+    expansion: ExpansionPart | None = None
     faults: tuple[FaultPart, ...] = ()
     workload: dict[str, Any] = {}
     tenants: dict[str, dict[str, Any]] = {}
@@ -156,6 +170,7 @@ class Scenario:
     engine: EnginePart
     swap: SwapPart | None
     lender: LenderPart | None
+    expansion: ExpansionPart | None
     faults: tuple[FaultPart, ...]
     workload: WorkloadSpec
     tenants: Mapping[str, WorkloadSpec]
@@ -208,6 +223,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         engine=file.engine,
         swap=file.swap,
         lender=file.lender,
+        expansion=file.expansion,
         faults=file.faults,
         workload=workload,
         tenants=tenants,
@@ -270,9 +286,9 @@ def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> Workl
 
 
 def _check_links(file: _File) -> None:
-    for part, name in (("swap", file.swap and file.swap.link), ("lender", file.lender and file.lender.link)):
-        if name is not None and name not in LINKS:
-            raise UserError(f"{part}.link: no link is called {name!r}; there are {', '.join(LINKS)}")
+    for name, part in (("swap", file.swap), ("lender", file.lender), ("expansion", file.expansion)):
+        if part is not None and part.link not in LINKS:
+            raise UserError(f"{name}.link: no link is called {part.link!r}; there are {', '.join(LINKS)}")
 
 
 def _first_fault(error: ValidationError) -> str:
@@ -287,11 +303,8 @@ def _first_fault(error: ValidationError) -> str:
 
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:
     parts: dict[str, type[_Part]] = {
-        "cost": CostPart,
-        "engine": EnginePart,
-        "swap": SwapPart,
-        "lender": LenderPart,
+        "cost": CostPart, "engine": EnginePart, "swap": SwapPart, "lender": LenderPart, "expansion": ExpansionPart,
         "faults": FaultPart,
-    }
+    }  # fmt: skip
     owner = parts.get(str(place[0]), _File) if len(place) > 1 else _File
     return list(owner.model_fields)

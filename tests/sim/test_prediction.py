@@ -152,6 +152,22 @@ def test_lent_memory_is_used_recalled_and_used_again(tmp_path: Path) -> None:
     assert to_host["recomputed_tokens"] < 0.5 * lost["recomputed_tokens"]
 
 
+def test_streamed_layers_hold_more_requests_and_stall_over_a_slow_link(tmp_path: Path) -> None:
+    load = BURST | {"request_rate": 30.0, "max_output": 200}
+
+    def serve_with(**part: Any) -> dict[str, Any]:
+        expansion = {"expansion": part} if part else {}
+        return predict(make(tmp_path, engine={"kv_blocks": 300}, workload=load, **expansion)).result
+
+    plain, expanded, slow = serve_with(), serve_with(factor=2.0, link="c2c"), serve_with(factor=2.0, link="pcie4")
+    facts = {name: each["floodplain"]["simulation"] for name, each in (("c2c", expanded), ("pcie4", slow))}
+    assert expanded["output_throughput"] > 1.2 * plain["output_throughput"]
+    assert facts["c2c"]["stream_stall_s"] < 0.05 * expanded["duration"] < facts["pcie4"]["stream_stall_s"]
+    auto = serve_with(link="c2c")
+    assert auto["output_throughput"] > 1.1 * plain["output_throughput"]
+    assert auto["floodplain"]["simulation"]["most_streamed_layers"] > 0
+
+
 def test_a_tenant_beyond_its_share_does_not_delay_another_under_fair_by_key(tmp_path: Path) -> None:
     tenants = {
         "calm": {"request_rate": 1.0, "num_prompts": 15, "max_input": 800, "seed": 1},

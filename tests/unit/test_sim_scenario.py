@@ -36,6 +36,8 @@ workload: {request_rate: 2, lengths: lengths.csv, seed: 5}
         ({"tensor_parallel": 3}, "tensor_parallel: 8 KV heads do not divide evenly"),
         ({"lender": {"memory": "1GB", "busy": [[5, 5]]}}, "lender.busy: times must rise"),
         ({"lender": {"memory": "1GB", "link": "usb"}}, "lender.link: no link is called 'usb'"),
+        ({"expansion": {"factor": 0.5}}, "expansion.factor"),
+        ({"expansion": {"link": "usb"}}, "expansion.link: no link is called 'usb'"),
         ({"faults": [{"at": 3, "instance": 1}]}, "faults: there is no instance 1: they count from 0 to 0"),
         ({"faults": [{"when": 3}]}, "faults.0.at: say which"),
         ({"tenants": {"a": {"rate": 3}}}, "tenants.a.rate: there is no such key; there are trace"),
