@@ -47,6 +47,9 @@ class SimulateConfig:
     out: Path | None = field(
         default=None, metadata={"help": "write the result, or those of a sweep, to this JSON file"}
     )
+    trace_out: Path | None = field(
+        default=None, metadata={"help": "write a Chrome trace of all requests to this JSON file (Perfetto opens it)"}
+    )
     plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
 
     def __post_init__(self) -> None:
@@ -67,8 +70,9 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate; 0 if every request could be served."""
     config = dataclass_from(args, SimulateConfig)
-    if config.out is not None:
-        check_writable(config.out)
+    for flag, path in (("--out", config.out), ("--trace-out", config.trace_out)):
+        if path is not None:
+            check_writable(path, flag)
     runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)
     _report(args, config, runs)
     failed = sum(int(result["failed"]) for _, result in runs)
@@ -115,6 +119,10 @@ def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run
                 from floodplain.observe.plots import save_plots
 
                 save_plots(runs, config.out.parent / f"{config.out.stem}-plots")
+        if config.trace_out is not None:
+            from floodplain.observe.chrome_trace import chrome_trace
+
+            save_result(config.trace_out, chrome_trace(runs))
     finally:  # shown even if it cannot be saved
         say(to_json(result) if args.format == "json" else _describe(runs))
 

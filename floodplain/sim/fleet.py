@@ -180,7 +180,7 @@ class _Streaming:
 def _expand(scenario: Scenario, machine: Machine, loop: Loop, time_s: Callable[[StepPlan], float]) -> ExpandingPool:
     part, every = scenario.expansion, tuple(every_place(scenario.shape.num_layers))
     assert part is not None
-    bandwidth = LINKS[part.link].inbound.peak_bandwidth
+    bandwidth = LINKS[part.link].inbound.peak_bandwidth if isinstance(part.link, str) else part.link
     costs = _Streaming(time_s, machine.cost.batch_s([1], [], 1), machine.block_bytes / bandwidth)
     if part.factor == "auto":
         return ExpandingPool(loop, every, costs, ExpansionPolicy(every, machine.num_blocks))

@@ -69,8 +69,10 @@ def resolve_machine(scenario: Scenario) -> Machine:
     )
 
 
-def _link(tier: Tier, name: str) -> Link:
-    """The slower direction of a named link."""
+def _link(tier: Tier, name: str | float) -> Link:
+    """The slower direction of a named link, or one of so many bytes per second."""
+    if not isinstance(name, str):
+        return Link(tier, name)
     profile = LINKS[name]
     both = profile.outbound, profile.inbound
     return Link(tier, min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both))

@@ -41,6 +41,9 @@ def _bytes_of(value: Any) -> int:
 Bytes = Annotated[int, BeforeValidator(_bytes_of)]
 
 
+LinkName = str | Annotated[float, Field(gt=0, le=1e15)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,17 +99,17 @@ class EnginePart(_Part):
 
 
 class SwapPart(_Part):
-    """Swap space: its size, and the link to it by name (``cost.link``)."""
+    """Swap space: its size, and the link to it, by name (``cost.link``) or in bytes per second."""
 
     memory: Bytes
-    link: str = "pcie4"
+    link: LinkName = "pcie4"
 
 
 class LenderPart(_Part):
     """A neighbour GPU that lends memory for swap space, except in the intervals of ``busy`` (start, end)."""
 
     memory: Bytes
-    link: str = "nvlink4"
+    link: LinkName = "nvlink4"
     busy: tuple[tuple[Annotated[float, Field(ge=0, le=1e9)], Annotated[float, Field(ge=0, le=1e9)]], ...] = ()
 
     @field_validator("busy")
@@ -128,7 +131,7 @@ class ExpansionPart(_Part):
     """
 
     factor: Annotated[float, Field(ge=1, le=100)] | Literal["auto"] = "auto"
-    link: str = "pcie4"
+    link: LinkName = "pcie4"
 
 
 class FaultPart(_Part):
@@ -287,7 +290,7 @@ def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> Workl
 
 def _check_links(file: _File) -> None:
     for name, part in (("swap", file.swap), ("lender", file.lender), ("expansion", file.expansion)):
-        if part is not None and part.link not in LINKS:
+        if part is not None and isinstance(part.link, str) and part.link not in LINKS:
             raise UserError(f"{name}.link: no link is called {part.link!r}; there are {', '.join(LINKS)}")
 
 

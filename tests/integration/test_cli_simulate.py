@@ -71,6 +71,23 @@ def test_a_scenario_gives_a_table_a_result_and_pictures(tmp_path: Path, capsys: 
     assert {path.name for path in (tmp_path / "burst-plots").iterdir()} >= {"ttft.png", "strip.png", "timeline.png"}
 
 
+def test_a_chrome_trace_has_every_request_and_its_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "trace.json"
+    result = run_json(capsys, str(EXAMPLE), "--set", *SMALL, "--trace-out", str(out))
+    events = json.loads(out.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    requests = {event["tid"]: event for event in spans if event["name"] == "request"}
+    stays = [event for event in spans if event["name"] == "on the device"]
+    assert len(requests) == 30 and len(stays) == sum(map(len, result["floodplain"]["residence"]["on_device_s"]))
+    assert all(
+        requests[stay["tid"]]["ts"] - 1 <= stay["ts"]
+        and stay["ts"] + stay["dur"] <= requests[stay["tid"]]["ts"] + requests[stay["tid"]]["dur"] + 1
+        for stay in stays
+    )
+    assert sum(event["name"] == "first token" for event in events) == 30
+    assert {event["name"] for event in events if event["ph"] == "C"} >= {"num_running", "kv_used_blocks"}
+
+
 def test_a_sweep_has_a_column_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, str(EXAMPLE), "--set", *SMALL, "--sweep", "engine.policy=fcfs,timely")
     assert [each["name"] for each in result["runs"]] == ["engine.policy=fcfs", "engine.policy=timely"]
