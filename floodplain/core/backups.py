@@ -59,12 +59,13 @@ class BackupTable:
         """Whole backups that no sequence keeps."""
         return len(self._idle[tier])
 
-    def num_kept(self, tier: Tier) -> int:
-        """Number of taken slots, without those of idle backups."""
-        return self.slots[tier].num_taken - len(self._idle[tier])
+    @property
+    def is_needed(self) -> bool:
+        """Whether a sequence keeps any backup, or a copy touches one."""
+        return any(slots.num_taken > len(self._idle[tier]) for tier, slots in self.slots.items())
 
     def kept_slots(self, tier: Tier) -> set[int]:
-        """The taken slots, without those of idle backups."""
+        """The taken slots, without those of idle backups. Takes time linear in the taken slots."""
         return set(self.slots[tier].taken) - {backup.location.slot for backup in self._idle[tier]}
 
     @property

@@ -30,8 +30,7 @@ from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
-from floodplain.lending.peer_parts import PeerParts
-from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.peer_tier import PeerParts, PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.backend import Backend
@@ -248,9 +247,7 @@ def _open_borrowers(
     look_s = config.lease_look or LOOK_S
     peer_tier = near_layers = None
     if peer is not None:
-        peer_tier = PeerTier(
-            client, peer.memory, peer.slots, peer.mover, loop.relocations, look_s, config.lease_idle, siblings
-        )
+        peer_tier = PeerTier(client, peer, loop.relocations, look_s, config.lease_idle, siblings)
     if expansion is not None and config.expansion_tier == "peer":
         memory = backend.open_peer_memory() if peer is None else peer.memory
         near_layers = NearLayers(

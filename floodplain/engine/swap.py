@@ -14,7 +14,7 @@ from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.flags import HARDWARE_PREFIX
-from floodplain.lending.peer_parts import PeerParts, open_peer_parts
+from floodplain.lending.peer_tier import PeerParts, open_peer_parts
 from floodplain.memory.backend import LINK_STAGING_BYTES, Backend
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.host.transfer import measure_copy_bandwidth

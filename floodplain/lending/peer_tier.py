@@ -1,4 +1,4 @@
-"""The PEER tier of an engine: leases become slots; recalled ones are emptied and returned in time.
+"""The PEER tier of an engine: leases become slots; recalled and idle ones are emptied and returned.
 
 All of it happens at iteration boundaries, except for the last resort: if a deadline comes before the step loop's next
 boundary, another thread frees the memory. Its content is a miss then, and is computed again.
@@ -9,14 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.states import LeaseId
-from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
 from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
+from floodplain.memory.backend import Backend
+from floodplain.memory.host.emulated_link import LinkPair
+from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import PeerMemory
 from floodplain.memory.peer.slots import PeerSlots, SlotMover
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import BlockStore
 from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)
@@ -26,6 +33,106 @@ BLOCKS_PER_RELOCATION = 16
 """A relocation shares the links with other copies: a small one delays nothing for long."""
 MARGIN_S = 0.25
 """So long before a deadline the memory is freed even if not empty: a copy under way there must still end."""
+CHUNK_BYTES = 32 * 2**20
+"""About the size of a lease: a recall takes back no more than it must, and a chunk is quick to empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerParts:
+    """Of one PEER tier: the memory of other devices, slots in it, and the started mover to and from the host's."""
+
+    memory: PeerMemory
+    slots: PeerSlots
+    mover: SlotMover
+
+
+def open_peer_parts(
+    backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: LinkPair | None = None
+) -> tuple[SwapTier, PeerParts]:
+    """Open the PEER tier of an engine for at most ``num_bytes``, without memory; copies are paced by ``links``, if any.
+
+    Raises:
+        UserError: This process can borrow from none of the devices that it sees.
+    """
+    memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
+    tier = backend.open_peer_tier(pool, slots, None if links is None else links.peer)
+    return tier, PeerParts(memory, slots, backend.open_slot_mover(host, slots, BLOCKS_PER_RELOCATION, links))
+
+
+def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
+    """Rounded down to whole chunks, but at least one."""
+    chunk_slots = max(1, CHUNK_BYTES // layout.block_bytes)
+    return PeerSlots(layout, chunk_slots, max(1, num_bytes // (chunk_slots * layout.block_bytes)))
+
+
+CHECKS_PER_IDLE = 8
+"""Checks in the time after which a chunk is idle: each costs a walk over the taken slots."""
+MOST_MORE = 4
+"""The most chunks that are wanted beyond the present ones at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkUse:
+    """The use of a chunk at one moment: the copies that ever began there, and its slots with needed content."""
+
+    num_copies: int
+    num_kept: int
+
+
+class IdleChunks:
+    """Tracks the use of chunks; chooses which idle ones a borrower returns, and how many it wants. Pure.
+
+    It wants as many chunks as possible until one was idle. From then on it wants what it has, and more if there is too
+    little room. It returns a chunk only if a whole chunk's room stays, and wants more only if less than half of one is
+    left. So under constant use it neither returns nor requests chunks, and leases do not oscillate.
+
+    Args:
+        idle_s: Seconds without use after which a chunk is returned; 0 keeps all.
+        chunk_slots: Slots of a chunk.
+        max_chunks: The most chunks that there can be.
+
+    Attributes:
+        num_wanted: How many chunks there should be.
+    """
+
+    def __init__(self, idle_s: float, chunk_slots: int, max_chunks: int) -> None:
+        self.num_wanted = max_chunks
+        self._idle_s, self._chunk_slots, self._max_chunks = idle_s, chunk_slots, max_chunks
+        self._used: dict[LeaseId, tuple[int, float]] = {}  # the copies at its last noticed use, and when that was
+        self._next_check_s = float("-inf")
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to check the chunks."""
+        return self._idle_s > 0 and now >= self._next_check_s
+
+    def choose(self, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool) -> list[LeaseId]:
+        """Return the leases of idle chunks to return now; all their slots can be given up at once.
+
+        ``chunks`` are those that are not recalled, by lease: a chunk's number is used again, with other memory. If any
+        request needs swap space (``is_needed``), room for one more chunk's slots stays.
+        """
+        self._next_check_s = now + self._idle_s / CHECKS_PER_IDLE
+        self._note_uses(now, chunks)
+        idle = [lease_id for lease_id in chunks if now - self._used[lease_id][1] >= self._idle_s]
+        num_free = sum(self._chunk_slots - use.num_kept for use in chunks.values())
+        num_spare = num_free // self._chunk_slots - is_needed
+        returned = sorted(idle, key=lambda lease_id: self._used[lease_id][1])[: max(0, num_spare)]
+        if returned:
+            self.num_wanted = len(chunks) - len(returned)
+        return returned
+
+    def note_room(self, num_chunks: int, num_free: int, is_needed: bool) -> None:
+        """Want more chunks if less than half a chunk's room is free in the present ones, and needed."""
+        if is_needed and 2 * num_free < self._chunk_slots:
+            more = max(1, min(num_chunks, MOST_MORE))
+            self.num_wanted = max(self.num_wanted, min(self._max_chunks, num_chunks + more))
+
+    def _note_uses(self, now: float, chunks: Mapping[LeaseId, ChunkUse]) -> None:
+        before, self._used = self._used, {}
+        for lease_id, use in chunks.items():
+            num_copies, used_s = before.get(lease_id, (-1, now))
+            is_used = bool(use.num_kept) or use.num_copies != num_copies
+            self._used[lease_id] = use.num_copies, now if is_used else used_s
 
 
 class PeerTier:
@@ -33,9 +140,7 @@ class PeerTier:
 
     Args:
         client: Of the coordinator.
-        memory: Of other devices.
-        slots: Without memory at first.
-        mover: Copies between these slots and the host's; started.
+        parts: Slots without memory at first, and a started mover.
         relocations: Of the loop.
         look_s: Seconds between two polls of the leases.
         idle_s: A chunk that was not used for so long is returned; 0 keeps all.
@@ -45,9 +150,7 @@ class PeerTier:
     def __init__(
         self,
         client: LeaseClient,
-        memory: PeerMemory,
-        slots: PeerSlots,
-        mover: SlotMover,
+        parts: PeerParts,
         relocations: Relocations,
         look_s: float = LOOK_S,
         idle_s: float = 0.0,
@@ -55,11 +158,11 @@ class PeerTier:
     ) -> None:
         self.totals = PeerTotals()
         self._look_s = look_s
-        self._client, self._slots, self._mover = client, slots, mover
-        self._relocations = relocations
-        self._idle = IdleChunks(idle_s, slots.chunk_slots, slots.max_chunks)
+        self._client, self._slots, self._mover = client, parts.slots, parts.mover
+        self._relocations, self._backups = relocations, relocations.backups
+        self._idle = IdleChunks(idle_s, parts.slots.chunk_slots, parts.slots.max_chunks)
         self._next_look_s = float("-inf")
-        self._requests = LeaseRequests(client, memory, slots.chunk_bytes, self.totals, siblings)
+        self._requests = LeaseRequests(client, parts.memory, parts.slots.chunk_bytes, self.totals, siblings)
         self._lock = threading.Lock()  # guards the next two, which ``hurry`` changes, too
         self._held: dict[LeaseId, int] = {}
         self._forced: list[int] = []
@@ -118,7 +221,7 @@ class PeerTier:
             slots = self._slots.slots_of(chunk)
             if lease_id not in self._leaving:
                 self._leaving.add(lease_id)
-                self._relocations.retire_slots(Tier.PEER, slots)
+                self._backups.retire_slots(Tier.PEER, slots)
             if left_s[lease_id] <= MARGIN_S:
                 self._force(lease_id)
                 self._bury_forced()
@@ -132,7 +235,7 @@ class PeerTier:
             if relocation is None:
                 break
             self._mover.submit(relocation)
-        return not self._relocations.count_taken(Tier.PEER, slots)
+        return not self._backups.slots[Tier.PEER].count_taken(slots)
 
     def _give_back(self, lease_id: LeaseId) -> None:
         with self._lock:
@@ -147,10 +250,10 @@ class PeerTier:
         """Return chunks that are idle. Prefixes there that no request keeps are dropped."""
         with self._lock:
             held = {lease_id: chunk for lease_id, chunk in self._held.items() if lease_id not in self._leaving}
-        num_kept = Counter(slot // self._slots.chunk_slots for slot in self._relocations.kept_slots(Tier.PEER))
+        num_kept = Counter(slot // self._slots.chunk_slots for slot in self._backups.kept_slots(Tier.PEER))
         uses = {lease_id: ChunkUse(self._slots.num_copies(chunk), num_kept[chunk]) for lease_id, chunk in held.items()}
-        for lease_id in self._idle.choose(now, uses, self._relocations.is_needed):
-            self._relocations.retire_slots(Tier.PEER, self._slots.slots_of(held[lease_id]))
+        for lease_id in self._idle.choose(now, uses, self._backups.is_needed):
+            self._backups.retire_slots(Tier.PEER, self._slots.slots_of(held[lease_id]))
             self._give_back(lease_id)
 
     def _force(self, lease_id: LeaseId) -> None:
@@ -170,7 +273,7 @@ class PeerTier:
             forced, self._forced = self._forced, []
         for chunk in forced:
             slots = self._slots.slots_of(chunk)
-            self._relocations.retire_slots(Tier.PEER, slots)
+            self._backups.retire_slots(Tier.PEER, slots)
             self._relocations.abandon(Tier.PEER, slots)
         self._leaving &= self._held.keys()
 
@@ -184,24 +287,21 @@ class PeerTier:
                 self._slots.add(chunk, extent)
                 with self._lock:
                     self._held[lease.lease_id] = chunk
-                self._relocations.add_slots(Tier.PEER, self._slots.slots_of(chunk))
+                self._backups.add_slots(Tier.PEER, self._slots.slots_of(chunk))
                 self.totals.num_granted += 1
 
     def _free_chunk(self) -> int | None:
         """Return a chunk without memory of which no slot is taken any more; None if there is none."""
-        used = {*self._held.values(), *self._forced}
+        used, ledger = {*self._held.values(), *self._forced}, self._backups.slots[Tier.PEER]
         chunks = (chunk for chunk in range(self._slots.max_chunks) if chunk not in used)
-        is_free = (
-            chunk for chunk in chunks if not self._relocations.count_taken(Tier.PEER, self._slots.slots_of(chunk))
-        )
-        return next(is_free, None)
+        return next((chunk for chunk in chunks if not ledger.count_taken(self._slots.slots_of(chunk))), None)
 
     def _ask(self) -> None:
         """None are requested while some are recalled."""
         if self._leaving:
             return
-        num_chunks, between = len(self._held) + len(self._forced), self._relocations
-        self._idle.note_room(num_chunks, between.num_available(Tier.PEER), between.is_needed)
+        num_chunks = len(self._held) + len(self._forced)
+        self._idle.note_room(num_chunks, self._backups.num_available(Tier.PEER), self._backups.is_needed)
         self._requests.follow(self._idle.num_wanted - num_chunks)
 
     def _come_nearer(self) -> None:

@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
 
 class Relocations:
-    """Begins relocations of the keeper's backups and settles them; adds and removes slots."""
+    """Begins relocations of the keeper's backups, and settles them."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -49,30 +49,9 @@ class Relocations:
         return len(self._in_flight)
 
     @property
-    def is_needed(self) -> bool:
-        """Whether any backup in swap space is kept by a sequence or touched by a copy."""
-        backups = self._keeper.backups
-        return any(backups.num_kept(tier) for tier in backups.slots)
-
-    def num_available(self, tier: Tier) -> int:
-        """Number of slots that are free or have an idle backup."""
-        return self._keeper.backups.num_available(tier)
-
-    def kept_slots(self, tier: Tier) -> set[int]:
-        """The slots that are taken, without those of idle backups. Takes time linear in the taken slots."""
-        return self._keeper.backups.kept_slots(tier)
-
-    def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
-        """Add the slots of a lease."""
-        self._keeper.backups.add_slots(tier, slots)
-
-    def retire_slots(self, tier: Tier, slots: Collection[int]) -> None:
-        """Retire the slots of a lease: they are not allocated again, and idle backups there are dropped."""
-        self._keeper.backups.retire_slots(tier, slots)
-
-    def count_taken(self, tier: Tier, slots: Collection[int]) -> int:
-        """Number of these slots that are taken; if 0, their memory may be freed."""
-        return self._keeper.backups.slots[tier].count_taken(slots)
+    def backups(self) -> BackupTable:
+        """The keeper's backups, with the slots that leases add and retire."""
+        return self._keeper.backups
 
     def evacuate(self, tier: Tier, slots: Collection[int], target: Tier, most: int) -> Relocation | None:
         """Begin to copy up to ``most`` blocks from these slots to another tier; None if none can be copied now.
@@ -80,7 +59,7 @@ class Relocations:
         Blocks that the device has, too, are dropped. If ``target`` has no free slot, all are dropped and will be
         recomputed. Backups that a copy reads or writes now are left for the next call.
         """
-        backups = self._keeper.backups
+        backups = self.backups
         there = [backup for backup in backups.in_slots(tier, slots) if self._is_at_rest(backup)]
         spare = [backup for backup in there if self._keeper.is_on_device(backup)]
         needed = [backup for backup in there if not self._keeper.is_on_device(backup)]
@@ -90,7 +69,7 @@ class Relocations:
 
     def bring_nearer(self, tier: Tier, target: Tier, most: int) -> Relocation | None:
         """Begin to promote up to ``most`` blocks of swapped sequences to a nearer tier; None if none can be."""
-        slots = self._keeper.backups.slots
+        slots = self.backups.slots
         near = slots[target]
         most = min(most, near.num_free - near.num_slots // SPARE_PART)
         if most <= 0 or not slots[tier].num_taken:
@@ -104,7 +83,7 @@ class Relocations:
 
     def abandon(self, tier: Tier, slots: Collection[int]) -> None:
         """Mark backups in these slots as lost: their memory is gone. Copies in flight there fail."""
-        self._lose(self._keeper.backups.in_slots(tier, slots))
+        self._lose(self.backups.in_slots(tier, slots))
 
     def settle(self, relocation_id: int, lost: Sequence[int]) -> None:
         """End a relocation; blocks at the places ``lost`` did not arrive whole, and their backups are lost.
@@ -116,7 +95,7 @@ class Relocations:
             raise InvariantError(f"relocation {relocation_id} is answered but not in flight")
         gone = set(lost)
         for place, backup in enumerate(moving):
-            self._keeper.backups.finish_move(backup, place not in gone)
+            self.backups.finish_move(backup, place not in gone)
         self._keeper.drop_lost(tuple(backup for backup in moving if backup.is_lost))
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -126,7 +105,7 @@ class Relocations:
 
     def _begin(self, moving: list[Backup], target: Tier) -> Relocation:
         sources = tuple(backup.location for backup in moving)
-        targets = self._keeper.backups.begin_move(moving, target)
+        targets = self.backups.begin_move(moving, target)
         if targets is None:
             raise InvariantError(f"{len(moving)} blocks shall go to {target}, which has fewer slots")
         relocation_id = next(self._numbers)
@@ -135,6 +114,6 @@ class Relocations:
 
     def _lose(self, lost: list[Backup]) -> None:
         for backup in lost:
-            self._keeper.backups.lose(backup)
+            self.backups.lose(backup)
         if lost:
             self._keeper.drop_lost(tuple(lost))

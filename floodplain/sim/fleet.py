@@ -213,12 +213,12 @@ class Lender:
         if self._recalled_s is not None:  # the neighbour has calmed down before it had its memory back
             self._at(self._fleet.environment.now + RETRY_S, self._lend)
             return
-        self._engine.loop.relocations.add_slots(Tier.PEER, self._slots)
+        self._engine.loop.relocations.backups.add_slots(Tier.PEER, self._slots)
         self._promote()
 
     def _recall(self) -> None:
         self._recalled_s = self._fleet.environment.now
-        self._engine.loop.relocations.retire_slots(Tier.PEER, self._slots)
+        self._engine.loop.relocations.backups.retire_slots(Tier.PEER, self._slots)
         self._evacuate()
 
     def _evacuate(self) -> None:
@@ -226,7 +226,7 @@ class Lender:
         moving = relocations.evacuate(Tier.PEER, self._slots, Tier.HOST, RELOCATED_BLOCKS)
         if moving is not None:
             self._copy(moving, self._evacuate)
-        elif relocations.count_taken(Tier.PEER, self._slots):  # copies read there, and end soon
+        elif relocations.backups.slots[Tier.PEER].count_taken(self._slots):  # copies read there, and end soon
             self._at(self._fleet.environment.now + RETRY_S, self._evacuate)
         elif self._recalled_s is not None:
             self._fleet.recalls_s.append(self._fleet.environment.now - self._recalled_s)

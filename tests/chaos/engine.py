@@ -21,7 +21,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.client import CoordinatorClient
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
@@ -65,7 +65,7 @@ def build(role: str, url: str, name: str) -> Engine:
         flags = {"kv_memory": POOL_PAGES * PAGE_BYTES, "swap": "none", "policy": "fcfs", "lend": "auto"}
         config = EngineConfig(**BASE, **flags, coordinator=url, device_name=name, recall_deadline=DEADLINE_S)
         return build_engine(config, lending=QUICK)
-    peer_parts.CHUNK_BYTES = PAGE_BYTES
+    peer_tier.CHUNK_BYTES = PAGE_BYTES
     flags = {"kv_memory": 24 * BLOCK_BYTES, "swap": "peer", "swap_memory": 48 * BLOCK_BYTES}
     config = EngineConfig(**BASE, **flags, peer_memory=BORROWED_PAGES * PAGE_BYTES, coordinator=url, device_name=name)
     return build_engine(config, ImpatientPolicy())

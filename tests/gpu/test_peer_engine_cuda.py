@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from floodplain import LLM
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
@@ -68,7 +68,7 @@ class Neighbour:
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = PATIENCE_S) -> Iterator[tuple[Neighbour, LLM]]:
     """Yield a neighbour, and an engine that has borrowed all that it lends."""
-    patch.setattr(peer_parts, "CHUNK_BYTES", CHUNK_BYTES)
+    patch.setattr(peer_tier, "CHUNK_BYTES", CHUNK_BYTES)
     flags = {"policy": "cfs", "swap_memory": 2**24, "peer_memory": NUM_CHUNKS * CHUNK_BYTES}
     with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
         with load(DEVICE, kv_memory=TINY_POOL_BYTES, swap="peer", coordinator=url, **flags) as llm:

@@ -19,7 +19,7 @@ from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.lending import Neighbour, coordinating
@@ -40,7 +40,7 @@ FLAGS = {
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch) -> Iterator[tuple[Neighbour, EngineConfig]]:
     """(a neighbour that lends all pages with a long recall deadline, the configuration of its borrowers)."""
-    patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    patch.setattr(peer_tier, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, NEVER_S)) as neighbour:
         neighbour.lend(NUM_PAGES)
         config = EngineConfig(model="dummy:tiny-llama", coordinator=url, device_name=f"idle-{os.getpid()}", **FLAGS)  # type: ignore[arg-type]

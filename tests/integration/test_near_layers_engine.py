@@ -20,7 +20,7 @@ import pytest
 
 from floodplain.core.request import Request
 from floodplain.engine.shell import Engine
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.near_layers import NearLayers
 from floodplain.memory.host.device_file import PAGE_BYTES
@@ -201,7 +201,7 @@ def test_a_lender_that_is_killed_loses_nothing(requests: list[Request], expected
 def test_swap_space_and_layers_borrow_side_by_side(
     requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(peer_tier, "CHUNK_BYTES", PAGE_BYTES)
     flags = {"swap": "peer", "peer_memory": 4 * PAGE_BYTES, "swap_memory": 64 * BLOCK_BYTES, "kv_expansion": "2.9"}
     with borrowing(**flags) as (neighbour, run):
         policy: Any = ImpatientPolicy()

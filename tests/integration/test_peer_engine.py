@@ -20,7 +20,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support import swap_faults
@@ -59,7 +59,7 @@ def neighbourhood(
     patch: pytest.MonkeyPatch, deadline_s: float = HANG_S, host_blocks: int = 64
 ) -> Iterator[tuple[Neighbour, Engine]]:
     """(a neighbour, an engine that borrows a chunk of one page at a time)."""
-    patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    patch.setattr(peer_tier, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
         config = EngineConfig(
             model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url,

@@ -19,7 +19,7 @@ from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Reason
 from floodplain.core.tiers import Tier
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
@@ -64,7 +64,7 @@ class Inside:
 
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = HANG_S) -> Iterator[tuple[Neighbour, Inside]]:
-    patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    patch.setattr(peer_tier, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
         neighbour.lend(NUM_PAGES)
         with closing(Inside(url)) as inside:

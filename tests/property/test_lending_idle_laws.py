@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.leases.states import LeaseId
-from floodplain.lending.idle_chunks import CHECKS_PER_IDLE, ChunkUse, IdleChunks
+from floodplain.lending.peer_tier import CHECKS_PER_IDLE, ChunkUse, IdleChunks
 from tests.support.examples import examples
 
 IDLE_S, SLOTS, MOST = 8.0, 4, 6

@@ -21,7 +21,7 @@ from floodplain.core.plan import Decision, Relocation, StepPlan, Transfer, Trans
 from floodplain.core.tiers import Link, Location, SlotLedger, Tier
 from floodplain.core.view import View
 from floodplain.leases.states import LeaseId
-from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
+from floodplain.lending.peer_tier import ChunkUse, IdleChunks
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -102,15 +102,18 @@ class Neighbourhood:
     def _slots(self, chunk: int) -> range:
         return range(chunk * CHUNK_SLOTS, (chunk + 1) * CHUNK_SLOTS)
 
+    def _count_taken(self, chunk: int) -> int:
+        return self.loop.relocations.backups.slots[Tier.PEER].count_taken(self._slots(chunk))
+
     def _change_chunks(self) -> None:
-        between, dice = self.loop.relocations, self.random.random()
+        between, backups, dice = self.loop.relocations, self.loop.relocations.backups, self.random.random()
         chunk = self.random.randrange(NUM_CHUNKS)
-        if dice < 0.15 and chunk not in self.chunks and not between.count_taken(Tier.PEER, self._slots(chunk)):
+        if dice < 0.15 and chunk not in self.chunks and not self._count_taken(chunk):
             self.chunks[chunk] = False
-            between.add_slots(Tier.PEER, self._slots(chunk))
+            backups.add_slots(Tier.PEER, self._slots(chunk))
         elif dice < 0.25 and self.chunks.get(chunk) is False:
             self.chunks[chunk] = True
-            between.retire_slots(Tier.PEER, self._slots(chunk))
+            backups.retire_slots(Tier.PEER, self._slots(chunk))
         elif dice < 0.28 and chunk in self.chunks:
             self._tear_away(chunk)
         if self.idle.is_due(self.now):
@@ -122,18 +125,18 @@ class Neighbourhood:
 
     def _return_idle(self) -> None:
         """Remove chunks unused for a while at once: they have no needed blocks and no copies in flight."""
-        between = self.loop.relocations
-        num_kept = Counter(slot // CHUNK_SLOTS for slot in between.kept_slots(Tier.PEER))
+        backups = self.loop.relocations.backups
+        num_kept = Counter(slot // CHUNK_SLOTS for slot in backups.kept_slots(Tier.PEER))
         uses = {
             LeaseId(str(chunk)): ChunkUse(self.num_copies[chunk], num_kept[chunk])
             for chunk, is_leaving in self.chunks.items()
             if not is_leaving
         }
-        for lease_id in self.idle.choose(self.now, uses, between.is_needed):
+        for lease_id in self.idle.choose(self.now, uses, backups.is_needed):
             chunk = int(lease_id)
-            self.seen["returned with a prefix in it"] += bool(between.count_taken(Tier.PEER, self._slots(chunk)))
-            between.retire_slots(Tier.PEER, self._slots(chunk))
-            assert not between.count_taken(Tier.PEER, self._slots(chunk)), "something in use was returned"
+            self.seen["returned with a prefix in it"] += bool(self._count_taken(chunk))
+            backups.retire_slots(Tier.PEER, self._slots(chunk))
+            assert not self._count_taken(chunk), "something in use was returned"
             self.seen["returned idle"] += 1
             self._remove_memory(chunk)
 
@@ -141,17 +144,15 @@ class Neighbourhood:
         slots = self._slots(chunk)
         if self.random.random() < 0.5:
             self._begin(self.loop.relocations.evacuate(Tier.PEER, slots, Tier.HOST, 2), "evacuated")
-        if not self.loop.relocations.count_taken(Tier.PEER, slots):
+        if not self._count_taken(chunk):
             self.seen["emptied"] += 1
             self._remove_memory(chunk)
 
     def _tear_away(self, chunk: int) -> None:
         """At the deadline the memory is removed first, and the loop is informed afterwards."""
-        self.seen["torn away with something in it"] += bool(
-            self.loop.relocations.count_taken(Tier.PEER, self._slots(chunk))
-        )
+        self.seen["torn away with something in it"] += bool(self._count_taken(chunk))
         self._remove_memory(chunk)
-        self.loop.relocations.retire_slots(Tier.PEER, self._slots(chunk))
+        self.loop.relocations.backups.retire_slots(Tier.PEER, self._slots(chunk))
         self.loop.relocations.abandon(Tier.PEER, self._slots(chunk))
 
     def _remove_memory(self, chunk: int) -> None:
@@ -228,7 +229,7 @@ def test_everything_happens_there() -> None:
 
 
 def memory_goes_before_it_is_empty(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Relocations, "count_taken", lambda between, tier, slots: 0)
+    patch.setattr(SlotLedger, "count_taken", lambda ledger, slots: 0)
 
 
 def what_is_torn_away_is_still_believed_in(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +242,7 @@ def what_is_torn_away_is_still_believed_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def whatever_lies_in_a_chunk_it_counts_as_idle(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Relocations, "kept_slots", lambda between, tier: set())
+    patch.setattr(BackupTable, "kept_slots", lambda backups, tier: set())
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ class LeasingMachine(BooksMachine):
     @rule(chunk=st.integers(0, NUM_CHUNKS - 1))
     def add(self, chunk: int) -> None:
         slots = self._slots(chunk)
-        if chunk not in self.chunks and not self.relocations.count_taken(Tier.PEER, slots):
+        if chunk not in self.chunks and not self.books.backups.slots[Tier.PEER].count_taken(slots):
             self.chunks[chunk] = False
-            self.relocations.add_slots(Tier.PEER, slots)
+            self.books.backups.add_slots(Tier.PEER, slots)
 
     @precondition(lambda self: self.chunks)
     @rule(index=INDEX)
@@ -61,7 +61,7 @@ class LeasingMachine(BooksMachine):
         chunk = sorted(self.chunks)[index % len(self.chunks)]
         if not self.chunks[chunk]:
             self.chunks[chunk] = True
-            self.relocations.retire_slots(Tier.PEER, self._slots(chunk))
+            self.books.backups.retire_slots(Tier.PEER, self._slots(chunk))
 
     @precondition(lambda self: self.chunks)
     @rule(index=INDEX, is_sure=st.sampled_from([True, False, False]))
@@ -71,9 +71,9 @@ class LeasingMachine(BooksMachine):
             return
         chunk = sorted(self.chunks)[index % len(self.chunks)]
         slots = self._slots(chunk)
-        self.seen["torn away with something in it"] += self.relocations.count_taken(Tier.PEER, slots) > 0
+        self.seen["torn away with something in it"] += self.books.backups.slots[Tier.PEER].count_taken(slots) > 0
         self._remove_memory(chunk)
-        self.relocations.retire_slots(Tier.PEER, slots)
+        self.books.backups.retire_slots(Tier.PEER, slots)
         self.relocations.abandon(Tier.PEER, slots)
 
     @rule(most=st.integers(1, 4))
@@ -81,7 +81,7 @@ class LeasingMachine(BooksMachine):
         for chunk in sorted(chunk for chunk, is_leaving in self.chunks.items() if is_leaving):
             slots = self._slots(chunk)
             self._launch_move(self.relocations.evacuate(Tier.PEER, slots, Tier.HOST, most), "evacuated")
-            if not self.relocations.count_taken(Tier.PEER, slots):
+            if not self.books.backups.slots[Tier.PEER].count_taken(slots):
                 self.seen["emptied"] += 1
                 self._remove_memory(chunk)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from vllm import LLM
 
-from floodplain.lending import peer_parts
+from floodplain.lending import peer_tier
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
@@ -67,7 +67,7 @@ def llm(llama: Path, expected: dict[int, list[int]], url: str, neighbour: Neighb
     """One engine for all tests, since a process holds one at a time; once it is closed, nothing is borrowed."""
     settings = {"policy": "cfs", "slice": 3, "swap_memory": "256MiB", "coordinator": url, "peer_memory": "64MiB"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_parts, "CHUNK_BYTES", CHUNK_BLOCKS * BLOCK_BYTES)
+        patch.setattr(peer_tier, "CHUNK_BYTES", CHUNK_BLOCKS * BLOCK_BYTES)
         llm = make_ours(llama, settings, num_gpu_blocks_override=NUM_BLOCKS, skip_tokenizer_init=True)
     yield llm
     neighbour.lend(NUM_PAGES)

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.neighbours import LeaseFacts, Neighbours, default_device_name, open_client
-from floodplain.lending.peer_parts import PeerParts
-from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.peer_tier import PeerParts, PeerTier
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.runtime.relocations import Keeper, Relocations
 
@@ -46,7 +45,7 @@ class Borrowing:
         client = open_client(settings.coordinator, settings.coordinator_token_file)
         agent = LeaseAgent(client, settings.device_name or default_device_name(), is_last=settings.device_name is None)
         self._relocations = Relocations(keeper)
-        self._tier = PeerTier(agent.membership, parts.memory, parts.slots, parts.mover, self._relocations)
+        self._tier = PeerTier(agent.membership, parts, self._relocations)
         self._neighbours = Neighbours(agent, peer_tier=self._tier, hurry=self._hurry)
         self._lock, self._is_idle = lock, is_idle
 

@@ -10,7 +10,7 @@ from floodplain.core.plan import Decision
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import View
 from floodplain.lending.neighbours import LeaseFacts
-from floodplain.lending.peer_parts import PeerParts
+from floodplain.lending.peer_tier import PeerParts
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport

@@ -27,7 +27,7 @@ from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 if TYPE_CHECKING:
     import torch
 
-    from floodplain.lending.peer_parts import PeerParts
+    from floodplain.lending.peer_tier import PeerParts
 
 
 class Orders(KVConnectorMetadata):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 from floodplain.core.tiers import Direction, Tier
-from floodplain.lending.peer_parts import PeerParts, open_peer_parts
+from floodplain.lending.peer_tier import PeerParts, open_peer_parts
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
