@@ -97,8 +97,7 @@ class Gate:
 def _patch_instance(folder: Path) -> None:
     from floodplain.cluster.bulk import client as bulk_client
     from floodplain.cluster.bulk import kv_copies
-    from floodplain.cluster.groups.membership import Membership
-    from floodplain.cluster.groups.pipeline import GroupPipeline
+    from floodplain.cluster.groups.membership import GroupPipeline, Membership
 
     gate = Gate(folder)
     for name in ("pause", "drop", "settle", "move", "fill", "close"):

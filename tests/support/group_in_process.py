@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.groups import pipeline as group_pipeline
+from floodplain.cluster.groups import membership
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.droppable import open_droppable
 from floodplain.cluster.groups.member import GroupMember
@@ -47,7 +47,7 @@ class Ring:
 
     def __init__(self, router: Router, instances: Sequence[Replica]) -> None:
         self.router, self._instances = router, instances
-        group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
+        membership.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
         self.counts: list[int] = []
         self.tokens: dict[int, list[int]] = {}

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.groups.membership import Membership
-from floodplain.cluster.groups.pipeline import GroupPipeline
+from floodplain.cluster.groups.membership import GroupPipeline, Membership
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.sums import StatsTable, since
