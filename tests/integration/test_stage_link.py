@@ -25,6 +25,7 @@ from floodplain.cluster.wire import stage_link
 from floodplain.cluster.wire.frames import Frame
 from floodplain.cluster.wire.stage_link import MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
+from floodplain.web import accepting
 from tests.support.examples import examples
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, linked, listen, open_link
 from tests.support.waiting import HANG_S
@@ -239,7 +240,7 @@ def test_accepting_goes_on_after_a_shortage_of_files(monkeypatch: pytest.MonkeyP
                 end.close()
             assert listener.num_refused == 2
 
-    monkeypatch.setattr(stage_link, "RETRY_S", 0.01)
+    monkeypatch.setattr(accepting, "RETRY_S", 0.01)
     asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from floodplain.cluster.wire.frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
-from floodplain.web.accepting import RETRY_S, SCARCE
+from floodplain.web.accepting import Accepting
 
 HELLO_TIMEOUT_S = 5.0
 """A connection that has sent no hello after this time is closed."""
@@ -135,54 +135,48 @@ async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int
     return StageLink(_make_blocking(await _Door(listener, key).wait()), max_data_bytes)
 
 
-class _Door:
+class _Door(Accepting[socket.socket]):
     """Reads the hellos of several connections, until one shows the key.
 
     By callbacks, not tasks: a task that is cancelled while a connection is handed to it would lose the connection.
     """
 
     def __init__(self, listener: socket.socket, key: LinkKey) -> None:
-        self._listener, self._key = listener, key
-        self._loop = asyncio.get_running_loop()
-        self._found: asyncio.Future[socket.socket] = self._loop.create_future()
+        if_full = f"{MAX_UNADMITTED} connections to a stage have shown no key"
+        super().__init__(listener, if_full=if_full, if_scarce="raise ulimit -n")
+        self._key = key
+        self._found: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
         self._unadmitted: dict[socket.socket, tuple[bytearray, asyncio.TimerHandle]] = {}  # oldest first
-        self._retry: asyncio.TimerHandle | None = None
 
     async def wait(self) -> socket.socket:
         found = None
-        self._listen()
+        self.open()
         try:
             found = await self._found
             return found
         finally:
-            self._loop.remove_reader(self._listener)
-            if self._retry is not None:
-                self._retry.cancel()
+            self.close()
             for sock in list(self._unadmitted):
-                self._turn_away(sock)
-            if found is None and self._found.done() and not self._found.cancelled() and not self._found.exception():
+                self.evict(sock)
+            if found is None and self._found.done() and not self._found.cancelled():
                 self._found.result().close()  # this call was cancelled after the connection was found
 
-    def _listen(self) -> None:
-        self._loop.add_reader(self._listener, self._accept)
+    @property
+    def has_room(self) -> bool:
+        return len(self._unadmitted) < MAX_UNADMITTED
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            self._loop.remove_reader(self._listener)
-            if error.errno in SCARCE:
-                self._retry = self._loop.call_later(RETRY_S, self._listen)
-            elif not self._found.done():
-                self._found.set_exception(error)
-            return
-        if len(self._unadmitted) >= MAX_UNADMITTED:
-            self._turn_away(next(iter(self._unadmitted)))
-        sock.setblocking(False)
-        self._unadmitted[sock] = bytearray(), self._loop.call_later(HELLO_TIMEOUT_S, self._turn_away, sock)
-        self._loop.add_reader(sock, self._read, sock)
+    def take(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        accepted.setblocking(False)
+        self._unadmitted[accepted] = bytearray(), loop.call_later(HELLO_TIMEOUT_S, self.evict, accepted)
+        loop.add_reader(accepted, self._read, accepted)
+
+    def find_victim(self) -> socket.socket | None:
+        return next(iter(self._unadmitted), None)
+
+    def evict(self, victim: socket.socket) -> None:
+        self._release(victim)
+        victim.close()
 
     def _read(self, sock: socket.socket) -> None:
         """Read a part of a hello. A whole one that shows the key is answered."""
@@ -203,14 +197,10 @@ class _Door:
         else:
             sock.close()
 
-    def _turn_away(self, sock: socket.socket) -> None:
-        self._release(sock)
-        sock.close()
-
     def _release(self, sock: socket.socket) -> None:
         _, timer = self._unadmitted.pop(sock)
         timer.cancel()
-        self._loop.remove_reader(sock)
+        asyncio.get_running_loop().remove_reader(sock)
 
 
 def _answer(sock: socket.socket) -> bool:
