@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire import group_messages as wire
@@ -68,7 +69,6 @@ def plan_merge(
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_PLAIN: tuple[Callable[[int, int], wire.GroupOrder], ...] = (wire.Prepare, wire.Cancel, wire.Commit, wire.Close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +204,14 @@ class GroupPlan:
     def message(self, order: wire.Order) -> tuple[wire.GroupOrder, tuple[int, ...]]:
         """The message of an order, and the integers beside it. ``ADOPT`` orders are built by the caller."""
         epoch, number = order.epoch, order.number
-        kind: object = order.kind
-        for plain in _PLAIN:
-            if kind is plain:
-                return plain(epoch, number), ()
-        match order.kind:
+        kind: Any = order.kind
+        match kind:
+            case wire.Prepare | wire.Cancel | wire.Commit | wire.Close:
+                return kind(epoch, number), ()
+            case wire.Settle | wire.Grow:
+                return kind(epoch, number, self.most_quanta), ()
+            case wire.Plan:
+                return wire.Plan(epoch, number, self._expect_sizes().num_restore_quanta), ()
             case wire.Drop:
                 return self._drop(epoch)
             case wire.Fetch:
@@ -227,18 +230,7 @@ class GroupPlan:
             case wire.Collect:
                 held, blocks = self._held(order.requests)
                 return wire.Collect(epoch, number, self._addresses_of_layers(), held), blocks
-        return self._resize(order), ()
-
-    def _resize(self, order: wire.Order) -> wire.GroupOrder:
-        sizes = self._expect_sizes()
-        match order.kind:
-            case wire.Settle:
-                return wire.Settle(order.epoch, order.number, sizes.num_settled_quanta)
-            case wire.Grow:
-                return wire.Grow(order.epoch, order.number, sizes.num_settled_quanta)
-            case wire.Plan:
-                return wire.Plan(order.epoch, order.number, sizes.num_restore_quanta)
-        raise InvariantError(f"the order {order.kind.__name__} is no message of a plan")
+        raise InvariantError(f"the order {kind.__name__} is no message of a plan")
 
     def _drop(self, epoch: int) -> tuple[wire.Drop, tuple[int, ...]]:
         place, sizes = self.epochs.index(epoch), self._expect_sizes()
