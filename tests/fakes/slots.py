@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeSlots:
-    """``cluster.router.router.Slots``.
+    """What a router calls of ``cluster.launch.launcher.Launcher``.
 
     Attributes:
         shut: Slots that are not admitted.

@@ -153,7 +153,7 @@ class Launcher:
         self._forget(slot)
 
     def note_serving(self, slot: int) -> None:
-        """The slot's instance serves."""
+        """The slot's instance serves; in a pipeline: all stages are linked."""
         self._serving_since_s[slot] = time.monotonic()
         self.serving.add(slot)
         self._on_change()

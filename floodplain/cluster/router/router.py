@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from floodplain.cluster.groups.controller import GroupController
+from floodplain.cluster.launch.launcher import Launcher
 from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.pipeline.forming import Forming, find_problem
 from floodplain.cluster.router.door import Door
@@ -30,23 +30,6 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
 
-
-class Slots(Protocol):
-    """Notified of the sessions of the router's own instances. Slots are numbered from 0."""
-
-    def admits(self, slot: int, /) -> bool:
-        """Whether the instance of a slot may join now; if not, it must try again later."""
-
-    def note_joined(self, slot: int, /) -> None:
-        """An instance of a slot joined."""
-
-    def note_serving(self, slot: int, /) -> None:
-        """A slot's instance serves; in a pipeline: all stages are linked."""
-
-    def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
-        """The session of a slot's instance ended, ``silent_s`` seconds after its last message."""
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +39,7 @@ class Router:
     Args:
         silence_s: An instance that sends nothing for so long is declared dead.
         tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
+        launcher: Notified of the sessions of the router's own instances.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
@@ -72,7 +56,7 @@ class Router:
         self,
         silence_s: float,
         tokens: Mapping[str, int | None],
-        slots: Slots,
+        launcher: Launcher,
         on_finished: Callable[[Lifecycle], None],
         num_stages: int | None = None,
         shape: ModelShape | None = None,
@@ -102,7 +86,7 @@ class Router:
             self.requests.on_closed = self.migration_controller.forget
         watch = StallWatch(stall_rule, self._beat_s)
         self._stalls = StallGuard(watch, self.table.roster, self._forming, self.group_controller)
-        self._slots = slots
+        self._launcher = launcher
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,7 +169,7 @@ class Router:
             why = "the router does not know this token: give the --instance-token-file that it has"
             link.send(wire.pack(wire.Denied(why)))
             return None
-        if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
+        if not self.is_ready if slots[0] is None else not self._launcher.admits(slots[0]):
             return None  # it connects again: the router's own instances decide the model
         problem = find_problem(hello, slots[0], self.table.first_facts, self._forming)
         if problem is not None:
@@ -201,7 +185,7 @@ class Router:
             if older is not None:
                 self._end(older, "hung_up")
         if instance.slot is not None:
-            self._slots.note_joined(instance.slot)
+            self._launcher.note_joined(instance.slot)
         self._note_serving([instance])
         self.requests.place()
         return instance.epoch
@@ -227,7 +211,7 @@ class Router:
         entries = self.table.end(epoch)
         logger.info("%s is gone (%s); requests that go on elsewhere: %d", instance, why, len(entries))
         if instance.slot is not None and all(one.slot != instance.slot for one in self.table.roster):
-            self._slots.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
+            self._launcher.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
         for entry in entries:
             self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.table.end(epoch):
@@ -275,4 +259,4 @@ class Router:
         for one in instances:
             if one.slot is not None and one.can_serve and not one.was_serving:
                 one.was_serving = True
-                self._slots.note_serving(one.slot)
+                self._launcher.note_serving(one.slot)

@@ -139,10 +139,7 @@ def list_groups(group_controller: GroupController, now: float) -> Groups:
     )
 
 
-def group_router(router: Router) -> APIRouter:
-    """The routes, for an app."""
-    routes = APIRouter(route_class=OperatorRoute)
-
+def _add_group_routes(routes: APIRouter, router: Router) -> None:
     @routes.get("/groups")
     async def groups() -> Groups:
         """Groups of instances that share the layers of the model."""
@@ -166,8 +163,6 @@ def group_router(router: Router) -> APIRouter:
             raise UserError(f"instance {member.instance} is in no group: it has all layers")
         group_controller.restore(group.number)
         return _find_row(group_controller, group.number)
-
-    return routes
 
 
 def find_epoch(router: Router, name: str) -> int:
@@ -245,10 +240,7 @@ def list_migrations(migration_controller: MigrationController) -> Migrations:
     )
 
 
-def migration_router(router: Router) -> APIRouter:
-    """The routes, for an app."""
-    routes = APIRouter(route_class=OperatorRoute)
-
+def _add_migration_routes(routes: APIRouter, router: Router) -> None:
     @routes.get("/migrations")
     async def migrations() -> Migrations:
         """Running requests that move between instances."""
@@ -260,8 +252,6 @@ def migration_router(router: Router) -> APIRouter:
         migration_controller = _expect_migrations(router)
         source, target = find_epoch(router, between.source), find_epoch(router, between.target)
         return Begun(number=migration_controller.move_one(source, target))
-
-    return routes
 
 
 def _expect_migrations(router: Router) -> MigrationController:
@@ -329,18 +319,6 @@ def list_instances(router: Router, now: float) -> Listing:
     )
 
 
-def listing_router(router: Router) -> APIRouter:
-    """The route, for an app."""
-    routes = APIRouter(route_class=OperatorRoute)
-
-    @routes.get("/instances")
-    async def instances() -> Listing:
-        """Instances behind this endpoint."""
-        return list_instances(router, time.monotonic())
-
-    return routes
-
-
 def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
     """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
 
@@ -350,8 +328,15 @@ def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Exten
     def extend(app: FastAPI, registry: CollectorRegistry) -> None:
         setattr(app.state, OWN_NAMES, names)
         registry.register(ClusterMetrics(engine.model_name, engine.router))
-        app.include_router(listing_router(engine.router))
-        app.include_router(group_router(engine.router))
-        app.include_router(migration_router(engine.router))
+        routes = APIRouter(route_class=OperatorRoute)
+
+        @routes.get("/instances")
+        async def instances() -> Listing:
+            """Instances behind this endpoint."""
+            return list_instances(engine.router, time.monotonic())
+
+        _add_group_routes(routes, engine.router)
+        _add_migration_routes(routes, engine.router)
+        app.include_router(routes)
 
     return extend
