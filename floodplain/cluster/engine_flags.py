@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
@@ -27,7 +28,7 @@ _NOT_IN_PIPELINES = {
     "lend": "its stages lend nothing",
     "kv_expansion": "layers of its stages do not stream",
 }
-_TAKEN_IN_PIPELINES = {"policy": ("fcfs",), "swap": ("none",)}
+_TAKEN_IN_PIPELINES: dict[str, Any] = {"policy": "fcfs", "swap": "none"}
 _DEFAULTS = {item.name: item.default for item in fields(EngineConfig)}
 
 
@@ -36,12 +37,8 @@ def config_of_pipeline(config: EngineConfig) -> EngineConfig:
 
     Raises ``UserError`` if they ask for more.
     """
-    for name, why in _NOT_IN_PIPELINES.items():
-        value = getattr(config, name)
-        if value not in (_DEFAULTS[name], *_TAKEN_IN_PIPELINES.get(name, ())):
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{flag} does not go with --pipeline: {why}; leave one of them out")
-    return replace(config, policy="fcfs", swap="none")
+    _check_left_out(config, "--pipeline", _NOT_IN_PIPELINES, _TAKEN_IN_PIPELINES)
+    return replace(config, **_TAKEN_IN_PIPELINES)
 
 
 def config_of_droppable(config: EngineConfig) -> EngineConfig:
@@ -49,7 +46,7 @@ def config_of_droppable(config: EngineConfig) -> EngineConfig:
 
     Raises ``UserError`` if a flag asks for what it cannot do.
     """
-    _check_left_out(config, "--relief", _NOT_DROPPABLE)
+    _check_left_out(config, "--relief", _NOT_DROPPABLE, {})
     return replace(config, pack_weights=False)
 
 
@@ -58,14 +55,15 @@ def config_of_movable(config: EngineConfig) -> EngineConfig:
 
     Raises ``UserError`` if one asks for what it cannot do.
     """
-    _check_left_out(config, "--relief migrate", _NOT_MOVABLE)
+    _check_left_out(config, "--relief migrate", _NOT_MOVABLE, {})
     return config
 
 
-def _check_left_out(config: EngineConfig, other: str, reasons: Mapping[str, str]) -> None:
+def _check_left_out(config: EngineConfig, other: str, reasons: Mapping[str, str], taken: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` if a flag in ``reasons`` has neither its default nor its value in ``taken``."""
     for name, why in reasons.items():
         value = getattr(config, name)
-        if value != _DEFAULTS[name]:
+        if value not in (_DEFAULTS[name], taken.get(name, _DEFAULTS[name])):
             flag = f"--{name.replace('_', '-')} {value}"
             raise UserError(f"{flag} does not go with {other}: {why}; leave one of them out")
 
