@@ -26,7 +26,7 @@ SHAPES = {
 def order(number: int, kind: TransferKind, blocks: list[int], slots: list[int]) -> StepOrders:
     locations = tuple(Location(Tier.HOST, slot) for slot in slots)
     transfer = Transfer(number, kind, SeqId(0), tuple(map(BlockId, blocks)), locations, None)
-    return StepOrders((transfer,), {number: "it"} if kind is TransferKind.SWAP_IN else {}, is_idle=True)
+    return StepOrders((transfer,), is_idle=True)
 
 
 def finish(worker: SwapWorker, number: int) -> bool:

@@ -178,7 +178,6 @@ class FakeEngine:
             table = self.tables[one.request.request_id]
             self.desk.books.fetch(one, [table], len(found) * BLOCK_TOKENS, num_restorable)
             self.loading[self.desk.books.take_due()[0].transfer_id] = one
-            self.desk.books.take_owners()
         else:
             self.running.append(one)
             self._enter(one)

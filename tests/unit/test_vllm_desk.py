@@ -98,7 +98,7 @@ def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, 
     orders = office.desk.take_orders(is_idle=True)
     (transfer,) = orders.transfers
     assert transfer.kind is TransferKind.SWAP_IN
-    assert orders == StepOrders((transfer,), {transfer.transfer_id: str(transfer.transfer_id)}, is_idle=True)
+    assert orders == StepOrders((transfer,), is_idle=True)
     assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
     office.tell({transfer.transfer_id: (1, frozenset({place}))})
     assert office.desk.books.transfers.count_blocks(Tier.HOST, Direction.INBOUND) == 3

@@ -119,6 +119,7 @@ def _skip(worker: SwapWorker) -> Callable[[StepOrders], None]:
     def begin_rest(orders: StepOrders) -> None:
         skipped = [one for one in orders.transfers if one.kind is TransferKind.SWAP_IN]
         begin(replace(orders, transfers=tuple(one for one in orders.transfers if one not in skipped)))
+        worker._inbound |= {one.transfer_id for one in skipped}
         worker._drained += [(one.transfer_id, ()) for one in skipped]
 
     return begin_rest

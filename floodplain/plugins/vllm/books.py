@@ -100,7 +100,6 @@ class SwapBooks:
         self._serials = count()
         self._owner: dict[Backup, TrackedRequest] = {}  # of kept backups
         self._due: list[Transfer] = []
-        self._owners: dict[int, str] = {}
 
     def bind(self, holder: Holder) -> None:
         """Hold the blocks of copies in ``holder`` from now on."""
@@ -301,7 +300,7 @@ class SwapBooks:
             copy.is_holding, copy.is_void = move.is_inbound, True
 
     def find_owner(self, arrival: str) -> str | None:
-        """Return vLLM's name of the request of an inbound copy, by the copy's name from ``take_owners``.
+        """Return vLLM's name of the request of an inbound copy, by the copy's number as a text.
 
         None if the request does not wait for it any more.
         """
@@ -312,14 +311,6 @@ class SwapBooks:
         """Return copies to begin with the next step, once."""
         due, self._due = self._due, []
         return due
-
-    def take_owners(self) -> dict[int, str]:
-        """Return names of the inbound copies in ``take_due``, under which workers report their end to vLLM.
-
-        They are not those of the requests: after a reset a request may wait for its second copy while its first runs.
-        """
-        owners, self._owners = self._owners, {}
-        return owners
 
     def settle(self, transfer_id: int, lost: frozenset[int]) -> None:
         """Finish a copy; blocks at the places ``lost`` did not arrive whole."""
@@ -359,7 +350,4 @@ class SwapBooks:
 
     def _begin(self, kind: TransferKind, backups: Sequence[Backup], copy: Copy, reason: Reason | None) -> None:
         ids = [BlockId(block.block_id) for block in copy.blocks]
-        transfer = self.transfers.begin(kind, copy.tracked.seq_id, ids, backups, reason, copy)
-        if kind is TransferKind.SWAP_IN:
-            self._owners[transfer.transfer_id] = str(transfer.transfer_id)
-        self._due.append(transfer)
+        self._due.append(self.transfers.begin(kind, copy.tracked.seq_id, ids, backups, reason, copy))

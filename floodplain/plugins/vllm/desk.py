@@ -85,7 +85,7 @@ class SwapDesk:
 
     def take_orders(self, *, is_idle: bool) -> StepOrders:
         """Return what workers have to do in the next step."""
-        return StepOrders(tuple(self.books.take_due()), self.books.take_owners(), is_idle and not self.is_computing)
+        return StepOrders(tuple(self.books.take_due()), is_idle and not self.is_computing)
 
     def note_report(self, report: WorkerReport) -> None:
         """Apply a report of workers: a copy has ended when all of them report it."""

@@ -14,12 +14,10 @@ class StepOrders:
 
     Attributes:
         transfers: Copies to begin, before this step computes.
-        owners: The name under which the end of each inbound copy is reported to vLLM, by transfer.
         is_idle: Nothing is computed in this step: a worker may wait for copies.
     """
 
     transfers: tuple[Transfer, ...] = ()
-    owners: dict[int, str] = field(default_factory=dict)
     is_idle: bool = False
 
 

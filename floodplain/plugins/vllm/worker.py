@@ -46,29 +46,32 @@ class SwapWorker:
         self._space = SwapSpace(tiers)
         self.tally = SwapTally()
         self._counted = self._space.stats()
-        self._owners: dict[int, str] = {}
+        self._inbound: set[int] = set()  # copies under way
         self._ended: list[tuple[int, Sequence[int]]] = []
         self._drained: list[tuple[int, Sequence[int]]] = []
         self._is_idle = False
 
     def begin(self, orders: StepOrders) -> None:
         """Start all copies of a step and return at once."""
-        self._owners |= orders.owners
         self._is_idle = orders.is_idle
+        self._inbound |= {one.transfer_id for one in orders.transfers if one.kind.direction is Direction.INBOUND}
         for transfer in sorted(orders.transfers, key=lambda one: one.kind.direction is Direction.OUTBOUND):
             self._space.start(transfer)
 
     def finish(self) -> tuple[set[str], set[str]]:
-        """Return names (``StepOrders.owners``) of inbound copies that ended, and of those of them that failed."""
+        """Return numbers of inbound copies that ended, and of those of them that failed, as texts for vLLM.
+
+        They are not names of requests: after a reset a request may wait for its second copy while its first runs.
+        """
         waits = self._is_idle and not self._drained
         ended = [*self._drained, *(self._space.wait(_IDLE_WAIT_S) if waits else self._space.poll())]
         self._drained.clear()
         self._ended += ended
-        owners = {transfer_id: self._owners.pop(transfer_id) for transfer_id, _ in ended if transfer_id in self._owners}
-        failed = {owners[transfer_id] for transfer_id, lost in ended if transfer_id in owners and lost}
+        arrived = {transfer_id: lost for transfer_id, lost in ended if transfer_id in self._inbound}
+        self._inbound -= arrived.keys()
         if ended:
             self._count()
-        return set(owners.values()), failed
+        return set(map(str, arrived)), {str(transfer_id) for transfer_id, lost in arrived.items() if lost}
 
     def _count(self) -> None:
         """Count bytes moved and copies failed since the last call."""
