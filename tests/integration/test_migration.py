@@ -195,7 +195,7 @@ class Barrier:
         self._some, self._state = some, state
         movable = some.members[epoch].shared
         assert isinstance(movable, Movable)
-        movable.bulk_gate = self._hold
+        movable.bulk._gate = self._hold
 
     def _hold(self) -> None:
         if self._state in states_of(self._some):

@@ -12,7 +12,7 @@ from typing import Any
 
 from floodplain.cluster.router.door import Door
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.wire.frames import FrameLink, pack_frame
+from floodplain.cluster.wire.frames import CONTROL, FrameLink
 from floodplain.cluster.wire.group_messages import (
     Adopt,
     Answer,
@@ -128,7 +128,7 @@ class Bot:
         self.feed(pack(message, integers))
 
     def say_body(self, body: dict[str, Any], integers: tuple[int, ...] = ()) -> None:
-        self.feed(pack_frame(body, integers))
+        self.feed(CONTROL.pack(body, integers))
 
     def feed(self, data: bytes) -> None:
         if not self.wire.is_over:

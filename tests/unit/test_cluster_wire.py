@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket, pack_frame
+from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
@@ -198,12 +198,12 @@ def read_blocking(data: bytes) -> Frame:
 
 
 def test_frames_have_their_stated_length_and_are_bounded() -> None:
-    frame = pack_frame({"a": 1}, (5, -6))
+    frame = CONTROL.pack({"a": 1}, (5, -6))
     assert read_bytes(frame, 100) == ({"a": 1}, (5, -6))
     for cut in range(len(frame)):
         assert read_bytes(frame[:cut], 100) is None
     with pytest.raises(WireError, match="a frame of 16 bytes, of which 15 are allowed"):
-        read_bytes(pack_frame({"a": 12}, (5, 6)), 15)
+        read_bytes(CONTROL.pack({"a": 12}, (5, 6)), 15)
     with pytest.raises(WireError, match="of which 16384"):
         read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # refused by its header alone
 

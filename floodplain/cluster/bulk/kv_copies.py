@@ -85,7 +85,6 @@ class RequestCopy:
         layers: By address of a bulk server: the layers to copy from it.
     """
 
-    request: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     layers: Mapping[str, Sequence[int]]

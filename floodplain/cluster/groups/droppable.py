@@ -185,7 +185,7 @@ class GroupRole(Role):
                 raise InvariantError(f"{type(order).__name__} has no group to be carried out in")
 
     async def _prepare(self, membership: Membership) -> None:
-        member, problem = self._member, self._member.find_problem()
+        member, problem = self._member, self._member.backstop.check()
         records = [] if problem is not None else await membership.pause()
         if membership is not self._membership:  # cancelled meanwhile
             membership.cancel()

@@ -41,16 +41,11 @@ class GroupMember:
     def __init__(self, opened: OpenedEngine, engine: AsyncEngine, backstop: Backstop, host: str) -> None:
         self.engine, self.parts, self.pool = engine, opened.parts, opened.pool
         self.swap = None if opened.slots is None else SwapStore(opened.slots)
-        self._buffers, self._backstop = opened.memory.layer_buffers, backstop
+        self.backstop, self._buffers = backstop, opened.memory.layer_buffers
         self.memory = GroupMemory(opened.memory.device, opened.memory.layout, self._buffers)
         self.gate = BulkGate()
         self.listener: socket.socket = bind(host, 0)
         self.bulk = BulkServer(bind(host, 0), lambda: self.gate.wait(MAX_YIELD_S))
-
-    @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        return self.pool.layout.layer_block_bytes
 
     @property
     def num_kv_pages(self) -> int:
@@ -74,27 +69,19 @@ class GroupMember:
         """Close the bulk server and its connections' threads, the listener and the backstop."""
         self.bulk.close()
         self.listener.close()
-        self._backstop.close()
-
-    def find_problem(self) -> str | None:
-        """Why it cannot drop layers now, and what to change; None if it can."""
-        return self._backstop.check()
+        self.backstop.close()
 
     def serve_swap(self) -> None:
         """Serve swap space to other instances. The own engine has no request then, and writes none of it."""
         if self.swap is not None:
             self.swap.forget()
-            self.bulk.serve(SWAP, self.swap, self.layer_block_bytes)
+            self.bulk.serve(SWAP, self.swap, self.pool.layout.layer_block_bytes)
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def serve_parameters(self) -> None:
         """Serve the parameters that are here to other instances."""
         self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)
-
-    def withdraw_parameters(self) -> None:
-        """Wait for reads of parameters, and refuse more: some parameters are about to be unmapped."""
-        self.bulk.withdraw(PARAMETERS)
 
     def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
         """Map and fill all dropped layers. (number from other instances, number from the backstop)
@@ -108,9 +95,9 @@ class GroupMember:
         for layer, buffer in enumerate(self._buffers):
             if buffer.is_filled:
                 continue
-            is_pulled = puller.fill(addresses[layer], layer, buffer) and self._backstop.accept(layer, buffer)
+            is_pulled = puller.fill(addresses[layer], layer, buffer) and self.backstop.accept(layer, buffer)
             if not is_pulled:
-                self._backstop.fill(layer, buffer)
+                self.backstop.fill(layer, buffer)
             counts[not is_pulled] += 1
         return counts[0], counts[1]
 
@@ -118,7 +105,7 @@ class GroupMember:
         """Fill layers that have pages but no parameters. Raises ``UserError`` if the backstop cannot be read."""
         for layer, buffer in enumerate(self._buffers):
             if not buffer.is_filled:
-                self._backstop.fill(layer, buffer)
+                self.backstop.fill(layer, buffer)
 
     def grow(self, engine: Engine, pages: Sequence[Page]) -> None:
         """Return whole quanta of pages to the own pool. Called on the engine's thread."""

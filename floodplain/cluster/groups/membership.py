@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from floodplain.cluster.bulk.kv_copies import (
     KV,
+    PARAMETERS,
     SWAP,
     KvStore,
     Puller,
@@ -82,7 +83,7 @@ class Membership:
         """
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)
-        await self._in_thread(member.withdraw_parameters)
+        await self._in_thread(member.bulk.withdraw, PARAMETERS)
         used = tuple(integers[: order.num_used])
         if self.old is not None:
             await self._take_over(self.old, order, used, on_left)
@@ -92,7 +93,7 @@ class Membership:
         else:
             raise InvariantError("layers are to be dropped, and the engine is not paused")
         member.bulk.admit(self._secret)
-        member.bulk.serve(KV, KvStore(member.memory), member.layer_block_bytes)
+        member.bulk.serve(KV, KvStore(member.memory), member.pool.layout.layer_block_bytes)
         member.serve_swap()
         member.serve_parameters()
         self.pipeline = GroupPipeline(member, order, integers[order.num_used :])
@@ -133,7 +134,7 @@ class Membership:
             targets, sources = integers[start:end], integers[num_blocks + start : num_blocks + end]
             places, start = order.sources[held.place], end
             layers = group_layers(memory.kept, lambda layer, places=places: order.addresses[places[layer]])  # type: ignore[misc]
-            one = RequestCopy(held.request, tuple(sources), tuple(targets), layers)
+            one = RequestCopy(tuple(sources), tuple(targets), layers)
             is_own = self._member.bulk.address in layers
             copy = partial(copy_slots, self._member.swap, memory.kept) if is_own else self._expect_puller().copy
             on_copied(held.request, await self._in_thread(copy, one, memory.write))
@@ -147,7 +148,7 @@ class Membership:
             targets = await self._run(partial(self._begin_load, held.request, len(sources)))
             layers = group_layers(range(len(order.addresses)), order.addresses.__getitem__)
             is_whole = targets is not None and await self._in_thread(
-                self._collect_one, RequestCopy(held.request, sources, tuple(targets), layers)
+                self._collect_one, RequestCopy(sources, tuple(targets), layers)
             )
             on_copied(held.request, is_whole)
 
@@ -240,7 +241,7 @@ class Membership:
         self._loading.clear()
         self._member.grow(engine, self._member.memory.abandon())
         self._member.fill_from_backstop()
-        self._member.withdraw_parameters()
+        self._member.bulk.withdraw(PARAMETERS)
         self._member.serve_parameters()
 
     def _grow(self, engine: Engine) -> None:

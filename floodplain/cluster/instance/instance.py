@@ -130,11 +130,7 @@ class Dialer:
 
 
 async def _read_welcome(link: FrameLink) -> Welcome | None:
-    try:
-        async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            frame = await link.read()
-    except TimeoutError:
-        return None
+    frame = await link.read(timeout_s=WELCOME_TIMEOUT_S)
     if frame is None:
         return None
     message = read_router_message(frame[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -72,6 +72,10 @@ class Session:
     """One session under one epoch. Nothing of it is left when ``run`` returns.
 
     ``engine``, to which requests are submitted, is started; None: there is none yet. A role may change it.
+
+    Attributes:
+        streams: The task of each live request, by ticket.
+        requests: The live requests by ticket, as they were submitted to the engine.
     """
 
     def __init__(
@@ -85,8 +89,8 @@ class Session:
         if engine is not None:
             engine.engine.meter.renew()
         self._link, self._beat_s = link, welcome.beat_s
-        self._streams: dict[int, asyncio.Task[None]] = {}
-        self._requests: dict[int, Request] = {}
+        self.streams: dict[int, asyncio.Task[None]] = {}
+        self.requests: dict[int, Request] = {}
         self._num_known: dict[int, int] = {}  # by ticket: number of tokens that the router knows, or is about to
         self._rows: list[wire.TokenRow] = []
         self._heard_s = time.monotonic()
@@ -123,7 +127,7 @@ class Session:
                 await asyncio.wait((listening, asyncio.create_task(self._ended())), timeout=drain_timeout_s,
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
         finally:
-            tasks = [listening, beating, stopping, *self._streams.values()]
+            tasks = [listening, beating, stopping, *self.streams.values()]
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,11 +147,11 @@ class Session:
             case _ if message.epoch != self.epoch or self._role.take(message, token_ids):
                 return
             case Submit():
-                check_submit(message, token_ids, self._streams.get(message.ticket))
+                check_submit(message, token_ids, self.streams.get(message.ticket))
                 self.begin(message, token_ids)
             case wire.Abort():
-                if message.ticket in self._streams:
-                    self._streams[message.ticket].cancel()
+                if message.ticket in self.streams:
+                    self.streams[message.ticket].cancel()
             case wire.FrontBeat():
                 return
             case _:
@@ -169,27 +173,17 @@ class Session:
         return self._role.find_failure() or self._failed
 
     async def _ended(self) -> None:
-        while self._streams:
-            await asyncio.wait(self._streams.values())
+        while self.streams:
+            await asyncio.wait(self.streams.values())
 
     # -- for roles -----------------------------------------------------------------------------------------------------
-
-    @property
-    def streams(self) -> Mapping[int, asyncio.Task[None]]:
-        """The task of each live request, by ticket."""
-        return self._streams
-
-    @property
-    def requests(self) -> Mapping[int, Request]:
-        """The live requests by ticket, as they were submitted to the engine."""
-        return self._requests
 
     def begin(self, message: Submit, token_ids: tuple[int, ...], on_added: OnAdded | None = None) -> asyncio.Task[None]:
         """Submit a request, and send its tokens. Its task, which ends with it."""
         ticket = message.ticket
-        self._requests[ticket] = request_of(message, token_ids, time.monotonic())
+        self.requests[ticket] = request_of(message, token_ids, time.monotonic())
         self._num_known[ticket] = len(token_ids)
-        self._streams[ticket] = stream = asyncio.create_task(self._stream(ticket, on_added))
+        self.streams[ticket] = stream = asyncio.create_task(self._stream(ticket, on_added))
         stream.add_done_callback(lambda _: self._forget(ticket))  # also if it never ran
         return stream
 
@@ -223,14 +217,15 @@ class Session:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def _forget(self, ticket: int) -> None:
-        del self._streams[ticket], self._requests[ticket], self._num_known[ticket]
+        del self.streams[ticket], self.requests[ticket], self._num_known[ticket]
 
     async def _stream(self, ticket: int, on_added: OnAdded | None) -> None:
         if self.engine is None:
             raise WireError("a request comes before there is an engine")
         try:
+            accepted = wire.Accepted(self.epoch, ticket)
             stream = self.engine.generate(
-                self._requests[ticket], on_accepted=partial(self._say_accepted, ticket), on_added=on_added
+                self.requests[ticket], on_accepted=partial(self.send, accepted), on_added=on_added
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -240,9 +235,6 @@ class Session:
         except RuntimeError:
             if not isinstance(self.find_failure(), PeerLost):
                 raise
-
-    def _say_accepted(self, ticket: int) -> None:
-        self.send(wire.Accepted(self.epoch, ticket))
 
     def _add(self, ticket: int, delta: OutputDelta) -> None:
         """Add a row. All rows of a step are sent together: its streams run before the scheduled ``flush``."""

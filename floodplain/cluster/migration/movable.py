@@ -147,7 +147,7 @@ class TargetEnd:
         targets = await reserved
         if targets is None or self._is_closed:
             return False
-        one = RequestCopy(0, tuple(sources), tuple(targets), {address: range(self._pool.layout.num_layers)})
+        one = RequestCopy(tuple(sources), tuple(targets), {address: range(self._pool.layout.num_layers)})
         self._copying = asyncio.ensure_future(asyncio.to_thread(self._puller.copy, one, write_pool(self._pool)))
         return await asyncio.shield(self._copying)
 
@@ -170,13 +170,11 @@ class Movable:
     Attributes:
         store: The blocks of the pool that others may read.
         bulk: The server of the store, on the address ``host``.
-        bulk_gate: Called before each chunk that is sent to another instance; it returns when the chunk may be sent.
     """
 
     def __init__(self, pool: KVPool, host: str) -> None:
         self.pool, self.store = pool, HeldKvStore(pool)
-        self.bulk_gate: Callable[[], None] = lambda: None
-        self.bulk = BulkServer(bind(host, 0), lambda: self.bulk_gate())
+        self.bulk = BulkServer(bind(host, 0), lambda: None)
 
     def start(self) -> None:
         """Start the bulk server."""

@@ -51,11 +51,7 @@ class Door(Accepting[asyncio.Task[None]]):
 
         Raises ``WireError`` if another message comes first.
         """
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                frame = await link.read(MAX_HELLO_BYTES)
-        except TimeoutError:
-            return None
+        frame = await link.read(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
         if frame is None:
             return None
         hello = read_instance_message(frame[0])

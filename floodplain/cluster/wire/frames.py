@@ -13,7 +13,6 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,26 +87,24 @@ STAGE = FrameFormat("!IIQ", "<i8")
 """Between stages of a pipeline, and of bulk transfers."""
 
 
-def pack_frame(body: dict[str, Any], token_ids: Sequence[int] = ()) -> bytes:
-    """The bytes of a frame between the router and an instance."""
-    return CONTROL.pack(body, token_ids)
-
-
 class FrameLink:
     """Sends and receives ``CONTROL`` frames on an asyncio connection. ``close`` it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def read(self, max_bytes: int = MAX_FRAME_BYTES) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """(object, integers) of the next frame; None if the connection has ended.
+    async def read(
+        self, max_bytes: int = MAX_FRAME_BYTES, timeout_s: float | None = None
+    ) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        """(object, integers) of the next frame; None if the connection ended, or it is not there in ``timeout_s``.
 
         Raises ``WireError`` if it is no frame.
         """
         try:
-            sizes = CONTROL.read_head(await self._reader.readexactly(CONTROL.head_bytes), max_bytes)
-            text, integers = [await self._reader.readexactly(size) for size in sizes]
-        except (OSError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(timeout_s):
+                sizes = CONTROL.read_head(await self._reader.readexactly(CONTROL.head_bytes), max_bytes)
+                text, integers = [await self._reader.readexactly(size) for size in sizes]
+        except (OSError, asyncio.IncompleteReadError):  # an OSError is a timeout, too
             return None
         frame = CONTROL.read(text, integers)
         return frame.body, tuple(frame.integers.tolist())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard, get_args
 
-from floodplain.cluster.wire.frames import pack_frame
+from floodplain.cluster.wire.frames import CONTROL
 from floodplain.cluster.wire.group_messages import GroupAnswer, GroupOrder
 from floodplain.cluster.wire.migration_messages import (
     MigrationAnswer,
@@ -218,8 +218,10 @@ def pack(message: RouterMessage | InstanceMessage, token_ids: tuple[int, ...] = 
     """The frame of a message."""
     kind = type(message).__name__
     if isinstance(message, Tokens):  # sent in every step, so packed without ``to_json``
-        return pack_frame({"kind": kind, "epoch": message.epoch, "rows": [_pack_row(row) for row in message.rows]})
-    return pack_frame({"kind": kind} | to_json(message), token_ids)
+        return CONTROL.pack(
+            {"kind": kind, "epoch": message.epoch, "rows": [_pack_row(row) for row in message.rows]}, ()
+        )
+    return CONTROL.pack({"kind": kind} | to_json(message), token_ids)
 
 
 def read_router_message(body: dict[str, object]) -> RouterMessage:
