@@ -224,5 +224,5 @@ async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens:
     else:
         number = one.group_controller.drop(epochs)
     await one.until(lambda: blocked.num_held)
-    one.group_controller.expire(time.monotonic() + STEP_TIMEOUT_S + 1.0)
+    one.group_controller.look(time.monotonic() + STEP_TIMEOUT_S + 1.0)
     assert one.group_controller.counts.problems[number] == f"nothing was done for {STEP_TIMEOUT_S:g} s: {state}"

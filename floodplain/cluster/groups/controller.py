@@ -138,23 +138,16 @@ class GroupController:
             return
         if message.epoch not in plan.epochs:
             raise WireError(f"it is no member of group {message.number}")
-        leads = message.epoch == group.leader
-        if not (isinstance(message, wire.Copied) or group.awaits(message.epoch, wire.answer_of(message, leads=leads))):
-            return  # late, or sent twice
-        match message:
-            case wire.Prepared():
-                self._take_prepared(plan, message, integers)
-            case wire.Planned():
-                self._take_planned(plan, message, integers)
-            case wire.HandedOver():
-                self._lift_rows(plan, message, integers)
-                self._table.roster.expect(message.epoch).part = "leading"
-                self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.RETURNED))
-            case wire.GroupDone():
-                self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
-            case wire.Copied():
-                copied = message.epoch, message.number, message.answer, message.request
-                self._note(plan, self.groups.note_request(*copied, is_ok=message.is_whole))
+        sender = message.epoch, message.number
+        if isinstance(message, wire.Copied):
+            change = self.groups.note_request(*sender, message.answer, message.request, is_ok=message.is_whole)
+        else:
+            answer = wire.answer_of(message, leads=message.epoch == group.leader)
+            if not group.awaits(message.epoch, answer):
+                return  # late, or sent twice
+            is_taken = self._take_report(plan, message, integers)
+            change = self.groups.note(*sender, answer) if is_taken else self.groups.refuse(*sender)
+        self._note(plan, change)
         if group.is_confirmed and self.groups.get(group.number) is group:
             self._divide(plan, group)
         elif group.is_returned:
@@ -175,7 +168,7 @@ class GroupController:
             if entry.number in plan.moving:
                 self.groups.abort(plan.number, entry.number)
 
-    def expire(self, now: float) -> None:
+    def look(self, now: float) -> None:
         """End groups that made no progress for too long; call often."""
         for group in self.groups:
             limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
@@ -189,24 +182,27 @@ class GroupController:
             plan.since_s = time.monotonic()
             self._apply(change)
 
-    def _take_prepared(self, plan: GroupPlan, message: wire.Prepared, integers: Sequence[int]) -> None:
-        problem = message.problem or check_report(message, integers, self._shape.num_layers, plan.reports.values())
-        if problem is not None:
-            self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {problem}"
-            self._apply(self.groups.refuse(message.epoch, message.number))
-            return
-        plan.reports[message.epoch] = message, tuple(integers)
-        self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.CONFIRMED))
-
-    def _take_planned(self, plan: GroupPlan, message: wire.Planned, integers: Sequence[int]) -> None:
-        check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
-        plan.moves = message.num_moves, tuple(integers)
-        for ticket in message.given_back:
-            self._table.check_ticket(message.epoch, ticket)
-            if (entry := self._table.find(message.epoch, ticket)) is not None:
-                self._let_wait(entry)
-        self._note(plan, self.groups.note(message.epoch, message.number, wire.Answer.PLANNED))
-        self._place()
+    def _take_report(self, plan: GroupPlan, message: wire.GroupAnswer, integers: Sequence[int]) -> bool:
+        """Apply what a member reports with its answer. False: it cannot join the others."""
+        match message:
+            case wire.Prepared():
+                reports = plan.reports.values()
+                problem = message.problem or check_report(message, integers, self._shape.num_layers, reports)
+                if problem is not None:
+                    self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {problem}"
+                    return False
+                plan.reports[message.epoch] = message, tuple(integers)
+            case wire.Planned():
+                check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
+                plan.moves = message.num_moves, tuple(integers)
+                for ticket in message.given_back:
+                    self._table.check_ticket(message.epoch, ticket)
+                    if (entry := self._table.find(message.epoch, ticket)) is not None:
+                        self._let_wait(entry)
+            case wire.HandedOver():
+                self._lift_rows(plan, message, integers)
+                self._table.roster.expect(message.epoch).part = "leading"
+        return True
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
         entries = {epoch: self._table.entries_of(epoch) for epoch in plan.epochs}

@@ -24,7 +24,6 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.stage_build import cut_model
-from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,10 @@ class ClusterEngine:
         is_pipeline: Whether its own instances are the stages of one pipeline.
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
+
+    Attributes:
+        model_name: The name under which the model is served.
+        tokenizer: The model's.
 
     Raises:
         UserError: The model cannot be read, or has fewer layers than there are stages.
@@ -60,11 +63,11 @@ class ClusterEngine:
         most_stages: int = MOST_STAGES,
         webhook: Webhook | None = None,
     ) -> None:
-        self._config, self._sock = config, sock
+        self._sock, self._max_waiting, self.model_name = sock, config.max_waiting, config.model
         source = open_model(config.model, config.seed)
         if is_pipeline:
             cut_model(config, source.config.shape, processes.num_slots)
-        self._tokenizer = source.load_tokenizer()
+        self.tokenizer = source.load_tokenizer()
         self._launcher = Launcher(processes, self._note_change)
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
@@ -89,21 +92,11 @@ class ClusterEngine:
     # -- facts -----------------------------------------------------------------------------------------------------
 
     @property
-    def model_name(self) -> str:
-        """The name under which the model is served."""
-        return self._config.model
-
-    @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output; known once an instance has joined."""
         if self.router.table.first_facts is None:
             raise InvariantError("no instance has said yet how long requests may be")
         return self.router.table.first_facts.max_model_len
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
 
     @property
     def failure(self) -> BaseException | None:
@@ -176,9 +169,9 @@ class ClusterEngine:
         """
         if self._is_draining or self.failure is not None:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        if self.router.table.num_unplaced >= self._config.max_waiting:
-            raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
-        caller = Caller(self._tokenizer, request, on_accepted)
+        if self.router.table.num_unplaced >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests wait for an instance already; try again later")
+        caller = Caller(self.tokenizer, request, on_accepted)
         self._callers[caller] = None
         entry = self.router.requests.submit(request, caller)
         try:

@@ -119,11 +119,15 @@ class Requests:
 
     def drop(self, entry: Entry) -> None:
         """End a request that its caller no longer reads: its instance aborts it. Safe to call twice."""
-        self._callers.pop(entry.number, None)
-        self.on_closed(entry)
-        where = self._table.close(entry)
+        where = self._close(entry)
         if where is not None:
             self._send(where[0], Abort(*where), ())
+
+    def _close(self, entry: Entry) -> tuple[int, int] | None:
+        """End a request, as ``RequestTable.close``. Safe to call twice."""
+        self._callers.pop(entry.number, None)
+        self.on_closed(entry)
+        return self._table.close(entry)
 
     def place(self) -> None:
         """Place waiting requests on instances as far as possible, and send them there."""
@@ -140,11 +144,9 @@ class Requests:
     def give_back(self, entry: Entry) -> None:
         """Take a request off its instance, which cannot continue it: it waits for another, or fails."""
         if not self._table.give_back(entry):
-            self.on_closed(entry)
-            caller = self._callers.pop(entry.number)
-            caller.fail(
-                RuntimeError(f"{MAX_FAILED_PLACEMENTS} instances in a row ended under this request: it is given up")
-            )
+            why = f"{MAX_FAILED_PLACEMENTS} instances in a row ended under this request: it is given up"
+            self._callers[entry.number].fail(RuntimeError(why))
+            self._close(entry)
 
     # -- messages of instances -----------------------------------------------------------------------------------------
 
@@ -194,16 +196,13 @@ class Requests:
         if message.why == "stopping":
             self.give_back(entry)
         elif not (is_local and self._table.refuse(entry)):
-            self.on_closed(entry)
-            self._table.close(entry)
-            self._callers.pop(entry.number).fail(error_of(message))
+            self._callers[entry.number].fail(error_of(message))
+            self._close(entry)
         self.place()
 
     def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
         if is_known:
-            self._callers.pop(entry.number)
-            self.on_closed(entry)
-            self._table.close(entry)
+            self._close(entry)
         else:  # a stop string: the instance does not know of it
             self.drop(entry)
         self._on_finished(caller.lifecycle)

@@ -79,11 +79,12 @@ class Router:
         self.monitor: Monitor | None = None
         if shape is not None:
             self.group_controller = GroupController(self.table, shape, self.send, self._end, self.requests.place)
-            self.requests.on_closed = self.group_controller.forget
         self.migration_controller: MigrationController | None = None
         if migrates:
             self.migration_controller = MigrationController(self.table, self.send, self.requests.place)
-            self.requests.on_closed = self.migration_controller.forget
+        self._controller = self.group_controller or self.migration_controller
+        if self._controller is not None:
+            self.requests.on_closed = self._controller.forget
         watch = StallWatch(stall_rule, self._beat_s)
         self._stalls = StallGuard(watch, self.table.roster, self._forming, self.group_controller)
         self._launcher = launcher
@@ -127,12 +128,9 @@ class Router:
             for stuck in self._stalls.find_stuck():
                 logger.warning("%s %s: its requests go on elsewhere", self.table.roster.get(stuck.epoch), stuck.words)
                 self._end(stuck.epoch, "stuck")
-            if self.group_controller is not None:
-                self.group_controller.expire(time.monotonic())
-            if self.monitor is not None:
-                self.monitor.look(time.monotonic())
-            if self.migration_controller is not None:
-                self.migration_controller.look(time.monotonic())
+            for watcher in (self._controller, self.monitor):
+                if watcher is not None:
+                    watcher.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: wire.RouterMessage, token_ids: Sequence[int] = ()) -> None:
@@ -216,10 +214,8 @@ class Router:
             self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.table.end(epoch):
             self._end(other, "pipeline")
-        if self.group_controller is not None:
-            self.group_controller.end(epoch)
-        if self.migration_controller is not None:
-            self.migration_controller.end(epoch)
+        if self._controller is not None:
+            self._controller.end(epoch)
         self.requests.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
