@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -52,15 +54,11 @@ class CoordinatorMetrics(Collector):
         yield _gauge("leased_bytes", "Their bytes.", {key: sum(some) for key, some in sizes.items()}, "state")
 
 
-def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+def _family(kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family: Metric = kind(PREFIX + name, text, labels=labels)
     for key, value in values.items():
-        family.add_metric(key, value)
+        family.add_metric(key, value)  # type: ignore[attr-defined]
     return family
 
 
-def _counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)

@@ -2,7 +2,7 @@
 
 Several coordinators may share a store; one of them leads. Its epoch is its fence: every transaction begins by raising
 the ``beat`` of one row if the epoch is still its own, so a replaced leader can write nothing more, however late it
-resumes. A coordinator that waits to replace it watches the beat, by its own clock (``leadership.py``).
+resumes. A coordinator that waits to replace it watches the beat, by its own clock (``service.py``).
 """
 
 from __future__ import annotations

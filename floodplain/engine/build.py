@@ -31,7 +31,7 @@ from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
 from floodplain.lending.peer_tier import PeerParts, PeerTier
-from floodplain.lending.pool_lender import LenderTimes, PoolLender
+from floodplain.lending.pool_lender import LOAD_LOOK_S, PoolLender
 from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend
@@ -226,8 +226,8 @@ def _make_neighbours(
         if steady is not None:
             settings = steady.refine(settings, lent_pool.block_bytes)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
-        times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
-        lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)
+        look_s, guest_bytes = config.lease_look or LOAD_LOOK_S, lent_pool.guest_bytes
+        lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, look_s, guest_bytes)
     return Neighbours(agent, lent_pool, lender, *borrow(agent.membership))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from floodplain.core.sizes import format_size
@@ -57,17 +57,10 @@ class Northbound(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LenderTimes:
-    """The intervals at which a lender checks and retries.
-
-    Attributes:
-        look_s: Seconds between two checks of the load: a small part of the time that leads to a recall.
-        retry_s: Seconds until it repeats what failed: others freed nothing, or copies held the blocks.
-    """
-
-    look_s: float = 0.05
-    retry_s: float = 0.5
+LOAD_LOOK_S = 0.05
+"""The default interval of checks of the load: a small part of the time that leads to a recall."""
+RETRY_S = 0.5
+"""A lender repeats what failed after this time: others freed nothing, or copies held the blocks."""
 
 
 class PoolLender:
@@ -78,7 +71,7 @@ class PoolLender:
         policy: Decides how much.
         membership: Of the engine's process.
         can_offer: Whether an offer would reach a coordinator. A recall does not depend on it.
-        times: The intervals of checks and retries.
+        look_s: Seconds between two checks of the load.
         guest_bytes: Of what the engine releases, so much is not offered: consumers' contexts take it.
 
     Attributes:
@@ -91,7 +84,7 @@ class PoolLender:
         policy: LendingPolicy,
         membership: Membership,
         can_offer: Callable[[], bool],
-        times: LenderTimes | None = None,
+        look_s: float = LOAD_LOOK_S,
         guest_bytes: int = 0,
     ) -> None:
         self.is_moving = False
@@ -100,7 +93,7 @@ class PoolLender:
         self._policy = policy
         self._membership = membership
         self._can_offer = can_offer
-        self._times = times or LenderTimes()
+        self._look_s = look_s
         self._target_bytes = self._put_up_bytes = 0
         self._version = membership.version
         self._look_due_s = self._move_due_s = _AT_ONCE
@@ -122,7 +115,7 @@ class PoolLender:
             self._move(now)
 
     def _look(self, now: float) -> None:
-        self._look_due_s = now + self._times.look_s
+        self._look_due_s = now + self._look_s
         load = replace(self._engine.report(now), can_offer=self._can_offer())
         decision = self._policy.decide(load)
         target_bytes = decision.target_blocks * self._engine.block_bytes
@@ -142,7 +135,7 @@ class PoolLender:
             if allowed > before:
                 self._engine.take_back(allowed)
         self.is_moving = self._engine.own_bytes != before
-        self._move_due_s = _AT_ONCE if self.is_moving else now + self._times.retry_s
+        self._move_due_s = _AT_ONCE if self.is_moving else now + RETRY_S
 
     def _give_way(self, to_bytes: int) -> None:
         self._engine.give_way(to_bytes)

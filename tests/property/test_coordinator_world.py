@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.coordinator import leadership
+from floodplain.coordinator import service
 from floodplain.coordinator.bodies import MessageBatch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Store
@@ -95,7 +95,7 @@ class ServedWorld(LeaseWorld):
             dice = self.random.random()
             if self.faults != Faults() and dice < STOPS_PER_S * TICK_S:
                 self.seen["a coordinator stood still"] += 1
-                one.stopped_until_s = self.time.now + self.random.random() * 3 * leadership.TAKEOVER_S
+                one.stopped_until_s = self.time.now + self.random.random() * 3 * service.TAKEOVER_S
             elif self.faults != Faults() and dice < (STOPS_PER_S + CRASHES_PER_S) * TICK_S:
                 self.seen["a coordinator died"] += 1
                 self._end(one)
@@ -153,8 +153,8 @@ def test_the_laws_hold_across_leader_changes(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_leader_that_answers_for_too_long_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a leader that was paused keeps leading after its lease has ended."""
-    monkeypatch.setattr(leadership, "LEASE_S", 1e9)
-    monkeypatch.setattr("floodplain.coordinator.leadership.BEAT_S", 1e9)
+    monkeypatch.setattr(service, "LEASE_S", 1e9)
+    monkeypatch.setattr("floodplain.coordinator.service.BEAT_S", 1e9)
     with pytest.raises(AssertionError):
         for seed in range(20):
             (tmp_path / str(seed)).mkdir()

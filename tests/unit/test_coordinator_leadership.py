@@ -16,8 +16,7 @@ from random import Random
 import pytest
 
 from floodplain.coordinator import leadership
-from floodplain.coordinator.leadership import BEAT_S, LEASE_S, TAKEOVER_S, Tenure, Watch
-from floodplain.coordinator.service import LeaseService, Unavailable
+from floodplain.coordinator.service import BEAT_S, LEASE_S, TAKEOVER_S, LeaseService, Tenure, Unavailable, Watch
 from floodplain.coordinator.store import Leadership
 from floodplain.leases.messages import Heartbeat, Join, Message
 from tests.support.examples import examples

@@ -16,7 +16,7 @@ from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
 from floodplain.lending.lent_pool import PoolLimits
 from floodplain.lending.membership import LentDevice, Membership
 from floodplain.lending.neighbours import default_device_name
-from floodplain.lending.pool_lender import LenderTimes, PoolLender
+from floodplain.lending.pool_lender import LOAD_LOOK_S, PoolLender
 from floodplain.memory.host.named_file import NAME
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model
@@ -61,7 +61,7 @@ class World:
         device = LentDevice(capacity_bytes=FULL, foreign_bytes=lambda: 0)
         self.membership = Membership("a", "life", device, clock=lambda: 0.0)
         self.policy = WildPolicy(targets, num_looks)
-        self.lender = PoolLender(self.engine, self.policy, self.membership, lambda: True, LenderTimes(), guest_bytes)
+        self.lender = PoolLender(self.engine, self.policy, self.membership, lambda: True, LOAD_LOOK_S, guest_bytes)
         self.now = 0.0
 
     def tell(self, offered_bytes: int, revision: int, *leases: Lease) -> None:
