@@ -187,7 +187,7 @@ class Outgoing:
 
     def adopt(self, seq_id: SeqId, now: float) -> bool:
         """Resume the request in the source from its blocks, under a new sequence id. Returns whether it runs."""
-        return _adopt(self._loop, seq_id, self._take(), self._num_computed, now)
+        return adopt_or_free(self._loop, seq_id, self._take(), self._num_computed, now)
 
     def release(self) -> None:
         """Drop the references when no more is to be copied. Safe to call twice."""
@@ -232,7 +232,7 @@ class Incoming:
         if len(blocks) != -(-num_computed // ledger.block_tokens):
             raise InvariantError(f"{num_computed} tokens of sequence {seq_id} are not in {len(blocks)} blocks")
         ledger.commit_load(blocks)
-        return _adopt(self._loop, seq_id, blocks, num_computed, now)
+        return adopt_or_free(self._loop, seq_id, blocks, num_computed, now)
 
     def release(self) -> None:
         """Free the blocks of an aborted migration; no copy is in flight. Safe to call twice."""
@@ -244,7 +244,8 @@ class Incoming:
         return blocks
 
 
-def _adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
+def adopt_or_free(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
+    """As ``adopt``, but if the request does not run, its blocks are freed: its KV is recomputed."""
     is_running = bool(blocks) and adopt(loop, seq_id, blocks, num_computed, now)
     if not is_running:
         loop.state.ledger.free(blocks)

@@ -37,7 +37,7 @@ from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine, Pause
 from floodplain.engine.shell import Engine
 from floodplain.policy.microbatch import MicrobatchRule
-from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
+from floodplain.runtime.handover import HeldBlocks, Incoming, Record, adopt_or_free, take_records
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Membership:
         self._puller: Puller | None = None
         self._secret = b""
         self._threads: set[asyncio.Future[Any]] = set()
-        self._loading: dict[int, list[BlockId]] = {}  # by request: blocks of the own pool that KV is collected into
+        self._loading: dict[int, Incoming] = {}  # by request: blocks of the own pool that KV is collected into
 
     # -- in -------------------------------------------------------------------------------------------------------
 
@@ -236,9 +236,8 @@ class Membership:
         self._member.bulk.revoke(self._secret)
 
     def _repair(self, engine: Engine) -> None:
-        for blocks in self._loading.values():
-            engine.loop.state.ledger.abort_load(blocks)
-        self._loading.clear()
+        for request in list(self._loading):
+            self._abort_load(request, engine)
         self._member.grow(engine, self._member.memory.abandon())
         self._member.fill_from_backstop()
         self._member.bulk.withdraw(PARAMETERS)
@@ -254,22 +253,20 @@ class Membership:
 
     # -- on the engine's thread: blocks that KV is collected into -------------------------------------------------
 
-    def _begin_load(self, request: int, num_blocks: int, engine: Engine) -> list[BlockId] | None:
-        blocks = engine.loop.state.ledger.begin_load(num_blocks)
+    def _begin_load(self, request: int, num_blocks: int, engine: Engine) -> Sequence[BlockId] | None:
+        incoming = Incoming(engine.loop)
+        blocks = incoming.reserve(num_blocks)
         if blocks is not None:
-            self._loading[request] = blocks
+            self._loading[request] = incoming
         return blocks
 
     def _adopt_loaded(self, request: int, num_computed: int, engine: Engine, seq_id: SeqId) -> None:
-        ledger, blocks = engine.loop.state.ledger, self._loading.pop(request)
-        ledger.commit_load(blocks)
-        if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
-            ledger.free(blocks)
+        self._loading.pop(request).adopt(seq_id, num_computed, engine.clock())
 
-    def _abort_load(self, request: int, engine: Engine) -> None:
-        blocks = self._loading.pop(request, None)
-        if blocks is not None:
-            engine.loop.state.ledger.abort_load(blocks)
+    def _abort_load(self, request: int, _: Engine) -> None:
+        incoming = self._loading.pop(request, None)
+        if incoming is not None:
+            incoming.release()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -356,8 +353,7 @@ class GroupPipeline(PipelineStage):
         def take(engine: Engine, seq_id: SeqId) -> None:
             blocks = self._expect_held().take(request)
             self._note_held(engine)
-            if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
-                engine.loop.state.ledger.free(blocks)
+            adopt_or_free(engine.loop, seq_id, blocks, num_computed, engine.clock())
 
         return take
 
