@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from floodplain.coordinator import leadership
+from floodplain.coordinator import service
 from floodplain.coordinator.service import BEAT_S, LEASE_S, TAKEOVER_S, LeaseService, Tenure, Unavailable, Watch
 from floodplain.coordinator.store import Leadership
 from floodplain.leases.messages import Heartbeat, Join, Message
@@ -147,7 +147,7 @@ def test_only_a_leader_answers_and_after_the_storm_one_service_does(tmp_path: Pa
 def test_a_takeover_before_the_leaders_lease_expires_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value_s: float
 ) -> None:
-    monkeypatch.setattr(leadership, name, value_s)
+    monkeypatch.setattr(service, name, value_s)
     with pytest.raises(AssertionError, match=TOO_LATE):
         for seed in range(200):
             with rivals(tmp_path, seed, 2) as some:

@@ -197,13 +197,11 @@ class BulkServer:
                     logger.warning("a connection for bulk data could not be accepted (%s)", error)
                 continue
             with self._lock:
-                is_wanted = not self._closed.is_set()
-                if is_wanted:
-                    self._make_way()
-                    self._hello_of[sock] = None
-            if not is_wanted:
-                sock.close()
-                continue
+                if self._closed.is_set():
+                    sock.close()
+                    return
+                self._make_way()
+                self._hello_of[sock] = None
             self._begin(threading.Thread(target=self._talk, args=(sock,), name="floodplain-bulk", daemon=True))
 
     def _begin(self, thread: threading.Thread) -> None:
@@ -241,8 +239,7 @@ class BulkServer:
         if self._count_connections(is_known=False) >= MAX_PEERS:
             oldest = next(sock for sock, hello in self._hello_of.items() if hello is None)
             del self._hello_of[oldest]
-            with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            _shut(oldest)  # its thread closes it
 
     def _count_connections(self, *, is_known: bool) -> int:
         return sum((hello is not None) == is_known for hello in self._hello_of.values())

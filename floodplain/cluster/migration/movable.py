@@ -80,12 +80,36 @@ def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future
     return future
 
 
-class SourceEnd:
-    """One migration of ``request`` at the source: the instance that has it. Others may read the blocks in ``store``."""
+class Movable:
+    """The KV that other instances copy in a migration, and the server from which they copy it.
 
-    def __init__(self, engine: AsyncEngine, store: HeldKvStore, request: Request) -> None:
-        self._engine, self._store = engine, store
+    Attributes:
+        store: The blocks of the pool that others may read.
+        bulk: The server of the store, on the address ``host``.
+    """
+
+    def __init__(self, pool: KVPool, host: str) -> None:
+        self.pool, self.store = pool, HeldKvStore(pool)
+        self.bulk = BulkServer(bind(host, 0), lambda: None)
+
+    def start(self) -> None:
+        """Start the bulk server."""
+        self.bulk.serve(KV, self.store, self.pool.layout.layer_block_bytes)
+        self.bulk.start()
+
+    def close(self) -> None:
+        """Close the bulk server."""
+        self.bulk.close()
+
+
+class SourceEnd:
+    """One migration of ``request`` at the source: the instance that has it. The target may read the held blocks."""
+
+    def __init__(self, engine: AsyncEngine, movable: Movable, request: Request, order: wire.HoldKv) -> None:
+        self.ticket, self._secret = order.ticket, bytes.fromhex(order.secret)
+        self._engine, self._store, self._bulk = engine, movable.store, movable.bulk
         self._outgoing = Outgoing(engine.engine.loop, request)
+        self._bulk.admit(self._secret)
 
     def hold(self, num_copied: int) -> asyncio.Future[Sequence[BlockId] | None]:
         """Hold the sealed blocks. Those after ``num_copied``; None if the request does not run."""
@@ -103,6 +127,7 @@ class SourceEnd:
     def release(self) -> None:
         """Free the held blocks: nothing more is copied. Safe to call twice."""
         self._engine.post(lambda _: self._release())
+        self._bulk.revoke(self._secret)
 
     def _hold(self, num_copied: int, _: Engine) -> Sequence[BlockId] | None:
         before = self._outgoing.blocks
@@ -164,28 +189,6 @@ class TargetEnd:
         self._engine.post(lambda _: self._incoming.release())
 
 
-class Movable:
-    """The KV that other instances copy in a migration, and the server from which they copy it.
-
-    Attributes:
-        store: The blocks of the pool that others may read.
-        bulk: The server of the store, on the address ``host``.
-    """
-
-    def __init__(self, pool: KVPool, host: str) -> None:
-        self.pool, self.store = pool, HeldKvStore(pool)
-        self.bulk = BulkServer(bind(host, 0), lambda: None)
-
-    def start(self) -> None:
-        """Start the bulk server."""
-        self.bulk.serve(KV, self.store, self.pool.layout.layer_block_bytes)
-        self.bulk.start()
-
-    def close(self) -> None:
-        """Close the bulk server."""
-        self.bulk.close()
-
-
 def open_movable(config: EngineConfig, router_host: str) -> Replica:
     """Load a model into an instance whose requests can migrate. Raises ``UserError`` as ``open_engine``.
 
@@ -206,7 +209,7 @@ class MigrationRole(Role):
     def __init__(self, session: Session, engine: AsyncEngine, movable: Movable) -> None:
         super().__init__(session)
         self._engine, self._movable = engine, movable
-        self._sources: dict[int, tuple[SourceEnd, int, bytes]] = {}  # by migration; with the ticket and the secret
+        self._sources: dict[int, SourceEnd] = {}  # by migration
         self._targets: dict[int, TargetEnd] = {}
         self._closings: set[asyncio.Task[None]] = set()
 
@@ -241,8 +244,8 @@ class MigrationRole(Role):
                     self._targets[order.number] = target
                 self._session.start(self._pull(order, target.pull(order.address, integers)))
             case wire.StopRequest() if order.number in self._sources:
-                source, ticket, _ = self._sources[order.number]
-                self._session.start(self._stop(order, ticket, source.stop(order.num_copied)))
+                source = self._sources[order.number]
+                self._session.start(self._stop(order, source.ticket, source.stop(order.num_copied)))
             case wire.GoOn():
                 self._go_on(order, integers)
             case wire.ReleaseKv():
@@ -257,10 +260,8 @@ class MigrationRole(Role):
             self._session.send(wire.KvHeld(self._session.epoch, order.number, False, self._movable.bulk.address))
             return
         if order.number not in self._sources:
-            secret = bytes.fromhex(order.secret)
-            self._sources[order.number] = SourceEnd(self._engine, self._movable.store, request), order.ticket, secret
-            self._movable.bulk.admit(secret)
-        self._session.start(self._say_held(order, self._sources[order.number][0].hold(order.num_copied)))
+            self._sources[order.number] = SourceEnd(self._engine, self._movable, request, order)
+        self._session.start(self._say_held(order, self._sources[order.number].hold(order.num_copied)))
 
     async def _say_held(self, order: wire.HoldKv, holding: asyncio.Future[Sequence[BlockId] | None]) -> None:
         blocks = await holding
@@ -286,10 +287,8 @@ class MigrationRole(Role):
             self._session.streams[ticket].cancel()
 
     def _release_source(self, number: int) -> None:
-        found = self._sources.pop(number, None)
-        if found is not None:
-            found[0].release()
-            self._movable.bulk.revoke(found[2])
+        if number in self._sources:
+            self._sources.pop(number).release()
 
     # -- as target -----------------------------------------------------------------------------------------------------
 
@@ -311,6 +310,6 @@ class MigrationRole(Role):
             stream = begin(partial(self._targets[number].adopt, order.num_computed))
             stream.add_done_callback(lambda _: self._close_target(number))
         elif number in self._sources:
-            begin(self._sources[number][0].adopt).add_done_callback(lambda _: self._release_source(number))
+            begin(self._sources[number].adopt).add_done_callback(lambda _: self._release_source(number))
         else:
             begin()
