@@ -4,8 +4,8 @@ A block has a part in every layer, at the same place of each arena. Only whole p
 by the *quantum*: as many blocks as make a layer's part whole pages. Holes between quanta are fine.
 
 Layers can be unmapped and mapped again, too: with fewer *mapped*, the same pages hold more blocks. A layer's blocks are
-in its arena, or *placed* elsewhere under the same ids, such as in a copy in the host's memory (the arena may then be
-unmapped, or serve other layers). Blocks of an unmapped layer that is not placed are with another engine.
+in its arena, or *placed* elsewhere under the same ids, such as in a copy in the host's memory. The arena may then be
+unmapped, or serve other layers.
 """
 
 from __future__ import annotations
@@ -113,11 +113,10 @@ class KVPool:
         return 0 <= block < self.max_blocks and place < self._backed[quantum]
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Raise ``InvariantError`` unless all layers of blocks have memory here: copying from none is a crash."""
-        gone = self._find_gone()
-        if gone:
-            raise InvariantError(f"layers {gone} of the KV pool are with another engine")
-        self._expect_backed(blocks)
+        """Raise ``InvariantError`` unless all blocks have memory: copying from none is a crash."""
+        absent = [block for block in blocks if not self.is_backed(block)]
+        if absent:
+            raise InvariantError(f"blocks {absent[:8]} of the KV pool have no memory")
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
@@ -155,15 +154,16 @@ class KVPool:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def unmap_layers(self, layers: Sequence[int]) -> list[Page]:
-        """Take all pages from behind mapped layers, ``num_layer_pages`` each; one layer at least stays mapped.
+        """Take all pages from behind mapped layers that are placed elsewhere, ``num_layer_pages`` each.
 
-        A layer that is not placed elsewhere by then counts as held by another engine: no block can be copied to a slot
-        until that layer is mapped again. No copy may be in flight.
+        One layer at least stays mapped. No copy may be in flight.
         """
         left = {*self.mapped_layers} - {*layers}
         if len(left) + len(layers) != len(self.mapped_layers) or not left:
             mapped = list(self.mapped_layers)
             raise InvariantError(f"layers {list(layers)} of the mapped {mapped} cannot go: one must stay")
+        if not self._placed.keys() >= {*layers}:
+            raise InvariantError(f"layers {list(layers)} cannot go: the blocks of some are nowhere else")
         pages = self._unmap(layers, self._backed_places())
         self._set_mapped(left)
         return pages
@@ -184,6 +184,8 @@ class KVPool:
         ``words`` are int32 [max_blocks, layer_block_words], page-locked beside a GPU; None for the layer's arena.
         """
         own = self._own_words[layer]
+        if words is None and layer not in self.mapped_layers:
+            raise InvariantError(f"blocks of layer {layer} are to be in its arena, which is unmapped")
         if words is None:
             self._placed.pop(layer, None)
         elif words.shape != own.shape or words.dtype != own.dtype or not words.is_contiguous():
@@ -213,16 +215,14 @@ class KVPool:
         return Shrunk(self.unmap_quanta(plan.quanta), moved)
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to others (source, destination) in all layers that are here. No destination is a source."""
+        """Copy blocks to others (source, destination) in all layers. No destination is a source."""
         sources, destinations = [s for s, _ in moves], [d for _, d in moves]
-        self._expect_backed(sources + destinations)
+        self.expect_backed(sources + destinations)
         if len({*sources, *destinations}) < 2 * len(moves):
             raise InvariantError("a block is moved twice, or onto another that moves")
-        gone = self._find_gone()
-        here = [words for layer, words in enumerate(self.words) if layer not in gone]
         for start in range(0, len(sources), _BLOCKS_PER_MOVE):
             part = slice(start, start + _BLOCKS_PER_MOVE)
-            for device, on_device in groupby(here, lambda words: words.device):
+            for device, on_device in groupby(self.words, lambda words: words.device):
                 origin = torch.tensor(sources[part], device=device)
                 target = torch.tensor(destinations[part], device=device)
                 for words in on_device:
@@ -262,11 +262,6 @@ class KVPool:
                 f" the pool {self.num_blocks} by {self.quantum_blocks}"
             )
 
-    def _expect_backed(self, blocks: Iterable[int]) -> None:
-        absent = [block for block in blocks if not self.is_backed(block)]
-        if absent:
-            raise InvariantError(f"blocks {absent[:8]} of the KV pool have no memory")
-
     def _backed_places(self) -> list[tuple[int, int]]:
         return [self._place(quantum, 0, blocks) for quantum, blocks in enumerate(self._backed) if blocks]
 
@@ -304,10 +299,6 @@ class KVPool:
 
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
-
-    def _find_gone(self) -> list[int]:
-        """Layers whose blocks are with another engine."""
-        return sorted({*range(self.layout.num_layers)} - {*self.mapped_layers, *self._placed})
 
     def _set_mapped(self, layers: set[int]) -> None:
         self.mapped_layers = tuple(sorted(layers))

@@ -42,10 +42,9 @@ def move(mover: NativeMover | NumpyMover, direction: Direction, block: int) -> i
 
 
 class LayersMachine(PoolMachine):
-    """Layers are mapped, streamed (their blocks in a copy on the host), or gone to another engine.
+    """Layers are mapped, or streamed: their blocks are in a copy on the host.
 
-    The oracle is a tag for each held block and a place for each layer. A layer that returns from another engine is
-    written anew.
+    The oracle is a tag for each held block and a place for each layer.
     """
 
     layout = EVEN
@@ -56,10 +55,6 @@ class LayersMachine(PoolMachine):
         self.slots = SwapSlots(self.layout, 1)
         self.movers = [open_mover(self.pool, self.slots), NumpyMover(self.pool, self.slots)]
         self.copies: dict[int, torch.Tensor] = {}
-
-    @property
-    def gone(self) -> set[int]:
-        return {*range(self.layout.num_layers)} - {*self.pool.mapped_layers, *self.copies}
 
     @property
     def held(self) -> list[int]:
@@ -80,12 +75,12 @@ class LayersMachine(PoolMachine):
         return self.pool.layers[layer].view(torch.int32).view(self.pool.max_blocks, -1)
 
     def write(self, block: int, tag: int) -> None:
-        for layer in {*range(self.layout.num_layers)} - self.gone:
+        for layer in range(self.layout.num_layers):
             self.words(layer)[block] = pattern(self.layout, layer, tag)
 
     def holds(self, block: int, tag: int) -> bool:
-        here = {*range(self.layout.num_layers)} - self.gone
-        return all(torch.equal(self.words(layer)[block], pattern(self.layout, layer, tag)) for layer in here)
+        layers = range(self.layout.num_layers)
+        return all(torch.equal(self.words(layer)[block], pattern(self.layout, layer, tag)) for layer in layers)
 
     def choose(self, data: st.DataObject, layers: set[int], most: int) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(layers)), min_size=1, max_size=most, unique=True))
@@ -99,12 +94,15 @@ class LayersMachine(PoolMachine):
             self.pool.place_layer(layer, copy)
 
     @precondition(lambda self: len(self.pool.mapped_layers) > 1)
-    @rule(data=st.data(), is_streamed=st.booleans())
-    def go(self, data: st.DataObject, is_streamed: bool) -> None:
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
         mapped = self.pool.mapped_layers
         layers = self.choose(data, {*mapped}, len(mapped) - 1)
-        if is_streamed:
-            self.copy_out([layer for layer in layers if self.is_home(layer)])
+        at_home = [layer for layer in layers if self.is_home(layer)]
+        if at_home:
+            with pytest.raises(InvariantError, match="nowhere else"):
+                self.pool.unmap_layers(layers)
+        self.copy_out(at_home)
         pages = self.pool.unmap_layers(layers)
         assert len(pages) == self.pool.num_layer_pages * len(layers)
         self.spare += pages
@@ -118,10 +116,10 @@ class LayersMachine(PoolMachine):
         for block in filter(self.pool.is_backed, range(self.pool.max_blocks)):
             self.pool.layers[layer][block] = torch.nan
 
-    @precondition(lambda self: self.gone or self.copies)
+    @precondition(lambda self: self.copies)
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        layers = self.choose(data, self.gone | {*self.copies}, self.layout.num_layers)
+        layers = self.choose(data, {*self.copies}, self.layout.num_layers)
         unmapped = [layer for layer in layers if layer not in self.pool.mapped_layers]
         num_pages = self.pool.num_layer_pages * len(unmapped)
         fresh = self.device.allocate(max(0, num_pages - len(self.spare)))
@@ -131,11 +129,10 @@ class LayersMachine(PoolMachine):
         pages, self.spare = self.spare[:num_pages], self.spare[num_pages:]
         self.pool.map_layers(unmapped, pages)
         for layer in layers:
-            copy = self.copies.pop(layer, None)
+            copy = self.copies.pop(layer)
             self.pool.place_layer(layer, None)
             for block in self.kept:
-                own = pattern(self.layout, layer, self.tags[block]) if copy is None else copy[block]
-                self.pool.words[layer][block] = own
+                self.pool.words[layer][block] = copy[block]
 
     @rule(count=st.integers(1, 12))
     def grow_by_what_layers_left(self, count: int) -> None:
@@ -157,10 +154,6 @@ class LayersMachine(PoolMachine):
     def swap(self, data: st.DataObject) -> None:
         """A block is copied to its slot and back, in all layers, wherever these are; both movers give one digest."""
         block = data.draw(st.sampled_from(self.held))
-        if self.gone:
-            with pytest.raises(InvariantError, match="with another engine"):
-                self.pool.expect_backed([block])
-            return
         self.pool.expect_backed([block])
         layers = range(self.layout.num_layers)
         expected = torch.stack([pattern(self.layout, layer, self.tags[block]) for layer in layers])
@@ -197,6 +190,14 @@ TestLayersMachine = LayersMachine.TestCase
 TestOddLayersMachine = OddLayersMachine.TestCase
 
 
+def copy_out(pool: KVPool, layer: int, num_blocks: int) -> torch.Tensor:
+    """Place a layer in a copy on the host."""
+    copy = host_copy(pool.layout, pool.max_blocks)
+    copy[:num_blocks] = pool.words[layer][:num_blocks]
+    pool.place_layer(layer, copy)
+    return copy
+
+
 @contextmanager
 def pool_of(layout: KVLayout, num_blocks: int) -> Iterator[tuple[HostDevice, KVPool, BlockLedger]]:
     """A pool whose blocks have their ids as tags."""
@@ -214,6 +215,8 @@ def test_the_pages_of_two_layers_are_blocks_for_the_other_two_and_go_back() -> N
     with pool_of(EVEN, 16) as (device, pool, ledger):
         owned, used = device.num_owned_pages, ledger.allocate(12)
         assert used is not None
+        for layer in (1, 3):
+            copy_out(pool, layer, 16)
         pages = pool.unmap_layers([1, 3])
         assert pool.grow(ledger, 16, pages) == list(range(16, 32))
         assert ledger.num_blocks == pool.num_blocks == 32
@@ -230,9 +233,7 @@ def test_a_shrink_moves_blocks_in_the_copies_of_streamed_layers_too() -> None:
     with pool_of(ODD, 24) as (_, pool, ledger):
         blocks = ledger.allocate(24)
         assert blocks is not None
-        copy = host_copy(ODD, pool.max_blocks)
-        copy[:24] = pool.words[1][:24]
-        pool.place_layer(1, copy)
+        copy = copy_out(pool, 1, 24)
         pool.unmap_layers([1])
         kept = blocks[::5]
         ledger.free([block for block in blocks if block not in kept])
@@ -252,9 +253,7 @@ def test_addresses_that_are_not_read_anew_would_show() -> None:
         slots = SwapSlots(EVEN, 1)
         stale, mover = open_mover(Before(), slots), open_mover(pool, slots)
         expected = move(stale, Direction.OUTBOUND, 5)
-        copy = host_copy(EVEN, pool.max_blocks)
-        copy[:8] = pool.words[2][:8]
-        pool.place_layer(2, copy)
+        copy_out(pool, 2, 8)
         pool.layers[2][:8] = torch.nan
         assert move(mover, Direction.OUTBOUND, 5) == expected
         assert move(stale, Direction.OUTBOUND, 5) != expected
@@ -265,7 +264,11 @@ def test_layers_go_and_return_whole_or_not_at_all() -> None:
         for layers in ([0, 0], [4], [0, 1, 2, 3]):
             with pytest.raises(InvariantError, match="cannot go"):
                 pool.unmap_layers(layers)
+        for layer in (1, 2):
+            copy_out(pool, layer, 8)
         pages = pool.unmap_layers([1, 2])
+        with pytest.raises(InvariantError, match="which is unmapped"):
+            pool.place_layer(1, None)
         for layers, given in (([0], pages[:2]), ([1, 1], pages), ([1], pages)):
             with pytest.raises(InvariantError, match=r"not all unmapped|pages for"):
                 pool.map_layers(layers, given)
