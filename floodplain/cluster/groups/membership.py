@@ -27,7 +27,7 @@ from floodplain.cluster.bulk.kv_copies import (
 )
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.pipeline.stage import PipelineStage, plan_limits
-from floodplain.cluster.wire.group_messages import Collect, Drop, Fetch, Fill
+from floodplain.cluster.wire.group_messages import Collect, Drop, Fetch, Fill, split_blocks
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
@@ -128,23 +128,19 @@ class Membership:
 
     async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Copy the kept layers of requests from the members that have them, and from the own swap space."""
-        memory, num_blocks, start = self._member.memory, len(integers) // 2, 0
-        for held in order.held:
-            end = start + held.num_blocks
-            targets, sources = integers[start:end], integers[num_blocks + start : num_blocks + end]
-            places, start = order.sources[held.place], end
+        memory, half = self._member.memory, len(integers) // 2  # blocks by the group's ids, then their sources
+        blocks = [split_blocks(order.held, integers[:half]), split_blocks(order.held, integers[half:])]
+        for (held, targets), (_, sources) in zip(*blocks, strict=True):
+            places = order.sources[held.place]
             layers = group_layers(memory.kept, lambda layer, places=places: order.addresses[places[layer]])  # type: ignore[misc]
-            one = RequestCopy(tuple(sources), tuple(targets), layers)
+            one = RequestCopy(sources, targets, layers)
             is_own = self._member.bulk.address in layers
             copy = partial(copy_slots, self._member.swap, memory.kept) if is_own else self._expect_puller().copy
             on_copied(held.request, await self._in_thread(copy, one, memory.write))
 
     async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Copy KV of requests, in all layers, into blocks of the own pool."""
-        start = 0
-        for held in order.held:
-            sources = tuple(blocks[start : start + held.num_blocks])
-            start += held.num_blocks
+        for held, sources in split_blocks(order.held, blocks):
             targets = await self._run(partial(self._begin_load, held.request, len(sources)))
             layers = group_layers(range(len(order.addresses)), order.addresses.__getitem__)
             is_whole = targets is not None and await self._in_thread(
@@ -428,15 +424,9 @@ class GroupPipeline(PipelineStage):
             quantum_blocks=quantum_blocks,
             caches_prefixes=config.enable_prefix_caching,
         )
-        self._held = HeldBlocks(ledger, self._split_blocks())
+        rows = split_blocks(self._order.held, self._blocks)
+        self._held = HeldBlocks(ledger, {held.request: list(map(BlockId, blocks)) for held, blocks in rows})
         return ledger
-
-    def _split_blocks(self) -> dict[int, list[BlockId]]:
-        rows, start = {}, 0
-        for held in self._order.held:
-            rows[held.request] = [BlockId(block) for block in self._blocks[start : start + held.num_blocks]]
-            start += held.num_blocks
-        return rows
 
     def _expect_engine(self) -> AsyncEngine:
         if self.engine is None:

@@ -159,8 +159,8 @@ class GroupPlan:
         found = [
             (entry, HeldRow(place, blocks), row.num_computed)
             for place, epoch in enumerate(self.epochs)
-            for row, blocks in rows_with_blocks(*self.reports[epoch])
-            if (entry := entries[epoch].get(row.ticket)) is not None and entry.num_tokens == row.num_tokens
+            for row, blocks in wire.split_blocks(self.reports[epoch][0].rows, self.reports[epoch][1])
+            if blocks and (entry := entries[epoch].get(row.ticket)) is not None and entry.num_tokens == row.num_tokens
         ]
         found.sort(key=lambda one: (one[0].request.priority, one[0].number))
         quantum_blocks = reports[0].quantum_blocks
@@ -276,18 +276,6 @@ class GroupPlan:
         if self.sizes is None:
             raise InvariantError(f"group {self.number} is not divided yet")
         return self.sizes
-
-
-def rows_with_blocks(
-    message: wire.Prepared | wire.HandedOver, blocks: Sequence[int]
-) -> list[tuple[wire.KvRow, tuple[int, ...]]]:
-    """The rows that have KV, each with its blocks or their sources."""
-    rows, start = [], 0
-    for row in message.rows:
-        if row.num_blocks:
-            rows.append((row, tuple(blocks[start : start + row.num_blocks])))
-        start += row.num_blocks
-    return rows
 
 
 def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:

@@ -6,10 +6,11 @@ are the frame's 32-bit ids, in the order given here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from itertools import accumulate
+from typing import Annotated, TypeVar
 
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
@@ -263,6 +264,15 @@ class Copied(GroupMessage):
     answer: Answer
     request: int
     is_whole: bool
+
+
+Row = TypeVar("Row", HeldRequest, KvRow)
+
+
+def split_blocks(rows: Sequence[Row], integers: Sequence[int]) -> list[tuple[Row, tuple[int, ...]]]:
+    """Each row with its blocks, or their sources, which lie beside the message row after row."""
+    ends = accumulate(row.num_blocks for row in rows)
+    return [(row, tuple(integers[end - row.num_blocks : end])) for row, end in zip(rows, ends, strict=True)]
 
 
 GroupAnswer = Prepared | Planned | HandedOver | GroupDone | Copied
