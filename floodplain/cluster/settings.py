@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_args
 
@@ -141,7 +141,7 @@ class ClusterConfig:
             return
         if self.pipeline and self.instances == 1:
             raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
-        for flag in [] if self.pipeline else self._find_pipeline_flags():
+        for flag in [] if self.pipeline else self._find_given("microbatches", "step_profile"):
             raise UserError(f"{flag} needs --pipeline: nothing else has microbatches")
         self._check_relief()
         if not 1 <= self.instances <= MAX_INSTANCES:
@@ -196,23 +196,18 @@ class ClusterConfig:
                 "give the address that they do"
             )
 
-    def _find_pipeline_flags(self) -> list[str]:
-        flags = [] if self.microbatches == "even" else [f"--microbatches {self.microbatches}"]
-        return flags if self.step_profile is None else [*flags, f"--step-profile {self.step_profile}"]
+    def _find_given(self, *names: str) -> list[str]:
+        """Those of these flags that do not have their default, with their values."""
+        defaults = {item.name: item.default for item in fields(self)}
+        given = {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+        return [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
 
     def _check_unused(self) -> None:
-        others = [] if self.relief == "none" else [f"--relief {self.relief}"]
-        others += [] if self.backstop is None else [f"--backstop {self.backstop}"]
-        others += [] if self.cluster is None else [f"--cluster {self.cluster}"]
-        others += [] if self.instance_cpus is None else [f"--instance-cpus {self.instance_cpus}"]
-        for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags() + others:
+        given = ["--pipeline"] if self.pipeline else []
+        given += self._find_given("microbatches", "step_profile", "relief", "backstop", "cluster", "instance_cpus")
+        places = self._find_given("instance_address", "instance_token_file", "instance_timeout", "stall_timeout")
+        for flag in given + [flag.partition(" ")[0] for flag in places]:
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
-        defaults = {"instance_address": "127.0.0.1:0", "instance_token_file": None, "instance_timeout": 1.0,
-                    "stall_timeout": None}  # fmt: skip
-        for name, default in defaults.items():
-            if getattr(self, name) != default:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
