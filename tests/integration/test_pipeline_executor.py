@@ -11,8 +11,7 @@ from functools import partial
 import pytest
 
 from floodplain.cluster.pipeline.device_link import Link
-from floodplain.cluster.pipeline.executor import PipelineExecutor, StageWorker
-from floodplain.cluster.pipeline.stage import make_engine, plan_limits
+from floodplain.cluster.pipeline.stage import PipelineExecutor, StageWorker, make_engine, plan_limits
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_link import StageLink
 from floodplain.core.errors import PeerLost
