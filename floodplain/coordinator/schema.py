@@ -97,9 +97,11 @@ def make_tables(connection: sql.Connection) -> None:
         _stamp(connection, NEWEST)
 
 
-def check_version(connection: sql.Connection) -> None:
-    """Raise UserError if the tables are neither of the newest version nor of one that can be upgraded."""
-    _check(_read_version(connection))
+def check_version(connection: sql.Connection) -> bool:
+    """Whether the tables are of the newest version. Raises UserError if they cannot be upgraded to it either."""
+    version = _read_version(connection)
+    _check(version)
+    return version == NEWEST
 
 
 def upgrade(connection: sql.Connection) -> None:
@@ -117,11 +119,6 @@ def upgrade(connection: sql.Connection) -> None:
             connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{UPGRADE_IDLE_S}s'")
         migrate(connection, NEWEST)
         logger.info("the tables of the store were upgraded from version %s to %s", version, NEWEST)
-
-
-def is_newest(connection: sql.Connection) -> bool:
-    """Whether the tables are of the newest version."""
-    return _read_version(connection) == NEWEST
 
 
 def _check(version: str) -> None:

@@ -303,9 +303,9 @@ class Store:
             if said != "ok":
                 raise ValueError(said)
         schema.make_tables(connection)
-        schema.check_version(connection)
+        is_newest = schema.check_version(connection)
         _read_leadership(connection)
-        if schema.is_newest(connection):
+        if is_newest:
             _read_rows(connection)
 
 

@@ -157,12 +157,6 @@ class Membership:
         if is_new:
             self.on_change()
 
-    @property
-    def promised_bytes(self) -> int:
-        """Return the bytes that the owner of the device must leave to others."""
-        with self._lock:
-            return 0 if self._lender is None else self._lender.promised_bytes
-
     # -- the agent's -------------------------------------------------------------------------------------------------
 
     def collect(self) -> tuple[list[Message], float]:

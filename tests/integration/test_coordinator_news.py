@@ -113,7 +113,7 @@ def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
         pair.lender.membership.lend(0)
         while pair.taken_bytes:
             pair.give_back()
-        wait_until(lambda: not pair.lender.membership.promised_bytes)
+        wait_until(lambda: not pair.lender.membership._lender.promised_bytes)
         assert listed(running) == []
 
 

@@ -219,7 +219,7 @@ def live_through(answer: Any) -> None:
         membership.allocated(lease.lease_id)
     for lease_id in membership.to_free():
         membership.freed(lease_id)
-    assert 0 <= membership.claim(60, 10) <= 100 and membership.promised_bytes >= 0
+    assert 0 <= membership.claim(60, 10) <= 100 and membership._lender.promised_bytes >= 0
     assert all(size > 0 for size in membership.lease_bytes().values())
     assert membership.has_leases or not (membership.lease_bytes() or membership.expects_bytes)
     for said in (membership.collect()[0], [membership.retire()], membership.collect()[0], membership.farewell()):
