@@ -12,7 +12,10 @@ from floodplain.lending.client import CoordinatorClient
 from floodplain.web.client import AnswerLimits, HttpClient, ask_now
 from tests.support.waiting import HANG_S
 
-LIMITS_S = {
+ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
+LIMITS = {
+    "floodplain.cli.router.CHANGE": ANSWER,
+    "floodplain.cli.router.USUAL": ANSWER,
     "floodplain.cluster.bulk.server.HELLO_TIMEOUT_S": HANG_S,
     "floodplain.cluster.instance.instance.WELCOME_TIMEOUT_S": HANG_S,
     "floodplain.cluster.router.door.HELLO_TIMEOUT_S": HANG_S,
@@ -31,7 +34,6 @@ LIMITS_S = {
     "floodplain.lending.agent.CLOSING_S": HANG_S,
 }
 """Time limits by import name: only a hang exceeds them, not a busy machine. A test of such a limit sets its own."""
-ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
 DEFAULTS_S = {
     BulkClient.__init__: (HANG_S,),
     CoordinatorClient.__init__: (None, HANG_S),
@@ -50,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def patient() -> Iterator[None]:
     """Raise these limits: slow processes are not considered dead."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, limit_s in LIMITS_S.items():
-            patch.setattr(name, limit_s)
+        for name, limit in LIMITS.items():
+            patch.setattr(name, limit)
         for function, defaults in DEFAULTS_S.items():
             patch.setattr(function, "__defaults__", defaults)
         yield
