@@ -26,8 +26,9 @@ def record(folder: Path, prediction: Prediction, factor: float = 1.0) -> Path:
     """Write a prediction as the folder of a real run, all times after arrivals ``factor`` times as long."""
     folder.mkdir()
     with (folder / "requests.jsonl").open("w") as file:
-        for row, life in zip(ROWS, prediction.lifecycles, strict=True):
-            moments = (0.0, life.token_times_s[0] - row.arrival_s, life.token_times_s[-1] - row.arrival_s)
+        for number, (row, life) in enumerate(zip(ROWS, prediction.lifecycles, strict=True)):
+            queued_s = 0.2 * (number % 2) / factor  # vLLM looks at its queue between steps
+            moments = (queued_s, life.token_times_s[0] - row.arrival_s, life.token_times_s[-1] - row.arrival_s)
             names = ("queued_ts", "first_token_ts", "last_token_ts")
             times = {name: 500.0 + row.arrival_s + factor * when for name, when in zip(names, moments, strict=True)}
             line = {

@@ -149,6 +149,8 @@ def test_lent_memory_is_used_recalled_and_used_again(tmp_path: Path) -> None:
     assert calm["swap"]["in_bytes"] and not calm["recomputed_tokens"] and not calm["simulation"]["recalls_s"]
     (recall_s,), (drop_s,) = to_host["simulation"]["recalls_s"], lost["simulation"]["recalls_s"]
     assert 1.0 > recall_s > drop_s > 0.0  # some hundred blocks of 2 MiB over PCIe; without host memory they are lost
+    for_good = serve_with(lender=lender | {"busy": [[2.0, 1e6]]})
+    assert for_good["swap"]["in_bytes"] < lost["swap"]["in_bytes"]
     assert to_host["recomputed_tokens"] < 0.5 * lost["recomputed_tokens"]
 
 

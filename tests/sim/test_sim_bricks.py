@@ -126,6 +126,13 @@ def test_a_copy_over_several_tiers_is_as_slow_as_the_slowest() -> None:
     assert make_links().start(copy(BACK, PEER, PEER, HOST), 10.0) == 11.5
 
 
+def test_a_copy_between_tiers_is_as_slow_as_the_slower_and_takes_one_direction_of_each() -> None:
+    links = make_links()
+    assert links.relocate(2, 10.0) == 12.5
+    assert links.start(copy(OUT, HOST), 10.0) == 14.0  # the host's slots are being written
+    assert links.start(copy(BACK, HOST), 10.0) == 11.5
+
+
 def test_bytes_are_counted_by_kind() -> None:
     links = make_links()
     links.start(copy(OUT, HOST, PEER), 0.0)

@@ -23,7 +23,7 @@ def blocks(**changes: object) -> int:
 
 
 def test_the_pool_of_a_real_server_is_predicted() -> None:
-    assert blocks() == pytest.approx(2587, rel=0.01)  # vLLM 0.19 on an RTX 4090: 2,588, of which one is the null block
+    assert blocks() == pytest.approx(2587, abs=4)  # vLLM 0.19 on an RTX 4090: 2,588, of which one is the null block
 
 
 def test_the_pool_shrinks_with_what_else_takes_memory() -> None:

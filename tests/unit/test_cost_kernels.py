@@ -89,6 +89,7 @@ def test_tokens_are_padded_to_captured_graphs() -> None:
     assert padded.batch_s([50] * 9, [], 9) - exact.batch_s([50] * 9, [], 9) == pytest.approx(
         (2 * LAYERS + 2) * (dense_s(16) - dense_s(9))
     )
+    assert padded.batch_s([50] * 8, [], 8) == exact.batch_s([50] * 8, [], 8)  # a graph's own size
     assert padded.batch_s([], [(0, 100)], 1) == exact.batch_s([], [(0, 100)], 1)  # no graph is so large
 
 
