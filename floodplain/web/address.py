@@ -1,11 +1,8 @@
-"""Addresses of servers that users name: their format, and the proxy for them."""
+"""The format of addresses of servers that users name."""
 
 from __future__ import annotations
 
-import ipaddress
 import re
-import socket
-from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
@@ -40,40 +37,3 @@ def shown(url: str) -> str:
     """``url`` without a user's name and password."""
     head, _, tail = url.rpartition("@")
     return f"{head.partition('//')[0]}//{tail}" if head else url
-
-
-def proxy_of(url: str) -> str | None:
-    """The proxy that the environment names for ``url``; None for this machine and for hosts in ``no_proxy``.
-
-    May resolve the host's name, so call it off the event loop. Raises UserError if the proxy is no HTTP proxy.
-    """
-    from urllib.request import getproxies, proxy_bypass
-
-    parts = urlsplit(url)
-    proxy = getproxies().get(parts.scheme)
-    if not proxy or proxy_bypass(parts.netloc) or _is_this_machine(parts.hostname or ""):
-        return None
-    if "://" not in proxy:
-        proxy = f"http://{proxy}"
-    if urlsplit(proxy).scheme not in ("http", "https"):
-        raise UserError(f"{parts.scheme}_proxy {shown(proxy)!r} is no HTTP proxy: name one, or the host in no_proxy")
-    return proxy
-
-
-def _is_this_machine(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the proxy may resolve it
-        return False
-    return _are_loopback(str(address[0]) for _, _, _, _, address in found)
-
-
-def _are_loopback(addresses: Iterable[str]) -> bool:
-    for text in addresses:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        address = getattr(address, "ipv4_mapped", None) or address
-        if not (address.is_loopback or address.is_unspecified):
-            return False
-    return True

@@ -1,12 +1,13 @@
 """An HTTP client for servers that are not trusted: the size and time of answers are bounded.
 
 It follows no redirects, keeps no cookies, refuses compressed bodies, and sends only credentials that the caller gives.
-Proxies of the environment are used, except for this machine.
+httpx uses the proxies of the environment, except for this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import socket
 import ssl
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json
-from floodplain.web.address import check_address, proxy_of
+from floodplain.web.address import check_address
 
 if TYPE_CHECKING:
     import httpx
@@ -69,7 +70,7 @@ class Exchange:
         self.deadline_s = deadline_s
         self._location = response.headers.get("location", "")
         self._encoding = response.headers.get("content-encoding", "identity").strip().lower()
-        self._body = aiter(response.stream)  # type: ignore[arg-type]  # the transport is asynchronous
+        self._body = response.aiter_raw()
         self._stream = response.extensions["network_stream"]
         self._is_late = False
         self._timer = asyncio.get_running_loop().call_at(deadline_s, self._look)
@@ -222,18 +223,16 @@ class HttpClient:
             json=body,
             extensions={"timeout": {"connect": connect_s}},
         )
-        async with asyncio.timeout_at(deadline_s):
-            proxy = await asyncio.to_thread(proxy_of, self.url) if _has_proxies() else None
-        # Only a transport: a client of httpx would add cookies, redirects, netrc and decompression.
-        async with httpx.AsyncHTTPTransport(verify=_tls(request.url.scheme), trust_env=False, proxy=proxy) as transport:
+        may_use_proxy = not _is_this_machine(request.url.host)
+        async with _client(request.url.scheme, trust_env=may_use_proxy) as client:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    response = await transport.handle_async_request(request)
+                    response = await client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                where = self.url if proxy is None else f"{self.url} (asked through a proxy: see no_proxy)"
+                hint = " (asked through a proxy: see no_proxy)" if may_use_proxy and _names_proxies() else ""
                 is_late = isinstance(error, httpx.ConnectTimeout)
                 why = f"no connection within {connect_s:g} s" if is_late else problem_of(error)
-                raise NoServer(f"no server at {where}: {why}") from error
+                raise NoServer(f"no server at {self.url}{hint}: {why}") from error
             except TimeoutError:
                 raise
             except network_errors() as error:
@@ -265,10 +264,30 @@ def check_server(url: str) -> None:
         pass  # something accepts connections
 
 
-def _has_proxies() -> bool:
+def _client(scheme: str, *, trust_env: bool) -> httpx.AsyncClient:
+    """A client for one exchange: it keeps no cookie. Raises UserError for a proxy that is not supported."""
+    import httpx
+
+    try:
+        return httpx.AsyncClient(verify=_tls(scheme), trust_env=trust_env)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"a proxy of the environment is no HTTP proxy ({one_line(str(error))}): see no_proxy") from None
+
+
+def _names_proxies() -> bool:
     from urllib.request import getproxies
 
     return bool(getproxies())
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a host is this machine by its address or as ``localhost``; other names are not looked up."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 @cache

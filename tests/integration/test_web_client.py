@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -15,7 +16,6 @@ import pytest
 
 from floodplain.cli.main import main
 from floodplain.core.errors import UserError
-from floodplain.web.address import proxy_of
 from floodplain.web.client import Answer, AnswerLimits, HttpClient, NoAnswer, NoServer
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
@@ -283,26 +283,23 @@ def test_requests_to_this_machine_use_no_proxy(host: str, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, "http://192.0.2.1:3128")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert proxy_of(f"http://{host}:8000/v1") is None
-    assert proxy_of("http://192.0.2.9:8000") == "http://192.0.2.1:3128"
-    monkeypatch.setenv("no_proxy", "192.0.2.9")
-    assert proxy_of("http://192.0.2.9:8000") is None
+    with pytest.raises(NoServer, match=f"no server at http://{re.escape(host)}:1: "):
+        asyncio.run(HttpClient(f"http://{host}:1").ask("/x"))
 
 
-def test_a_name_for_this_machine_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "proxy.example:3128")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    names = {"mine": ["127.0.1.1", "::1"], "theirs": ["192.0.2.1"], "both": ["127.0.0.1", "192.0.2.1"]}
+def test_hosts_in_no_proxy_use_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "192.0.2.9,mine.invalid")
 
-    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
-        if host not in names:
-            raise OSError
-        return [(0, 0, 0, "", (address, 0)) for address in names[host]]
+    async def handle(asked: Asked) -> None:
+        await asked.say(whole(200, b"by the proxy"))
 
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    found = {host: proxy_of(f"http://{host}/") for host in (*names, "unknown")}
-    assert found == {"mine": None} | dict.fromkeys(("theirs", "both", "unknown"), "http://proxy.example:3128")
+    async def ask(url: str) -> None:
+        monkeypatch.setenv("http_proxy", url)
+        assert (await HttpClient("http://other.invalid:81").ask("/x")).text == "by the proxy"
+        with pytest.raises(NoServer):
+            await HttpClient("http://mine.invalid:81").ask("/x", limits=AnswerLimits(connect_s=0.2))
+
+    against(handle, ask)
 
 
 def test_requests_to_others_use_the_proxy_and_an_invalid_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
