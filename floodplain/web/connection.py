@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Begin on a transport that counts the bytes that are sent."""
         assert isinstance(transport, asyncio.Transport)
         self._counted = _CountedTransport(transport)
-        super().connection_made(self._counted)
+        super().connection_made(self._counted)  # type: ignore[arg-type]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """The buffer for the next read."""
@@ -269,13 +269,15 @@ def _unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     return answer
 
 
-class _CountedTransport(asyncio.Transport):
-    """Counts the bytes written to ``transport``, and forwards every call to it."""
+class _CountedTransport:
+    """A ``transport`` that counts the bytes written to it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
         self._transport = transport
         self._num_written_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
     @property
     def num_waiting_bytes(self) -> int:
@@ -288,24 +290,3 @@ class _CountedTransport(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         self._num_written_bytes += len(data)
         self._transport.write(data)
-
-    def write_eof(self) -> None:
-        self._transport.write_eof()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
