@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.web.address import check_base_url
 from floodplain.workload.http_target import DEFAULT_TIMEOUT_S
 from floodplain.workload.prompt_form import SEND_HELP, WAYS
@@ -24,16 +25,12 @@ class Replay:
 class ServerUnderTest:
     """Any OpenAI server."""
 
-    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "where the server is"})
+    base_url: str = flag("http://127.0.0.1:8000", "where the server is")
     model: str = field(metadata={"help": "the name under which it serves the model"})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "model whose tokenizer makes the prompts (default: the one of --model)"}
-    )
-    api_key_file: Path | None = field(default=None, metadata={"help": "file with the key to send"})
-    send: str = field(default="auto", metadata={"help": SEND_HELP, "choices": WAYS})
-    timeout: float = field(
-        default=DEFAULT_TIMEOUT_S, metadata={"help": "seconds that one request may take in all", "metavar": "S"}
-    )
+    tokenizer: str | None = flag(None, "model whose tokenizer makes the prompts (default: the one of --model)")
+    api_key_file: Path | None = flag(None, "file with the key to send")
+    send: str = flag("auto", SEND_HELP, choices=WAYS)
+    timeout: float = flag(DEFAULT_TIMEOUT_S, "seconds that one request may take in all", metavar="S")
 
     def __post_init__(self) -> None:
         check_base_url(self.base_url)

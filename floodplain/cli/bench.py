@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.early_checks import check_early
 from floodplain.files.results import check_writable
@@ -22,12 +23,10 @@ from floodplain.workload.spec import WorkloadSpec
 class BenchConfig:
     """The flags of both benches, beside those of engine and workload."""
 
-    out: Path | None = field(default=None, metadata={"help": "write the result to this JSON file"})
-    plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
-    save_tokens: bool = field(default=False, metadata={"help": "keep the output token ids in the result"})
-    max_concurrency: int | None = field(
-        default=None, metadata={"help": "send at most so many at a time (the load is then no longer open-loop)"}
-    )
+    out: Path | None = flag(None, "write the result to this JSON file")
+    plot: bool = flag(False, "draw pictures beside the result (needs --out)")
+    save_tokens: bool = flag(False, "keep the output token ids in the result")
+    max_concurrency: int | None = flag(None, "send at most so many at a time (the load is then no longer open-loop)")
 
     def __post_init__(self) -> None:
         if self.plot and self.out is None:

@@ -6,13 +6,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.observe.terminal import complain, say
 
 POLL_S = 0.05
@@ -30,9 +31,7 @@ COUNTS: Mapping[str, str | int] = {"drop": "+", "restore": 1, "migrate": 2}
 class ClusterVerbConfig(RouterFlags):
     """The flags of all three verbs. Raises UserError if a value is out of its range."""
 
-    wait: float = field(
-        default=60.0, metadata={"help": "seconds to wait until it is done; 0 returns at once", "metavar": "S"}
-    )
+    wait: float = flag(60.0, "seconds to wait until it is done; 0 returns at once", metavar="S")
 
     def __post_init__(self) -> None:
         if not 0 <= self.wait <= 3600:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.results import check_writable
 
 if TYPE_CHECKING:
@@ -31,16 +32,12 @@ STABLE_SHARE = 0.5
 class DemoConfig:
     """The flags of the demo."""
 
-    out: Path = field(default=Path("demo"), metadata={"help": "folder for demo.json, pictures and index.html"})
-    quick: bool = field(default=False, metadata={"help": "a shorter burst: about a minute in all"})
-    expansion: bool = field(
-        default=False, metadata={"help": "instead: the same burst in a part of the memory, with layers that stream"}
-    )
-    cluster: bool = field(
-        default=False, metadata={"help": "instead: a spike over two instances, which drop layers and restore them"}
-    )
-    model: str = field(default="smollm2", metadata={"help": "the model that is served"})
-    seed: int = field(default=0, metadata={"help": "seed of arrivals, lengths and texts"})
+    out: Path = flag(Path("demo"), "folder for demo.json, pictures and index.html")
+    quick: bool = flag(False, "a shorter burst: about a minute in all")
+    expansion: bool = flag(False, "instead: the same burst in a part of the memory, with layers that stream")
+    cluster: bool = flag(False, "instead: a spike over two instances, which drop layers and restore them")
+    model: str = flag("smollm2", "the model that is served")
+    seed: int = flag(0, "seed of arrivals, lengths and texts")
 
 
 def add_parser(verbs: Any) -> None:

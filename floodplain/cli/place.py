@@ -9,6 +9,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
 
@@ -20,21 +21,15 @@ class PlaceConfig:
     """The flags of the verb. Raises UserError if a value is out of its range."""
 
     cluster: Path = field(metadata={"help": "YAML file with servers and models", "positional": True})
-    out: Path | None = field(
-        default=None, metadata={"help": "write the placement to this JSON file, for floodplain coordinator --placement"}
+    out: Path | None = flag(None, "write the placement to this JSON file, for floodplain coordinator --placement")
+    plot: Path | None = flag(None, f"draw it into this file ({', '.join(PICTURES)})")
+    time_limit: float = flag(
+        60.0,
+        "seconds after which the best placement so far is taken, reading the file included; "
+        "a first placement and the output are made in any case",
+        metavar="S",
     )
-    plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})
-    time_limit: float = field(
-        default=60.0,
-        metadata={
-            "help": "seconds after which the best placement so far is taken, reading the file included; "
-            "a first placement and the output are made in any case",
-            "metavar": "S",
-        },
-    )
-    gap: float = field(
-        default=0.0, metadata={"help": "a placement so little above the optimum, as a part of it, is good enough"}
-    )
+    gap: float = flag(0.0, "a placement so little above the optimum, as a part of it, is good enough")
 
     def __post_init__(self) -> None:
         if not 0 < self.time_limit <= 86400:
@@ -53,9 +48,9 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Place the models; 0 if there is a placement."""
     config = dataclass_from(args, PlaceConfig)
-    for flag, path in (("--out", config.out), ("--plot", config.plot)):
+    for name, path in (("--out", config.out), ("--plot", config.plot)):
         if path is not None:
-            check_writable(path, flag)
+            check_writable(path, name)
 
     from floodplain.observe.placement import draw_placement
     from floodplain.observe.strict_json import save_result, to_json

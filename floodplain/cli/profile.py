@@ -10,6 +10,7 @@ from typing import Any
 from floodplain.cli import profile_media
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.early_checks import check_early
 from floodplain.files.profile import Profile, read_profile
@@ -28,9 +29,9 @@ class StepConfig:
     """The flags of ``step`` beside the engine's."""
 
     out: Path = field(metadata={"help": "write the profile to this JSON file"})
-    shapes: int = field(default=64, metadata={"help": "steps of so many sizes"})
-    repeats: int = field(default=5, metadata={"help": "measure each at most so often; its median counts"})
-    step_seconds: float = field(default=60.0, metadata={"help": "measure for at most so many seconds", "metavar": "S"})
+    shapes: int = flag(64, "steps of so many sizes")
+    repeats: int = flag(5, "measure each at most so often; its median counts")
+    step_seconds: float = flag(60.0, "measure for at most so many seconds", metavar="S")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class ShowConfig:
     """The flags of ``show``. Raises UserError if the picture's name has another ending."""
 
     profile: Path = field(metadata={"help": "what floodplain profile --out wrote", "positional": True})
-    plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})
+    plot: Path | None = flag(None, f"draw it into this file ({', '.join(PICTURES)})")
 
     def __post_init__(self) -> None:
         if self.plot is not None and self.plot.suffix not in PICTURES:

@@ -10,13 +10,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cluster.launch.parent import signal_at_parents_end
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.results import check_writable
 from floodplain.observe.profile import save_and_show
 
@@ -38,48 +39,36 @@ _WAYS = ("target", "pipeline", "module")
 class MediaConfig:
     """The flags of the verb. Raises UserError if flags contradict each other."""
 
-    target: str | None = field(
-        default=None,
-        metadata={"help": "measure this function, which computes a batch of the size that it is given",
-                  "metavar": "MODULE:FUNCTION"},
-    )  # fmt: skip
-    pipeline: Path | None = field(
-        default=None, metadata={"help": "measure the pipeline of diffusers in this folder", "metavar": "FOLDER"}
+    target: str | None = flag(
+        None, "measure this function, which computes a batch of the size that it is given", metavar="MODULE:FUNCTION"
     )
-    module: str | None = field(
-        default=None,
-        metadata={"help": "measure this torch module, or what this function makes, on random inputs of --shape",
-                  "metavar": "MODULE:NAME"},
-    )  # fmt: skip
-    shape: tuple[int, ...] = field(default=(), metadata={"help": "of one input of --module, such as 3 224 224"})
-    prompt: str = field(default="a river in spring", metadata={"help": "for a --pipeline that takes one"})
-    steps: int | None = field(default=None, metadata={"help": "of denoising (default: the --pipeline's own)"})
-    device: str | None = field(
-        default=None, metadata={"help": "cpu, cuda or cuda:INDEX (default: cuda if there is one, else cpu)"}
+    pipeline: Path | None = flag(None, "measure the pipeline of diffusers in this folder", metavar="FOLDER")
+    module: str | None = flag(
+        None,
+        "measure this torch module, or what this function makes, on random inputs of --shape",
+        metavar="MODULE:NAME",
     )
-    dtype: str | None = field(
-        default=None,
-        metadata={"help": "number format of --pipeline and --module (default: float32 on a CPU, bfloat16 on a GPU; a "
-                          "module's own)",
-                  "choices": DTYPES},
-    )  # fmt: skip
-    memory: int | None = field(
-        default=None,
-        metadata={"help": "memory of the device: what takes more does not fit (default: what it has)", "size": True},
+    shape: tuple[int, ...] = flag((), "of one input of --module, such as 3 224 224")
+    prompt: str = flag("a river in spring", "for a --pipeline that takes one")
+    steps: int | None = flag(None, "of denoising (default: the --pipeline's own)")
+    device: str | None = flag(None, "cpu, cuda or cuda:INDEX (default: cuda if there is one, else cpu)")
+    dtype: str | None = flag(
+        None,
+        "number format of --pipeline and --module (default: float32 on a CPU, bfloat16 on a GPU; a module's own)",
+        choices=DTYPES,
     )
-    threshold: int = field(
-        default=THRESHOLD_BYTES, metadata={"help": "a producer has more than this free at the knee", "size": True}
+    memory: int | None = flag(
+        None, "memory of the device: what takes more does not fit (default: what it has)", size=True
     )
-    tolerance: float = field(
-        default=0.05, metadata={"help": "throughput has saturated when twice the batch gains less than this part"}
-    )
-    max_batch: int = field(default=1024, metadata={"help": "no larger batch is tried"})
-    resolution: float = field(default=0.1, metadata={"help": "the knee is found up to this part of itself"})
-    warmup: int = field(default=1, metadata={"help": "runs of each batch that are not timed"})
-    repeats: int = field(default=3, metadata={"help": "runs of each batch at least, whose median counts"})
-    min_seconds: float = field(default=0.2, metadata={"help": "there are more until they took so long together"})
-    seed: int = field(default=0, metadata={"help": "seed of everything random"})
-    out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
+    threshold: int = flag(THRESHOLD_BYTES, "a producer has more than this free at the knee", size=True)
+    tolerance: float = flag(0.05, "throughput has saturated when twice the batch gains less than this part")
+    max_batch: int = flag(1024, "no larger batch is tried")
+    resolution: float = flag(0.1, "the knee is found up to this part of itself")
+    warmup: int = flag(1, "runs of each batch that are not timed")
+    repeats: int = flag(3, "runs of each batch at least, whose median counts")
+    min_seconds: float = flag(0.2, "there are more until they took so long together")
+    seed: int = flag(0, "seed of everything random")
+    out: Path | None = flag(None, "write the profile to this JSON file")
 
     def __post_init__(self) -> None:
         given = [name for name in _WAYS if getattr(self, name) is not None]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.parsing import parsing
 from floodplain.observe.terminal import complain
 from floodplain.server.auth import read_keys
@@ -27,8 +28,8 @@ CHANGE = AnswerLimits(total_s=30.0)
 class RouterFlags:
     """The flags of both verbs. Raises UserError if ``base_url`` is no address."""
 
-    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the router", "metavar": "URL"})
-    api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
+    base_url: str = flag("http://127.0.0.1:8000", "of the router", metavar="URL")
+    api_key_file: Path | None = flag(None, KEY_HELP, metavar="FILE")
 
     def __post_init__(self) -> None:
         check_base_url(self.base_url)

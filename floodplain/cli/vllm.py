@@ -15,6 +15,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, read_settings
@@ -35,53 +36,33 @@ class VllmConfig:
     """The flags of the verb."""
 
     model: str = field(metadata={"positional": True, "help": "as vLLM wants it: a name of the hub, or a folder"})
-    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": POLICIES, "help": "who runs next"})
-    slice: int | None = field(default=None, metadata={"help": "steps of a slice (default: the policy's own)"})
-    pace: float | None = field(
-        default=None,
-        metadata={
-            "help": "paced, timely: tokens per second of a stream (default: a fifth of those of a stream that is alone)"
-        },
+    policy: str = flag(DEFAULT_POLICY, "who runs next", choices=POLICIES)
+    slice: int | None = flag(None, "steps of a slice (default: the policy's own)")
+    pace: float | None = flag(
+        None, "paced, timely: tokens per second of a stream (default: a fifth of those of a stream that is alone)"
     )
-    max_gap: float | None = field(
-        default=None,
-        metadata={
-            "help": f"paced, timely: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"
-        },
+    max_gap: float | None = flag(
+        None, f"paced, timely: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"
     )
-    ttft_goal: float | None = field(
-        default=None,
-        metadata={"help": "paced, timely: seconds to a first token (default: five times what it takes without load)"},
+    ttft_goal: float | None = flag(
+        None, "paced, timely: seconds to a first token (default: five times what it takes without load)"
     )
-    line_patience: float | None = field(
-        default=None,
-        metadata={"help": "timely: most times that a late request waits as long as under fcfs (default: 1.1)"},
+    line_patience: float | None = flag(
+        None, "timely: most times that a late request waits as long as under fcfs (default: 1.1)"
     )
-    swap: str | None = field(
-        default=None,
-        metadata={
-            "choices": SWAPS,
-            "help": "where KV goes that must leave the device; vllm: its own offloading; none: it is computed again "
-            "(default: peer with --coordinator, else host)",
-        },
+    swap: str | None = flag(
+        None,
+        "where KV goes that must leave the device; vllm: its own offloading; none: it is computed again "
+        "(default: peer with --coordinator, else host)",
+        choices=SWAPS,
     )
-    swap_memory: int | None = field(
-        default=None,
-        metadata={
-            "size": True,
-            "help": "host memory for swap space, of each worker; with --swap vllm, of all (default: 4GiB)",
-        },
+    swap_memory: int | None = flag(
+        None, "host memory for swap space, of each worker; with --swap vllm, of all (default: 4GiB)", size=True
     )
-    coordinator: str | None = field(
-        default=None, metadata={"help": "borrow memory on neighbours: address of the coordinator of leases"}
-    )
-    coordinator_token_file: str | None = field(
-        default=None, metadata={"help": "this engine's token for the coordinator, in a file of mode 0600"}
-    )
-    device_name: str | None = field(default=None, metadata={"help": "by which the coordinator knows this engine"})
-    peer_memory: int | None = field(
-        default=None, metadata={"size": True, "help": "most memory that is borrowed (default: as --swap-memory)"}
-    )
+    coordinator: str | None = flag(None, "borrow memory on neighbours: address of the coordinator of leases")
+    coordinator_token_file: str | None = flag(None, "this engine's token for the coordinator, in a file of mode 0600")
+    device_name: str | None = flag(None, "by which the coordinator knows this engine")
+    peer_memory: int | None = flag(None, "most memory that is borrowed (default: as --swap-memory)", size=True)
 
 
 def add_parser(verbs: Any) -> None:
@@ -117,8 +98,8 @@ def find_server(distribution: str) -> list[str]:
 def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str]) -> list[str]:
     """The server's command with ``flags`` of vLLM. Raises UserError if a flag is out of its range or set here."""
     own = _own_flags(config)
-    for flag in flags:
-        name = flag.partition("=")[0]  # the value may be a secret
+    for one in flags:
+        name = one.partition("=")[0]  # the value may be a secret
         if name.startswith("--") and _is_own(name.replace("_", "-").partition(".")[0], {*OWN_FLAGS, *own[::2]}):
             raise UserError(f"{name} is set by floodplain: leave it out")
     return [*server, config.model, "--scheduler-cls", SCHEDULER, *own, *flags]

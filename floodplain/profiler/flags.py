@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.search import RepeatedTries, rate_grid
@@ -32,46 +33,33 @@ _VIRTUAL_FLAGS = (
 class LlmProfileConfig:
     """The flags of the verb itself. Raises UserError if a value is out of range or two flags contradict each other."""
 
-    out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
-    base_url: str | None = field(
-        default=None,
-        metadata={"help": "profile the OpenAI server there, ours or vLLM, which calls its model MODEL (default: an "
-                          "engine in this process)"},
-    )  # fmt: skip
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "with --base-url, model with its tokenizer and shape (default: MODEL)"}
+    out: Path | None = flag(None, "write the profile to this JSON file")
+    base_url: str | None = flag(
+        None,
+        "profile the OpenAI server there, ours or vLLM, which calls its model MODEL (default: an "
+        "engine in this process)",
     )
-    api_key_file: Path | None = field(default=None, metadata={"help": "with --base-url, file with the key to send"})
-    send: str | None = field(default=None, metadata={"help": f"with --base-url, {SEND_HELP}", "choices": WAYS})
-    kv_block_bytes: int | None = field(
-        default=None,
-        metadata={"help": "with --base-url of vLLM, bytes of a KV block on one GPU (default: by the model's shape)",
-                  "size": True},
-    )  # fmt: skip
-    steps: Path | None = field(
-        default=None,
-        metadata={"help": "profile in virtual time, with steps as in this file of floodplain profile step; MODEL gives "
-                          "the shape, --kv-memory the pool"},
-    )  # fmt: skip
-    rates: tuple[float, ...] = field(
-        default=(0.5, 10.0), metadata={"help": "lowest and highest requests per second (default: 0.5 10)"}
+    tokenizer: str | None = flag(None, "with --base-url, model with its tokenizer and shape (default: MODEL)")
+    api_key_file: Path | None = flag(None, "with --base-url, file with the key to send")
+    send: str | None = flag(None, f"with --base-url, {SEND_HELP}", choices=WAYS)
+    kv_block_bytes: int | None = flag(
+        None, "with --base-url of vLLM, bytes of a KV block on one GPU (default: by the model's shape)", size=True
     )
-    rate_step: float = field(default=0.5, metadata={"help": "requests per second between two rates"})
-    try_seconds: float = field(default=60.0, metadata={"help": "seconds in which the requests of a try arrive"})
-    tries: int = field(default=5, metadata={"help": "most tries of one rate"})
-    confidence: float = field(default=0.9, metadata={"help": "a result that says it is sure is right so often"})
-    ttft_ms: float = field(default=DEFAULT_TTFT_MS, metadata={"help": "goal of a first token, in ms"})
-    itl_ms: float = field(default=DEFAULT_ITL_MS, metadata={"help": "goal of the time between two tokens, in ms"})
-    goodput: tuple[str, ...] = field(
-        default=(), metadata={"help": "instead of both: goals of a request in ms, ttft:MS tpot:MS e2el:MS"}
+    steps: Path | None = flag(
+        None,
+        "profile in virtual time, with steps as in this file of floodplain profile step; MODEL gives "
+        "the shape, --kv-memory the pool",
     )
-    share: float = field(
-        default=0.99, metadata={"help": "part of the requests, and of the times between tokens, within the goals"}
-    )
-    threshold: int = field(
-        default=DEFAULT_THRESHOLD_BYTES,
-        metadata={"help": "a producer has more than this to spare (default: 10GB)", "size": True},
-    )
+    rates: tuple[float, ...] = flag((0.5, 10.0), "lowest and highest requests per second (default: 0.5 10)")
+    rate_step: float = flag(0.5, "requests per second between two rates")
+    try_seconds: float = flag(60.0, "seconds in which the requests of a try arrive")
+    tries: int = flag(5, "most tries of one rate")
+    confidence: float = flag(0.9, "a result that says it is sure is right so often")
+    ttft_ms: float = flag(DEFAULT_TTFT_MS, "goal of a first token, in ms")
+    itl_ms: float = flag(DEFAULT_ITL_MS, "goal of the time between two tokens, in ms")
+    goodput: tuple[str, ...] = flag((), "instead of both: goals of a request in ms, ttft:MS tpot:MS e2el:MS")
+    share: float = flag(0.99, "part of the requests, and of the times between tokens, within the goals")
+    threshold: int = flag(DEFAULT_THRESHOLD_BYTES, "a producer has more than this to spare (default: 10GB)", size=True)
 
     def __post_init__(self) -> None:
         if len(self.rates) != 2:
@@ -162,26 +150,20 @@ _MOST_TRIES, _MOST_FACTOR, _MOST_PROMPTS, _MOST_TOKENS = 100, 1000.0, 10**9, 10*
 class SwapProfileConfig:
     """The flags of the verb itself. Raises UserError if a value is out of range or two flags contradict each other."""
 
-    out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
-    steps: Path | None = field(
-        default=None,
-        metadata={"help": "what steps cost: a file of floodplain profile step; --kv-memory gives the pool"},
+    out: Path | None = flag(None, "write the profile to this JSON file")
+    steps: Path | None = flag(None, "what steps cost: a file of floodplain profile step; --kv-memory gives the pool")
+    step_line: tuple[float, ...] = flag((), f"instead of --steps: {_LINE}")
+    llm_profile: Path | None = flag(
+        None, "take the stable rate from this file of floodplain profile llm (or give --request-rate)"
     )
-    step_line: tuple[float, ...] = field(default=(), metadata={"help": f"instead of --steps: {_LINE}"})
-    llm_profile: Path | None = field(
-        default=None,
-        metadata={"help": "take the stable rate from this file of floodplain profile llm (or give --request-rate)"},
-    )
-    bursts: tuple[float, ...] = field(
-        default=(2.0, 3.0, 5.0), metadata={"help": "bursts of so many times the stable rate (default: 2 3 5)"}
-    )
-    burst: float = field(default=3.0, metadata={"help": "which of them swap space is needed for"})
-    burst_seconds: float = field(default=60.0, metadata={"help": "how long a burst lasts"})
-    tries: int = field(default=3, metadata={"help": "tries of each burst, with other seeds; the largest need counts"})
-    cached_prompts: int = field(default=0, metadata={"help": "prompts that are to be kept in swap space as prefixes,"})
-    cached_tokens: int = field(default=0, metadata={"help": "the longest of which has so many tokens"})
-    long_contexts: int = field(default=0, metadata={"help": "contexts at a time that do not fit the device,"})
-    long_tokens: int = field(default=0, metadata={"help": "the longest of which has so many tokens"})
+    bursts: tuple[float, ...] = flag((2.0, 3.0, 5.0), "bursts of so many times the stable rate (default: 2 3 5)")
+    burst: float = flag(3.0, "which of them swap space is needed for")
+    burst_seconds: float = flag(60.0, "how long a burst lasts")
+    tries: int = flag(3, "tries of each burst, with other seeds; the largest need counts")
+    cached_prompts: int = flag(0, "prompts that are to be kept in swap space as prefixes,")
+    cached_tokens: int = flag(0, "the longest of which has so many tokens")
+    long_contexts: int = flag(0, "contexts at a time that do not fit the device,")
+    long_tokens: int = flag(0, "the longest of which has so many tokens")
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (not self.step_line):

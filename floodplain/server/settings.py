@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.server.auth import KEY_LINE
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
@@ -17,28 +18,20 @@ PING_S = 15.0
 class ServerConfig:
     """The server's own flags. Raises UserError, which names the flag, if a value is out of its range."""
 
-    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
-    port: int = field(default=8000, metadata={"help": "port to listen on; 0 takes a free one"})
-    api_key_file: Path | None = field(
-        default=None,
-        metadata={"help": f"keys of /v1, of mode 0600, with a line for each: {KEY_LINE}", "metavar": "FILE"},
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 takes a free one")
+    api_key_file: Path | None = flag(
+        None, f"keys of /v1, of mode 0600, with a line for each: {KEY_LINE}", metavar="FILE"
     )
-    share_prefixes: bool = field(
-        default=False,
-        metadata={"help": "let requests find prefixes that were computed for other API keys' names"},
+    share_prefixes: bool = flag(False, "let requests find prefixes that were computed for other API keys' names")
+    drain_timeout: float = flag(30.0, "seconds that running requests get when the server stops", metavar="S")
+    ping_interval: float = flag(
+        PING_S,
+        "seconds of silence after which a stream gets a comment, so that no proxy cuts it; 0: never",
+        metavar="S",
     )
-    drain_timeout: float = field(
-        default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
-    )
-    ping_interval: float = field(
-        default=PING_S,
-        metadata={
-            "help": "seconds of silence after which a stream gets a comment, so that no proxy cuts it; 0: never",
-            "metavar": "S",
-        },
-    )
-    max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
-    keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
+    max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
+    keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.workload.arrivals import (
     FloatArray,
     arrival_times,
@@ -50,10 +51,6 @@ SMALLEST, LARGEST = 1e-6, 1e9
 """Bounds on rates, factors and durations."""
 
 
-def _flag(text: str) -> dict[str, str]:
-    return {"help": text}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
     """The workload flags of ``bench``; each field is the flag of its name, with ``metadata["help"]``.
@@ -63,46 +60,28 @@ class WorkloadSpec:
     value is out of its range, or two flags contradict each other.
     """
 
-    trace: Path | None = field(
-        default=None,
-        metadata=_flag(
-            "replay arrivals and lengths of an Azure or BurstGPT (CSV) or a Mooncake, aiperf or Dynamo (JSONL) file"
-        ),
+    trace: Path | None = flag(
+        None, "replay arrivals and lengths of an Azure or BurstGPT (CSV) or a Mooncake, aiperf or Dynamo (JSONL) file"
     )
-    request_rate: float = field(default=math.inf, metadata=_flag("mean requests a second; inf sends all at once"))
-    num_prompts: int | None = field(
-        default=None, metadata=_flag(f"number of requests without a trace (default {DEFAULT_NUM_PROMPTS})")
-    )
-    burstiness: float = field(
-        default=1.0, metadata=_flag("1: Poisson arrivals; below 1: burstier; above 1: more even (shape of Gamma gaps)")
-    )
-    burst_factor: float = field(default=1.0, metadata=_flag("multiply the rate by this during a burst"))
-    burst_start: float = field(default=30.0, metadata=_flag("seconds before the burst begins"))
-    burst_duration: float = field(default=30.0, metadata=_flag("seconds that the burst lasts"))
-    lengths: Path | None = field(
-        default=None, metadata=_flag("draw lengths from a CSV file with columns prompt_tokens,output_tokens")
-    )
-    prompts: Path | None = field(
-        default=None,
-        metadata=_flag('take texts from a JSONL file with a "prompt" on each line, or a ShareGPT file'),
-    )
-    limit: int | None = field(default=None, metadata=_flag("use only the first N requests of the trace or prompts"))
-    speedup: float = field(default=1.0, metadata=_flag("let a trace's requests arrive this many times faster"))
-    length_scale: float = field(
-        default=1.0, metadata=_flag("multiply lengths of prompts and outputs by this (prompts of a file stay whole)")
-    )
-    max_input: int | None = field(default=None, metadata=_flag("cut prompts to at most N tokens"))
-    max_output: int | None = field(default=None, metadata=_flag("cut outputs to at most N tokens"))
-    ignore_eos: bool = field(
-        default=False, metadata=_flag("go on past the end of sequence: outputs are as long as the workload says")
-    )
-    seed: int = field(default=0, metadata=_flag("seed of arrivals, lengths and texts"))
-    goodput: tuple[str, ...] = field(
-        default=(),
-        metadata=_flag(
-            "a request is good within these limits in ms: ttft:MS tpot:MS e2el:MS (default: five times the medians of "
-            "TTFT and TPOT without load, measured before the load)"
-        ),
+    request_rate: float = flag(math.inf, "mean requests a second; inf sends all at once")
+    num_prompts: int | None = flag(None, f"number of requests without a trace (default {DEFAULT_NUM_PROMPTS})")
+    burstiness: float = flag(1.0, "1: Poisson arrivals; below 1: burstier; above 1: more even (shape of Gamma gaps)")
+    burst_factor: float = flag(1.0, "multiply the rate by this during a burst")
+    burst_start: float = flag(30.0, "seconds before the burst begins")
+    burst_duration: float = flag(30.0, "seconds that the burst lasts")
+    lengths: Path | None = flag(None, "draw lengths from a CSV file with columns prompt_tokens,output_tokens")
+    prompts: Path | None = flag(None, 'take texts from a JSONL file with a "prompt" on each line, or a ShareGPT file')
+    limit: int | None = flag(None, "use only the first N requests of the trace or prompts")
+    speedup: float = flag(1.0, "let a trace's requests arrive this many times faster")
+    length_scale: float = flag(1.0, "multiply lengths of prompts and outputs by this (prompts of a file stay whole)")
+    max_input: int | None = flag(None, "cut prompts to at most N tokens")
+    max_output: int | None = flag(None, "cut outputs to at most N tokens")
+    ignore_eos: bool = flag(False, "go on past the end of sequence: outputs are as long as the workload says")
+    seed: int = flag(0, "seed of arrivals, lengths and texts")
+    goodput: tuple[str, ...] = flag(
+        (),
+        "a request is good within these limits in ms: ttft:MS tpot:MS e2el:MS (default: five times the medians of "
+        "TTFT and TPOT without load, measured before the load)",
     )
 
     def __post_init__(self) -> None:
