@@ -24,15 +24,17 @@ from floodplain.observe.terminal import complain
 from floodplain.profiler.flags import LlmProfileConfig
 from floodplain.profiler.goals import Score
 from floodplain.profiler.kv_use import VllmBlocks
-from floodplain.profiler.measured import measured_target, open_engine, open_server
+from floodplain.profiler.measured import MeasuredTarget, measured_target, open_engine, open_server
 from floodplain.profiler.search import Ended, Found, find_rate
-from floodplain.profiler.targets import Load, Seen, Target
+from floodplain.profiler.targets import Load, Seen
 from floodplain.profiler.virtual import VirtualTarget
 from floodplain.server.auth import read_keys
 from floodplain.web.client import HttpClient
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.spec import WorkloadSpec
+
+Target = MeasuredTarget | VirtualTarget
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ async def _warm_up(opened: Opened, load: Load) -> None:
 
 
 class MeasuredTarget:
-    """A ``Target`` in real time. A try ends when its goals are out of reach."""
+    """A model in real time. A try ends when its goals are out of reach."""
 
     is_virtual = False
 
@@ -78,7 +78,11 @@ class MeasuredTarget:
         self.machine = opened.machine
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        """Send the requests of one try to the idle target; return what was seen."""
+        """Send the requests of one try, at ``rate`` a second, to the idle target; return what was seen.
+
+        The seed is that of arrivals, lengths and texts. Raises UserError if the target does not answer any more, or
+        serves other requests, too.
+        """
         return self._runner.run(self._run(rate, seed, duration_s))
 
     async def _run(self, rate: float, seed: int, duration_s: float) -> Seen:

@@ -1,11 +1,11 @@
-"""Targets to profile: they can be tried at a rate, and report what clients saw and how much KV that took."""
+"""The requests of each try of a profile, and what clients saw of it and how much KV that took."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -30,26 +30,6 @@ class Seen:
     peak_kv_bytes: int
     kv_bytes: int
     error: str | None = None
-
-
-class Target(Protocol):
-    """One model on one device, or one server."""
-
-    @property
-    def machine(self) -> str:
-        """The machine that it runs on, for the profile."""
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether its time is computed instead of measured."""
-
-    def run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        """Send requests at a rate (per second) for so long, to an idle target, and wait for their answers.
-
-        The seed is that of arrivals, lengths and texts. Raises UserError if it does not answer any more, or serves
-        other requests too.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class VirtualServer:
 
 
 class VirtualTarget(VirtualServer):
-    """A ``Target`` whose tries are computed, with a cost of ``machine``; a repeated try has the same result."""
+    """A model whose tries are computed, with a cost of ``machine``; a repeated try has the same result."""
 
     is_virtual = True
 
