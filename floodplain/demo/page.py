@@ -114,16 +114,8 @@ RELIEF_CAPTION = (
     "Above: KV blocks that there are (black), and those that requests hold. Middle: requests. Below: the wait for the "
     "first token of each request, at the second at which it was sent. Shaded: what the two instances did meanwhile."
 )
-RELIEF_ROWS: tuple[tuple[str, str, float], ...] = (
-    ("TTFT p50 (s)", "median_ttft_ms", 1e-3),
-    ("TTFT p99 (s)", "p99_ttft_ms", 1e-3),
-    ("TPOT p50 (ms)", "median_tpot_ms", 1.0),
-    ("TPOT p99 (ms)", "p99_tpot_ms", 1.0),
-    ("tokens/s", "output_throughput", 1.0),
-    ("done", "completed", 1.0),
-    ("failed", "failed", 1.0),
-)
-"""(heading, key of a benchmark result, factor from the key's unit to the heading's)."""
+RELIEF_ROWS = ("TTFT p50 (s)", "TTFT p99 (s)", "TPOT p50 (ms)", "TPOT p99 (ms)", "tokens/s", "done", "failed")
+"""The rows of ``observe.table.SUMMARY`` that are printed."""
 
 
 def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,11 +144,8 @@ def print_cluster_summary(folder: Path, summary: Mapping[str, Any], *, as_json: 
         say(to_json(summary))
         return
     runs = summary["runs"]
-    rows = [
-        [heading, *(format_number(None if run[key] is None else run[key] * factor) for run in runs)]
-        for heading, key, factor in RELIEF_ROWS
-    ]
-    say(format_table(["", *(run["name"] for run in runs)], rows))
+    headings, rows = transposed(*summary_rows([(run["name"], run) for run in runs]))
+    say(format_table(["", *headings[1:]], [row for row in rows if row[0] in RELIEF_ROWS]))
     say(f"\n{describe_drop(summary['cluster'])}\n{describe_price([(run['name'], run) for run in runs])}")
     say(f"picture and numbers: {folder / 'index.html'}")
 
