@@ -13,10 +13,9 @@ from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
 from floodplain.planner.classes import classify
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
-from floodplain.planner.coarse import place_coarsely
 from floodplain.planner.explain import shrink
 from floodplain.planner.greedy import place_greedily
-from floodplain.planner.placer import Placement, place
+from floodplain.planner.placer import Placement, place, place_coarsely
 from floodplain.planner.solver import Deadline
 from tests.support.examples import examples
 from tests.support.planning import GB, clusters, eq6, every_assignment, every_placement, gpus_of, optimum
