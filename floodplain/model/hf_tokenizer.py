@@ -1,17 +1,20 @@
-"""Tokenizers and chat templates of transformers."""
+"""Tokenizers of transformers, and chat templates: programs from the model's folder that may fail, or never end."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import RequestRefused, UserError
 from floodplain.files.parsing import parsing, quiet_panics
 from floodplain.files.reading import is_file
-from floodplain.model.chat_template import template_errors
 from floodplain.model.token_bound import TokenBound
 from floodplain.model.tokenizer import Message
 from floodplain.model.tokenizer_view import VOCABULARIES, view_of_folder
@@ -138,3 +141,48 @@ def _from_pretrained(folder: Path) -> Any:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
     tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only in use
     return tokenizer
+
+
+MAX_RENDER_S = 10.0
+"""Longest run of a template: a thousand times the time of a long conversation."""
+
+_TEMPLATE_FILE = "<template>"
+"""The file name with which Jinja compiles templates."""
+_MAX_QUOTED_CHARS = 300
+
+
+class TemplateTooSlow(Exception):
+    """A template ran longer than ``MAX_RENDER_S``."""
+
+
+@contextmanager
+def template_errors(max_render_s: float = MAX_RENDER_S) -> Generator[None]:
+    """Raise RequestRefused, with the error, if the template rendered in this context fails or takes too long."""
+    try:
+        with _time_limit(max_render_s):
+            yield
+    except Exception as error:  # a template may raise anything: KeyError, OverflowError, ...
+        reason = " ".join(str(error).split())[:_MAX_QUOTED_CHARS]
+        kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+        raise RequestRefused(f"the chat template refuses these messages: {kind}{reason}", field="messages") from None
+
+
+@contextmanager
+def _time_limit(max_render_s: float) -> Generator[None]:
+    """Stop a template at the first line that starts after the limit. Traces this thread; slows no other code."""
+    end_s = time.monotonic() + max_render_s
+
+    def check(frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > end_s:
+            raise TemplateTooSlow(f"it ran longer than {max_render_s:g} seconds")
+        return check
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        return check if frame.f_code.co_filename == _TEMPLATE_FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

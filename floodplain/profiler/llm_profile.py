@@ -23,8 +23,7 @@ from floodplain.model.weights.open_model import open_model
 from floodplain.observe.terminal import complain
 from floodplain.profiler.flags import LlmProfileConfig
 from floodplain.profiler.goals import Score
-from floodplain.profiler.kv_use import VllmBlocks
-from floodplain.profiler.measured import MeasuredTarget, measured_target, open_engine, open_server
+from floodplain.profiler.measured import MeasuredTarget, VllmBlocks, measured_target, open_engine, open_server
 from floodplain.profiler.search import Ended, Found, find_rate
 from floodplain.profiler.targets import Load, Seen
 from floodplain.profiler.virtual import VirtualTarget

@@ -1,4 +1,4 @@
-"""A load target over HTTP: any server with OpenAI's ``/v1/completions``, vLLM's included."""
+"""A load target over HTTP: any server with OpenAI's ``/v1/completions``, vLLM's included; it is not trusted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,176 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import parse_json
 from floodplain.web.address import check_base_url
-from floodplain.web.client import HttpClient, NoAnswer
+from floodplain.web.client import HttpClient, NoAnswer, one_line
 from floodplain.workload.prompt_form import PromptForm
-from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
-from floodplain.workload.streamed_answer import StreamedAnswer
+from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, TokenUsage
+
+MAX_EVENT_BYTES = 2**22
+"""Most bytes of an event's data, or of a line. The longest valid ones are answers in one piece."""
+
+
+class EventTooLong(ValueError):
+    """A line or an event has more than ``MAX_EVENT_BYTES``."""
+
+
+class SseParser:
+    """Splits a stream of server-sent events into their data, for any split of the bytes.
+
+    Only ``data`` fields are returned; comments and other fields are dropped. Source:
+    https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+
+    def __init__(self) -> None:
+        self._tail: list[bytes] = []
+        self._tail_bytes = 0
+        self._data: list[str] = []
+        self._data_bytes = 0
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """Take the next bytes and return the data of every event that they complete. May raise EventTooLong."""
+        self._tail.append(chunk)
+        self._tail_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk:
+            if self._tail_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"a line has more than {MAX_EVENT_BYTES} bytes")
+            return []
+        text = b"".join(self._tail) if len(self._tail) > 1 else chunk
+        held = b""
+        if b"\r" in text:
+            if text.endswith(b"\r"):  # a line feed may follow, which ends the same line
+                text, held = text[:-1], b"\r"
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, tail = text.split(b"\n")
+        self._tail = [tail + held] if tail or held else []
+        self._tail_bytes = len(tail) + len(held)
+        return [event for line in lines if (event := self._take(line)) is not None]
+
+    def close(self) -> list[str]:
+        """The data of a last event without a blank line; call it at the end of the bytes."""
+        return [*self.feed(b"\n"), *self.feed(b"\n")]
+
+    def _take(self, line: bytes) -> str | None:
+        if line.startswith(b"data:"):
+            self._data_bytes += len(line)
+            if self._data_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"an event has more than {MAX_EVENT_BYTES} bytes")
+            self._data.append(line[6 if line.startswith(b" ", 5) else 5 :].decode("utf-8", errors="replace"))
+        elif not line and self._data:
+            event = "\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return event
+        return None
+
+
+SLACK_TOKENS = 16
+"""Accepted tokens beyond the requested number: servers differ in what they count at the ends."""
+_SLACK_PROMPT_TOKENS = 1024
+"""The same for prompts, to which servers may add text."""
+_SLACK_EVENTS, _EVENTS_PER_TOKEN = 64, 8
+_SLACK_BYTES, _BYTES_PER_TOKEN = 2**22, 2**12
+_BROKEN = frozenset({"error", "abort"})
+"""Finish reasons of incomplete answers."""
+
+
+class StreamedAnswer:
+    """The answer to one request: complete with a finish reason, then ``data: [DONE]`` or a clean end of the body."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        prompt_size = max(len(request.prompt_token_ids), len((request.prompt or "").encode(errors="replace")))
+        self._most_prompt_tokens = 2 * prompt_size + _SLACK_PROMPT_TOKENS
+        self._most_tokens = request.max_tokens + SLACK_TOKENS
+        self._events_left = _EVENTS_PER_TOKEN * request.max_tokens + _SLACK_EVENTS
+        self._bytes_left = _BYTES_PER_TOKEN * request.max_tokens + _SLACK_BYTES
+        self._sse = SseParser()
+        self._num_ids = 0
+        self._has_text = self._has_finish_reason = False
+        self._usage: Any = None
+        self.is_done = False
+
+    def feed(self, data: bytes, now: float) -> list[TokenChunk]:
+        """The chunks completed by ``data``, which arrived at ``now`` (``time.monotonic``).
+
+        Raises RequestFailed if the server reports an error, sends no completion, or more than was requested.
+        """
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            raise RequestFailed("the answer has far more bytes than the tokens that were asked for")
+        try:
+            return self._take(self._sse.feed(data), now)
+        except EventTooLong as error:
+            raise RequestFailed(f"no completion: {error}") from None
+
+    def close(self, now: float) -> list[TokenChunk]:
+        """The last chunks, with the server's counts. Raises RequestFailed if the answer is not complete."""
+        chunks = [] if self.is_done else self._take(self._sse.close(), now)
+        if not self._has_finish_reason:
+            raise RequestFailed("the stream ended without a finish_reason")
+        usage = self._counts()
+        return chunks if usage is None else [*chunks, TokenChunk(now, usage=usage)]
+
+    def _take(self, events: list[str], now: float) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        for event in events:
+            if self.is_done or event.strip() == "[DONE]":
+                self.is_done = True
+                break
+            self._events_left -= 1
+            if self._events_left < 0:
+                raise RequestFailed("the answer has far more events than the tokens that were asked for")
+            chunks.extend(self._parse(event, now))
+        return chunks
+
+    def _parse(self, event: str, now: float) -> list[TokenChunk]:
+        try:
+            message = parse_json(event, "the event")
+            if message.get("error") or message.get("object") == "error":
+                raise RequestFailed(f"the server reports: {one_line(event)}")
+            chunks = [self._chunk(choice, now) for choice in message.get("choices") or ()]
+            self._usage = message.get("usage") or self._usage  # the last one counts
+        except (UserError, ValueError, TypeError, KeyError, AttributeError):
+            raise RequestFailed(f"no completion chunk: {one_line(event)}") from None
+        return chunks
+
+    def _chunk(self, choice: dict[str, Any], now: float) -> TokenChunk:
+        text, token_ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
+        if not isinstance(text, str | None) or not isinstance(token_ids, list | None):
+            raise ValueError
+        if reason in _BROKEN:
+            raise RequestFailed(f"the server ended the answer: finish_reason {reason}")
+        self._has_finish_reason |= bool(reason)
+        self._has_text |= bool(text)
+        if token_ids is None:
+            return TokenChunk(now, text or "")
+        self._num_ids += len(token_ids)
+        if self._num_ids > self._most_tokens:
+            raise RequestFailed("the answer has more token ids than were asked for")
+        return TokenChunk(now, text or "", tuple(_count("token id", token, 2**31) for token in token_ids))
+
+    def _counts(self) -> TokenUsage | None:
+        if self._usage is None:
+            return None
+        if not isinstance(self._usage, dict):
+            raise RequestFailed(f"usage is no object: {one_line(repr(self._usage))}")
+        prompt = _known(self._usage, "prompt_tokens", self._most_prompt_tokens)
+        output = _known(self._usage, "completion_tokens", self._most_tokens)
+        # A count of 0 for an answer with text means that the server does not count.
+        return TokenUsage(prompt or None, None if output == 0 and self._has_text else output)
+
+
+def _known(usage: dict[str, Any], name: str, most: int) -> int | None:
+    value = usage.get(name)
+    return None if value is None else _count(f"usage: {name}", value, most)
+
+
+def _count(name: str, value: Any, most: int) -> int:
+    is_count = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+    if not is_count or not 0 <= value <= most:
+        raise RequestFailed(f"{name} is {one_line(repr(value)[:40])}, where 0 to {most} is possible")
+    return int(value)
+
 
 CONNECT_S = 30.0
 """Long, because a burst may fill the server's queue of unaccepted connections."""

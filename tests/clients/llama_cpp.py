@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.model.hf_tokenizer import HfTokenizer
-from floodplain.model.weights.gguf_text import BYTE_LEVEL
+from floodplain.model.weights.gguf_tokenizer import BYTE_LEVEL
 from tests.support.llama_texts import CORPUS_LINES, DATA, keys_of, read_data, texts, write_model
 
 ROOT = Path(__file__).parent.parent.parent

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 
 from floodplain.core.errors import RequestRefused, UserError
-from floodplain.model import chat_template, hf_tokenizer
+from floodplain.model import hf_tokenizer
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
 from floodplain.model.text_pieces import StreamDecoder
@@ -299,7 +299,7 @@ def test_any_failure_of_a_template_is_one_line_that_quotes_it(
 def test_a_template_that_does_not_end_is_stopped(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     before, endless = sys.gettrace(), "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", endless)
-    monkeypatch.setattr(hf_tokenizer, "template_errors", lambda: chat_template.template_errors(max_render_s=0.05))
+    monkeypatch.setattr(hf_tokenizer, "template_errors", partial(hf_tokenizer.template_errors, max_render_s=0.05))
     with pytest.raises(RequestRefused, match=r"longer than 0\.05 seconds"):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
     assert sys.gettrace() is before

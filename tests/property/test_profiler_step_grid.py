@@ -16,8 +16,7 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.cost.fit import StepRow, fit_steps
 from floodplain.cost.step_time import PARTS, StepCost, StepTimer, StepWork, WorkMeter
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.profiler.step_grid import StepLimits, StepShape, draw_shapes
-from floodplain.profiler.step_profile import StepRecorder, limits_of, record_rows
+from floodplain.profiler.step_profile import StepLimits, StepRecorder, StepShape, draw_shapes, limits_of, record_rows
 from tests.support.bursts import Machine
 from tests.support.examples import examples
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.workload.arrivals import Phase, arrival_times, chat_like, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.client import token_times
+from floodplain.workload.http_target import SseParser
 from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
-from floodplain.workload.streamed_answer import SseParser
 from floodplain.workload.traces import TraceRow, load_trace
 from tests.support.examples import examples
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from floodplain.observe.polling import polling
-from floodplain.profiler.kv_use import KvUse, watching
+from floodplain.profiler.measured import KvUse, watching
 
 LONG_S = 60.0
 

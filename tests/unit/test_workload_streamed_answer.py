@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.workload.client import token_times
+from floodplain.workload.http_target import MAX_EVENT_BYTES, EventTooLong, SseParser, StreamedAnswer
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
-from floodplain.workload.streamed_answer import MAX_EVENT_BYTES, EventTooLong, SseParser, StreamedAnswer
 
 REQUEST = LoadRequest(request_id="r", arrival_s=0.0, prompt="hi", prompt_token_ids=(5, 6), max_tokens=4)
 

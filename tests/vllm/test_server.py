@@ -142,7 +142,7 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, expected: dict[str,
 
 def test_the_profiler_finds_vllms_pool_in_its_metrics(url: str, expected: dict[str, str]) -> None:
     from floodplain.observe.scraped import Scraped
-    from floodplain.profiler.kv_use import VllmBlocks, kv_use_of
+    from floodplain.profiler.measured import VllmBlocks, kv_use_of
 
     use = kv_use_of(Scraped(httpx.get(f"{url}/metrics").text), VllmBlocks(None, token_bytes=1000))
     assert (use.pool_bytes, use.num_live) == (18 * 32 * 1000, 0)
