@@ -19,10 +19,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 
 from floodplain.core.errors import RequestRefused, UserError
-from floodplain.model import hf_tokenizer
-from floodplain.model.hf_tokenizer import HfTokenizer
+from floodplain.model import tokenizer as own
 from floodplain.model.network.fields import Fields
 from floodplain.model.text_pieces import StreamDecoder
+from floodplain.model.tokenizer import HfTokenizer
 from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 from tests.support.examples import examples
 from tests.support.llama_texts import keys_of, read_data
@@ -299,7 +299,7 @@ def test_any_failure_of_a_template_is_one_line_that_quotes_it(
 def test_a_template_that_does_not_end_is_stopped(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     before, endless = sys.gettrace(), "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", endless)
-    monkeypatch.setattr(hf_tokenizer, "template_errors", partial(hf_tokenizer.template_errors, max_render_s=0.05))
+    monkeypatch.setattr(own, "template_errors", partial(own.template_errors, max_render_s=0.05))
     with pytest.raises(RequestRefused, match=r"longer than 0\.05 seconds"):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
     assert sys.gettrace() is before
