@@ -6,7 +6,7 @@ Only the independent numbers are stored; all others are derived, so that they ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from floodplain.core.errors import UserError
 
@@ -101,75 +101,35 @@ class ModelShape:
         return 2 * self.num_layers * self.kv_size * dtype_bytes
 
 
-def _llama(
-    name: str,
-    layers: int,
-    hidden: int,
-    heads: tuple[int, int, int],
-    ffn: int,
-    vocab: int,
-    max_position: int,
-    *,
-    tied_embeddings: bool = False,
-    qkv_bias: bool = False,
-    experts: tuple[int, int] = (0, 0),
-) -> ModelShape:
-    num_heads, num_kv_heads, head_dim = heads
-    return ModelShape(
-        name=name,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn,
-        vocab_size=vocab,
-        max_position=max_position,
-        tied_embeddings=tied_embeddings,
-        qkv_bias=qkv_bias,
-        num_experts=experts[0],
-        experts_per_token=experts[1],
-    )
-
-
-def _opt(name: str, layers: int, hidden: int, num_heads: int, vocab: int, max_position: int) -> ModelShape:
-    return ModelShape(
-        name=name,
-        family="opt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        ffn_size=4 * hidden,
-        vocab_size=vocab,
-        max_position=max_position,
-        tied_embeddings=True,
-        qkv_bias=True,
-    )
-
-
-_TABLE = (
-    _llama("llama-3.1-8b", 32, 4096, (32, 8, 128), 14336, 128256, 131072),
-    _llama("llama-3.1-70b", 80, 8192, (64, 8, 128), 28672, 128256, 131072),
-    _llama("yi-34b-200k", 60, 7168, (56, 8, 128), 20480, 64000, 200000),
-    _llama("llama-13b", 40, 5120, (40, 40, 128), 13824, 32000, 2048),
-    _llama("qwen2.5-14b", 48, 5120, (40, 8, 128), 13824, 152064, 131072, qkv_bias=True),
-    _llama("qwen2.5-72b", 80, 8192, (64, 8, 128), 29568, 152064, 131072, qkv_bias=True),
-    _llama("codellama-34b", 48, 8192, (64, 8, 128), 22016, 32000, 16384),
-    _llama("qwen3-32b", 64, 5120, (64, 8, 128), 25600, 151936, 40960),
-    _llama("qwen3-30b-a3b", 48, 2048, (32, 4, 128), 768, 151936, 40960, experts=(128, 8)),
-    _llama("smollm2-135m", 30, 576, (9, 3, 64), 1536, 49152, 8192, tied_embeddings=True),
-    _llama("llama-2-70b", 80, 8192, (64, 8, 128), 28672, 32000, 4096),
-    _opt("opt-13b", 40, 5120, 40, 50272, 2048),
-    _opt("opt-30b", 48, 7168, 56, 50272, 2048),
-    _llama("tiny-llama", 2, 64, (4, 2, 16), 128, 288, 2048),
-    _llama("tiny-deep", 12, 64, (4, 2, 16), 128, 288, 2048),
-    _llama("tiny-qwen", 3, 48, (6, 2, 8), 96, 288, 2048, tied_embeddings=True, qkv_bias=True),
-    _opt("tiny-opt", 2, 64, 4, 288, 2048),
+_COLUMNS = (
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size", "max_position",
 )  # fmt: skip
+_QKV_BIAS, _TIED = {"qkv_bias": True}, {"tied_embeddings": True}
+_OPT: dict[str, Any] = {"family": "opt", **_QKV_BIAS, **_TIED}
+_TABLE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "llama-3.1-8b": ((32, 4096, 32, 8, 128, 14336, 128256, 131072), {}),
+    "llama-3.1-70b": ((80, 8192, 64, 8, 128, 28672, 128256, 131072), {}),
+    "yi-34b-200k": ((60, 7168, 56, 8, 128, 20480, 64000, 200000), {}),
+    "llama-13b": ((40, 5120, 40, 40, 128, 13824, 32000, 2048), {}),
+    "qwen2.5-14b": ((48, 5120, 40, 8, 128, 13824, 152064, 131072), _QKV_BIAS),
+    "qwen2.5-72b": ((80, 8192, 64, 8, 128, 29568, 152064, 131072), _QKV_BIAS),
+    "codellama-34b": ((48, 8192, 64, 8, 128, 22016, 32000, 16384), {}),
+    "qwen3-32b": ((64, 5120, 64, 8, 128, 25600, 151936, 40960), {}),
+    "qwen3-30b-a3b": ((48, 2048, 32, 4, 128, 768, 151936, 40960), {"num_experts": 128, "experts_per_token": 8}),
+    "smollm2-135m": ((30, 576, 9, 3, 64, 1536, 49152, 8192), _TIED),
+    "llama-2-70b": ((80, 8192, 64, 8, 128, 28672, 32000, 4096), {}),
+    "opt-13b": ((40, 5120, 40, 40, 128, 20480, 50272, 2048), _OPT),
+    "opt-30b": ((48, 7168, 56, 56, 128, 28672, 50272, 2048), _OPT),
+    "tiny-llama": ((2, 64, 4, 2, 16, 128, 288, 2048), {}),
+    "tiny-deep": ((12, 64, 4, 2, 16, 128, 288, 2048), {}),
+    "tiny-qwen": ((3, 48, 6, 2, 8, 96, 288, 2048), _QKV_BIAS | _TIED),
+    "tiny-opt": ((2, 64, 4, 4, 16, 256, 288, 2048), _OPT),
+}
 
-SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in _TABLE}
+SHAPES = {
+    name: ModelShape(name=name, **dict(zip(_COLUMNS, numbers, strict=True)), **others)
+    for name, (numbers, others) in _TABLE.items()
+}
 """All shapes by name: published models (from their configuration files), and tiny ones for tests."""
 
 
