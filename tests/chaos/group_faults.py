@@ -88,6 +88,7 @@ def damage_kv(scene: Scene) -> None:
     """Chunks of KV arrive damaged: their requests are recomputed, and the group continues."""
     before = scene.cluster.groups()["recomputed_requests"]
     scene.cluster.damage("kv")
+    scene.cluster.wait_for(scene.has_running, "no member has a request")
     scene.begin()
     scene.go_home()
     assert scene.cluster.stop_damage(), "no chunk was damaged"

@@ -69,7 +69,7 @@ class Scene:
         if self.state in BEFORE:
             self._hold()
         if self.state is S.EXCHANGING:  # it is skipped without KV to exchange
-            self.cluster.wait_for(self._has_running, "no member has a request")
+            self.cluster.wait_for(self.has_running, "no member has a request")
         self._answer = self.ask_drop()
         self.wait_entered(self.state if self.state in BEFORE else S.PIPELINED)
         self._sort_members()
@@ -80,7 +80,8 @@ class Scene:
         if self.state is not S.PIPELINED:
             self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
 
-    def _has_running(self) -> bool:
+    def has_running(self) -> bool:
+        """Whether a member runs a request, whose KV a change would move."""
         return any(row["running"] for row in self.cluster.router.rows() if row["pid"] in self.pids)
 
     def _hold(self) -> None:

@@ -48,16 +48,16 @@ def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(router: Ro
 def test_a_kill_in_the_middle_of_a_stream_costs_no_token(router: RouterProcess) -> None:
     how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": LONG}  # the next test is greedy
     before = {row["epoch"] for row in router.wait_full()}
-    moved = router.listing()["moved_requests"]
+    moved, silent = router.listing()["moved_requests"], router.num_silent()
     assert [router.stream(do=router.kill_busy, **how)] == one_engine([PROMPT], **how)
-    assert router.listing()["moved_requests"] == moved + 1
+    assert 1 <= router.listing()["moved_requests"] - moved <= 1 + router.num_silent() - silent
     after = {row["epoch"] for row in router.wait_full()}  # a new instance has joined
-    assert len(before & after) == 1 and max(after) > max(before)
+    assert len(before & after) < 2 and max(after) > max(before)
 
 
 def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(router: RouterProcess) -> None:
     router.wait_full()
-    stopped: list[Any] = []
+    silent, stopped = router.num_silent(), list[Any]()
 
     def stop() -> None:
         stopped.append(router.busy())
@@ -70,7 +70,7 @@ def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(router: Rout
     assert [tokens] == one_engine([PROMPT], max_tokens=LONG)
     rows = router.wait_full()
     (again,) = (row for row in rows if row["pid"] == stopped[0]["pid"])
-    assert again["epoch"] > stopped[0]["epoch"] and router.listing()["ends"]["silent"] == 1
+    assert again["epoch"] > stopped[0]["epoch"] and router.num_silent() > silent
     assert [router.stream()] == one_engine([PROMPT])
 
 

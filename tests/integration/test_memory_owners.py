@@ -47,8 +47,8 @@ words = arena.tensor(torch.int32, (16, device.page_bytes // 4))
 mark, num_held, num_refused = int(sys.argv[3]), 0, 0
 print("ready", flush=True)
 sys.stdin.readline()
-for step in range(300):
-    pages = device.allocate(1 + (step * mark) % 16)
+while num_held < 300:
+    pages = device.allocate(1 + ((num_held + num_refused) * mark) % 16)
     if pages is None:
         num_refused += 1
         continue
@@ -59,7 +59,7 @@ for step in range(300):
     assert (part == mark).all(), "two owners hold one page"
     device.release(arena.unmap(0, len(pages)))
     num_held += 1
-print("done", num_held, num_refused, flush=True)
+print("done", flush=True)
 """
 
 
@@ -138,8 +138,8 @@ def test_racing_owners_never_hold_the_same_page(device: HostDevice, tmp_path: Pa
             _expect(racer, "ready")
         for racer in racers:
             _tell(racer)
-        counts = [[int(word) for word in _expect(racer, "done")[1:]] for racer in racers]
-    assert all(num_held > 0 for num_held, _ in counts)
+        for racer in racers:
+            _expect(racer, "done")
     assert device.num_free_pages() == 20
 
 

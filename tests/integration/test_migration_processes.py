@@ -68,7 +68,7 @@ def test_a_stream_moves_in_its_middle(router: RouterProcess, capsys: pytest.Capt
 
     assert router.stream(do=move, max_tokens=NUM_TOKENS, **SEEDED) == expected()
     assert moved == [{"moved": 1}] and migrations(router)["moved_tokens"] >= len(router_process.PROMPT)
-    assert router.listing()["moved_requests"] == 0  # no request was recomputed
+    assert router.listing()["moved_requests"] <= router.num_silent()  # none was recomputed for a move
     lines = router.http.get("/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("floodplain_migrations_total{") and 'result="moved"' in one)
     assert line.endswith(" 1.0")

@@ -69,6 +69,10 @@ class RouterProcess:
     def rows(self) -> list[Any]:
         return list(self.listing()["instances"])
 
+    def num_silent(self) -> int:
+        """Return how many instances were removed for silence. A busy machine causes some; each moves its requests."""
+        return int(self.listing()["ends"].get("silent", 0))
+
     def wait_full(self) -> list[Any]:
         """Return all instances, once they serve."""
         count = self.num_instances
