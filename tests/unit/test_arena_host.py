@@ -24,20 +24,6 @@ def _words(arena: HostArena) -> torch.Tensor:
     return arena.tensor(torch.int64, (arena.num_pages, PAGE_BYTES // 8))
 
 
-def test_a_page_passes_between_arenas_with_its_bytes(device: HostDevice) -> None:
-    one, other = device.reserve(8), device.reserve(8)
-    first, second = _words(one), _words(other)
-    pages = device.allocate(4)
-    assert pages is not None
-    one.map(2, pages)
-    first[2:6] = torch.arange(4)[:, None]
-    taken = one.unmap(3, 2)
-    assert taken == pages[1:3]
-    other.map(6, taken[::-1])
-    assert second[6:].unique(dim=1).flatten().tolist() == [2, 1]
-    assert first[[2, 5]].unique(dim=1).flatten().tolist() == [0, 3]
-
-
 def test_mistakes_are_refused_and_change_nothing(device: HostDevice) -> None:
     arena = device.reserve(4)
     pages = device.allocate(4)
