@@ -19,6 +19,7 @@ from floodplain.lending.agent import LeaseAgent, NewsWatch
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.web.listen import bind
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until
@@ -145,8 +146,8 @@ def test_the_next_coordinator_sends_news_of_recalls_like_the_last_one(tmp_path: 
         running = first.__enter__()
         pair = stack.enter_context(sharing(running.url))
         first.__exit__(None, None, None)
-        port = int(running.url.rpartition(":")[2])
-        running = stack.enter_context(coordinating(open_store(tmp_path), ttl_s=NEVER_S, port=port))
+        sock = bind("127.0.0.1", int(running.url.rpartition(":")[2]))
+        running = stack.enter_context(coordinating(open_store(tmp_path), ttl_s=NEVER_S, sock=sock))
         pair.lender.membership.lend(0)
         while pair.taken_bytes:
             pair.give_back()

@@ -23,6 +23,7 @@ from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import Membership
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.web.listen import bind
 from tests.support.coordinators import coordinating, open_store
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks
@@ -72,7 +73,8 @@ class Street:
 
     def start_coordinator(self, port: int) -> str:
         """Return its URL."""
-        return self._coordinator.enter_context(coordinating(open_store(self._folder), port=port, ttl_s=TTL_S)).url
+        sock = bind("127.0.0.1", port)
+        return self._coordinator.enter_context(coordinating(open_store(self._folder), sock=sock, ttl_s=TTL_S)).url
 
     def end_coordinator(self) -> None:
         self._coordinator.close()

@@ -97,9 +97,8 @@ def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(IdleSteps, "start", lambda self: None)  # only this test steps the engine
-    with closing(bind("127.0.0.1", 0)) as sock:
-        url, port = url_of(sock), sock.getsockname()[1]
-    with LLM("dummy:tiny-llama", coordinator=url, **FLAGS) as llm:
+    sock = bind("127.0.0.1", 0)  # it listens later
+    with LLM("dummy:tiny-llama", coordinator=url_of(sock), **FLAGS) as llm:
         producer = Producer(llm.engine)
         llm.engine.clock = Ticks()
         for _ in range(3):
@@ -110,7 +109,7 @@ def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
         assert producer.is_whole, "there was no borrower"
         warnings = [message for message in caplog.messages if "does not answer" in message]
         assert len(warnings) == 1 and "leases stay as they are for now" in warnings[0]
-        with coordinating(port=port):
+        with coordinating(sock=sock):
             step_until(producer, lambda: producer.num_blocks <= 16)
             assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
 

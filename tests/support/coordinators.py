@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -26,8 +27,8 @@ from tests.support.waiting import HANG_S, wait_until
 class RunningCoordinator:
     """``url`` is its address; ``stop`` has the effect of a signal."""
 
-    def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, port: int) -> None:
-        self._sock = bind("127.0.0.1", port)
+    def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, sock: socket.socket | None) -> None:
+        self._sock = bind("127.0.0.1", 0) if sock is None else sock
         self._sock.listen()
         self.url = url_of(self._sock)
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
@@ -61,10 +62,18 @@ class RunningCoordinator:
 
 @contextmanager
 def coordinating(
-    store: Store, *, tokens: TokenRing | None = None, ttl_s: float = 10.0, leads: bool = True, port: int = 0
+    store: Store,
+    *,
+    tokens: TokenRing | None = None,
+    ttl_s: float = 10.0,
+    leads: bool = True,
+    sock: socket.socket | None = None,
 ) -> Iterator[RunningCoordinator]:
-    """Yield a running coordinator, once it leads if ``leads``; at the end it is stopped and its store is closed."""
-    running = RunningCoordinator(store, tokens, ttl_s, port)
+    """Yield a running coordinator, once it leads if ``leads``; at the end it is stopped and its store is closed.
+
+    It listens at ``sock``, which is bound; None: at any port.
+    """
+    running = RunningCoordinator(store, tokens, ttl_s, sock)
     with closing(store):
         running.start()
         try:

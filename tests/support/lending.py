@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.coordinator.run import CoordinatorServer
-from floodplain.coordinator.service import LeaseService
-from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
-from floodplain.coordinator.worker import LeaseWorker
 from floodplain.engine.shell import Engine
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseId
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
-from floodplain.lending.membership import LentDevice, lease_clock
+from floodplain.lending.membership import LentDevice
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
-from floodplain.web.limits import limit_connections
-from floodplain.web.listen import bind, url_of
+from tests.support import coordinators
+from tests.support.coordinators import open_store
 from tests.support.host_devices import open_device
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import wait_until
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that advances by a hundredth of a second at each reading. Rates have no meaning there."""
@@ -52,40 +47,19 @@ class Ticks:
 
 
 @contextmanager
-def coordinating(*, ttl_s: float = 60.0, tokens: TokenRing | None = None, port: int = 0) -> Iterator[str]:
+def coordinating(
+    *, ttl_s: float = 60.0, tokens: TokenRing | None = None, sock: socket.socket | None = None
+) -> Iterator[str]:
     """Yield the address of a coordinator on a thread of its own, with an empty store.
 
     The store is in memory if possible: each commit waits for the disk, which other processes may keep busy for seconds.
     """
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield from _coordinate(Path(folder), ttl_s, tokens, port)
-
-
-def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int) -> Iterator[str]:
-    sock = bind("127.0.0.1", port)
-    sock.listen()
-    store = Store.open(f"sqlite:///{folder / 'leases.db'}")
-    ready, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
-
-    def note_ready() -> None:
-        loops.append(asyncio.get_running_loop())
-        ready.set()
-
-    server = CoordinatorServer(
-        LeaseWorker(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready, limit_connections(None)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        assert ready.wait(HANG_S)
-        yield url_of(sock)
-    finally:
-        loops[0].call_soon_threadsafe(server.stop)
-        thread.join(HANG_S)
-        sock.close()
-        store.close()
-        assert not thread.is_alive()
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder,
+        coordinators.coordinating(open_store(Path(folder)), ttl_s=ttl_s, tokens=tokens, sock=sock) as running,
+    ):
+        yield running.url
 
 
 class Consumer:
