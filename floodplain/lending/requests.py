@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.leases.client import LeaseClient
@@ -30,13 +30,8 @@ class PeerTotals:
     num_forced: int = 0
 
     def by_outcome(self) -> dict[str, int]:
-        """Return the counts by the names that metrics use."""
-        return {
-            "granted": self.num_granted,
-            "refused": self.num_refused,
-            "returned": self.num_returned,
-            "forced": self.num_forced,
-        }
+        """Return the counts by the names that metrics use: ``granted``, and so on."""
+        return {name.removeprefix("num_"): number for name, number in asdict(self).items()}
 
 
 class LeaseRequests:
