@@ -103,7 +103,7 @@ class BulkClient:
         raised, the connection cannot be used again.
 
         Raises:
-                PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
+            PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
                 called.
         """
         if self._frames is None:

@@ -43,8 +43,7 @@ class GroupCounts:
     """Counters of group changes; they only grow.
 
     Attributes:
-            num_entered: How often a group stayed in a state. One that it leaves at once, with nothing to copy, does not
-            count.
+        num_entered: How often a group stayed in a state; not one that it leaves at once, with nothing to copy.
         num_changes: How often a group was changed, by ``CHANGES``; ``seconds``: the total time of these changes.
         num_carried: Requests that kept their KV in drops and restores; ``num_recomputed`` lost it.
         usable_s: Total time from a decision to drop until the group's pool was usable.
