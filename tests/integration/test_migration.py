@@ -139,7 +139,7 @@ async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
         members = [open_movable(config, "127.0.0.1") for _ in range(2)]
         try:
             facts = members[0].hello(OUTSIDE).facts
-            router.table.first_facts = facts  # else only the router's own instances may join first
+            router.table.roster.first_facts = facts  # else only the router's own instances may join first
             for member in members:
                 await some.join(member)
             yield some

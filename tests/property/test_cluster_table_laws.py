@@ -59,7 +59,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.processes) < 4)
     @rule()
     def join(self) -> None:
-        one = self.table.join(FACTS, None, self.now)
+        one = self.table.roster.join(FACTS, None, self.now)
         assert one.epoch not in self.processes and all(one.epoch != zombie.epoch for zombie in self.zombies)
         self.processes[one.epoch] = FakeInstance(one.epoch)
         self.place()

@@ -45,7 +45,7 @@ class Cluster:
             on_overload=self.notices.append,
         )  # fmt: skip
         for slot in range(num_instances):
-            self.table.join(replace(FACTS, num_blocks=100), slot, 0.0).can_drop = True
+            self.table.roster.join(replace(FACTS, num_blocks=100), slot, 0.0).can_drop = True
 
     def give(self, num_requests: int) -> None:
         """Open and place requests of 25 blocks each."""

@@ -109,7 +109,7 @@ class Router:
 
     def _join(self, slot: int) -> None:
         facts = InstanceFacts("1", "f", "float32", 1024, BLOCK_TOKENS, 80, "host", slot)
-        self.table.join(facts, slot, 0.0).can_drop = True
+        self.table.roster.join(facts, slot, 0.0).can_drop = True
 
     def _place(self) -> None:
         self.table.place()

@@ -94,9 +94,9 @@ class ClusterEngine:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output; known once an instance has joined."""
-        if self.router.table.first_facts is None:
+        if self.router.table.roster.first_facts is None:
             raise InvariantError("no instance has said yet how long requests may be")
-        return self.router.table.first_facts.max_model_len
+        return self.router.table.roster.first_facts.max_model_len
 
     @property
     def failure(self) -> BaseException | None:

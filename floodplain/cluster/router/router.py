@@ -101,7 +101,9 @@ class Router:
     @property
     def is_ready(self) -> bool:
         """Whether an instance has joined; with a pipeline: whether all stages were linked once."""
-        return self.table.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
+        return self.table.roster.first_facts is not None and (
+            self._forming is None or self._forming.max_model_len is not None
+        )
 
     # -- start and end ---------------------------------------------------------------------------------------------
 
@@ -169,11 +171,11 @@ class Router:
             return None
         if not self.is_ready if slots[0] is None else not self._launcher.admits(slots[0]):
             return None  # it connects again: the router's own instances decide the model
-        problem = find_problem(hello, slots[0], self.table.first_facts, self._forming)
+        problem = find_problem(hello, slots[0], self.table.roster.first_facts, self._forming)
         if problem is not None:
             link.send(wire.pack(wire.Denied(f"the router does not take this instance: {problem}")))
             return None
-        instance = self.table.join(hello.facts, slots[0], time.monotonic(), hello.stage)
+        instance = self.table.roster.join(hello.facts, slots[0], time.monotonic(), hello.stage)
         instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
         link.send(wire.pack(wire.Welcome(instance.epoch, self._beat_s, self._silence_s)))
@@ -244,10 +246,10 @@ class Router:
                 self.group_controller.take(message, integers)
 
     def _take_formed(self, message: wire.Formed) -> None:
-        facts = self.table.first_facts
+        facts = self.table.roster.first_facts
         if self._forming is None or facts is None or not self._forming.link(message):
             return
-        self.table.first_facts = replace(facts, max_model_len=self._forming.max_model_len or 0)
+        self.table.roster.first_facts = replace(facts, max_model_len=self._forming.max_model_len or 0)
         self._note_serving(self.table.roster)
         self.requests.place()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from floodplain.cluster.state.roster import Instance, Roster
-from floodplain.cluster.wire.messages import InstanceFacts, StageFacts
+from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.core.codec import WireError
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey, extend_keys, root_key
@@ -59,10 +59,7 @@ class Entry:
 
 
 class RequestTable:
-    """The requests and instances of a router.
-
-    ``first_facts`` are those of the instance that joined first; the others match them. None before that.
-    """
+    """The requests of a router, and their placements on the instances of its roster."""
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
@@ -70,7 +67,6 @@ class RequestTable:
         self._unplaced: dict[int, Entry] = {}
         self._lifted: dict[int, Entry] = {}
         self._next_number = self._next_ticket = 1
-        self.first_facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
         return len(self._placed) + len(self._unplaced) + len(self._lifted)
@@ -79,11 +75,6 @@ class RequestTable:
     def num_unplaced(self) -> int:
         """The number of live requests that wait for an instance."""
         return len(self._unplaced)
-
-    def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
-        """Begin a session. Facts of the first instance are kept; all others must match (``find_difference``)."""
-        self.first_facts = self.first_facts or facts
-        return self.roster.join(facts, slot, now, stage)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -233,9 +224,9 @@ class RequestTable:
         return entry.keys
 
     def _expect_facts(self) -> InstanceFacts:
-        if self.first_facts is None:
+        if self.roster.first_facts is None:
             raise InvariantError("a request is placed before an instance has joined")
-        return self.first_facts
+        return self.roster.first_facts
 
     def check_integrity(self) -> None:
         """Raise ``InvariantError`` unless every live request is in exactly one state."""

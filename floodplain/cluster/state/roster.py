@@ -101,9 +101,14 @@ class Instance:
 
 
 class Roster:
-    """All joined instances. One that sends nothing for ``silence_s`` seconds is declared dead."""
+    """All joined instances. One that sends nothing for ``silence_s`` seconds is declared dead.
+
+    ``first_facts`` are those of the instance that joined first: all others match them (``find_difference``). None
+    before that.
+    """
 
     def __init__(self, silence_s: float) -> None:
+        self.first_facts: InstanceFacts | None = None
         self._silence_s = silence_s
         self._instances: dict[int, Instance] = {}
         self._next_epoch = 1
@@ -137,6 +142,7 @@ class Roster:
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
         """Add an instance, under a new epoch."""
+        self.first_facts = self.first_facts or facts
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         prefixes = PrefixMemory(facts.num_blocks)
         instance = Instance(epoch, facts, slot, now, now, facts.num_blocks, prefixes)
