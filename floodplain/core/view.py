@@ -125,13 +125,15 @@ class Prices:
         step_s: Seconds of a recent step that only decodes.
         prefill_token_s: Seconds that one token of a prompt adds to a step.
         prompt_share: The part of the device's time that prompts take, by recently ended requests.
-        lone_step_s: Seconds of a step with one decode.
+        lone_step_s: Seconds of a step with one decode; copies beside recent steps are in it.
+        unloaded_step_s: The same, learned only from steps beside which no copy ran.
     """
 
     step_s: float = 0.0
     prefill_token_s: float = 0.0
     prompt_share: float = 0.0
     lone_step_s: float = 0.0
+    unloaded_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

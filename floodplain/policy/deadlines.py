@@ -56,10 +56,11 @@ class Deadlines:
     def __init__(self, view: View, now: float, settings: SharingSettings, turn_steps: int) -> None:
         demand, prices = view.demand, view.prices
         self._view, self._now = view, now
-        self._goals = PaceGoals(view, settings.tpot_goal_s)
+        unloaded_s = prices.unloaded_step_s or prices.lone_step_s
+        self._goals = PaceGoals(view, settings.tpot_goal_s or UNLOADED_FACTOR * unloaded_s or None)
         self._mean_output = demand.mean_output or UNKNOWN_OUTPUT
-        lone_s = prices.lone_step_s + prices.prefill_token_s * demand.median_prompt
-        self.ttft_goal_s = settings.ttft_goal_s or UNLOADED_FACTOR * lone_s or inf
+        first_s = unloaded_s + prices.prefill_token_s * demand.median_prompt
+        self.ttft_goal_s = settings.ttft_goal_s or UNLOADED_FACTOR * first_s or inf
         self.step_s = max(demand.step_s, prices.step_s)
         self.turn_s = turn_steps * prices.step_s
         self.most_silence_s = self._goals.most_silence_s(settings.max_gap_s)

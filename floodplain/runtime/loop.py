@@ -38,6 +38,7 @@ class _Outstanding:
     decoding: list[Sequence]
     chunked: list[Sequence]
     issued_s: float
+    has_copies: bool
 
 
 class Loop:
@@ -137,7 +138,7 @@ class Loop:
                 state.counters.num_steps += 1
                 if decision.reason is not None:
                     state.counters.limited_steps[decision.reason.value] += 1
-                self._steps.append(_Outstanding(plan, decoding, chunked, now))
+                self._steps.append(_Outstanding(plan, decoding, chunked, now, bool(state.transfers)))
                 return plan
             self._postpone(plan)
             if not decision.preemptions and not decision.resumptions:
@@ -193,7 +194,8 @@ class Loop:
         self.state.counters.num_generated_tokens += len(token_ids)
         duration_s = now - max(step.issued_s, self._last_end_s)  # it was queued while the step before it computed
         self._last_end_s = now
-        self.state.prices.learn(*step.plan.count_work(), duration_s)
+        has_copies = step.has_copies or bool(self.state.transfers)
+        self.state.prices.learn(*step.plan.count_work(), duration_s, has_copies=has_copies)
         self.state.note_supply(duration_s, len(token_ids), finished)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)

@@ -2,7 +2,8 @@
 
 The price of a step is linear: a constant, a price per decode and a price per prompt token. A Kalman filter tracks them
 as they drift; errors are relative to the step's time. A price stays as it is while no step has its part, and if steps
-cannot distinguish two prices, both change.
+cannot distinguish two prices, both change. Where the cores that compute also make copies, steps beside copies are
+slower; so a second line learns from the other steps what a token takes without load.
 
 The part of prompts in the work is computed from the prompts of ended requests and the decodes of all requests: short
 answers end first when a load begins, so ended requests alone would make outputs look shorter than they are.
@@ -80,6 +81,7 @@ class StepPrices:
 
     def __init__(self) -> None:
         self._line: Line | None = None
+        self._unloaded: Line | None = None
         self._num_decodes: float | None = None  # a running mean over steps that had some
         self._has_prefill = False
         self._num_prompt_tokens = 0.0  # of recently ended requests
@@ -91,12 +93,16 @@ class StepPrices:
         """The prices as of the last completed step; the same object until they change."""
         return self._prices
 
-    def learn(self, num_decodes: int, num_prefill: int, duration_s: float) -> None:
-        """Learn from the time of a step."""
+    def learn(self, num_decodes: int, num_prefill: int, duration_s: float, *, has_copies: bool = False) -> None:
+        """Learn from the time of a step; ``has_copies``: copies ran beside it."""
         if not (num_decodes or num_prefill) or duration_s <= 0:
             return
+        amounts = (1.0, float(num_decodes), float(num_prefill))
         self._line = self._line or _first_line(duration_s)
-        self._line.learn((1.0, float(num_decodes), float(num_prefill)), duration_s)
+        self._line.learn(amounts, duration_s)
+        if not has_copies:
+            self._unloaded = self._unloaded or _first_line(duration_s)
+            self._unloaded.learn(amounts, duration_s)
         self._num_output_tokens += num_decodes
         if num_decodes:
             mean = num_decodes if self._num_decodes is None else self._num_decodes
@@ -114,7 +120,8 @@ class StepPrices:
         step_s = 0.0 if self._num_decodes is None else max(0.0, base_s + decode_s * self._num_decodes)
         token_s = max(0.0, token_s) if self._has_prefill else 0.0
         lone_step_s = max(0.0, base_s + decode_s) if step_s else 0.0
-        return Prices(step_s, token_s, self._prompt_share(step_s, token_s), lone_step_s)
+        unloaded_step_s = max(0.0, sum(self._unloaded.weights[:2])) if step_s and self._unloaded else 0.0
+        return Prices(step_s, token_s, self._prompt_share(step_s, token_s), lone_step_s, unloaded_step_s)
 
     def _prompt_share(self, step_s: float, token_s: float) -> float:
         prompts_s = self._num_prompt_tokens * token_s

@@ -300,6 +300,16 @@ def test_on_the_device_silent_and_urgent_streams_rank_first_late_ones_last() -> 
     assert 7 in ranking.staying
 
 
+def test_goals_follow_steps_without_copies() -> None:
+    """Five times what a token, and what a median prompt with its token, take without load."""
+    slowed = replace(PRICES, lone_step_s=0.04, unloaded_step_s=0.02)
+    deadlines = Deadlines(line(OLD, prices=slowed), NOW, settings_for("timely"), 10)
+    assert deadlines.ttft_goal_s == pytest.approx(5 * (0.02 + 8 * 0.001))
+    assert deadlines.stand(in_time(stream(1), 0.0, num_tokens=4))[0] == pytest.approx(4 * 5 * 0.02 - 4 * TPOT_S)
+    unknown = Deadlines(line(OLD, prices=PRICES), NOW, settings_for("timely"), 10)  # copies beside all steps so far
+    assert unknown.ttft_goal_s == deadlines.ttft_goal_s
+
+
 def test_a_late_stream_ranks_before_those_with_slack_when_its_end_is_due() -> None:
     ending = arrived(in_time(stream(1), -5.0), NOW - 60.0)
     assert order(line(OLD, ending, in_time(stream(2), 2.0)))[:2] == [1, 2]

@@ -139,6 +139,28 @@ def test_a_lone_step_costs_what_a_step_and_one_decode_do() -> None:
     assert learned((plan(0, 30), 0.02)).lone_step_s == 0.0
 
 
+def test_copies_beside_steps_do_not_change_what_a_token_takes_without_load() -> None:
+    """Copies double the time of steps; the last line is the control: ``lone_step_s`` has them in it."""
+    prices = StepPrices()
+    for count in (1, 20, 5, 12) * 40:
+        prices.learn(count, 0, 0.01 + 0.001 * count)
+    for count in (20, 25, 22) * 40:
+        prices.learn(count, 0, 2 * (0.01 + 0.001 * count), has_copies=True)
+    assert prices.now.unloaded_step_s == pytest.approx(0.011, rel=0.05)
+    assert prices.now.lone_step_s > 0.013
+
+
+def test_without_copies_both_prices_of_a_lone_step_are_equal() -> None:
+    prices = learned(*[(plan(count), 0.01 + 0.001 * count) for count in (1, 20, 5, 12)])
+    assert prices.unloaded_step_s == prices.lone_step_s > 0
+
+
+def test_a_step_without_copies_has_no_price_before_there_was_one() -> None:
+    prices = StepPrices()
+    prices.learn(4, 0, 0.02, has_copies=True)
+    assert prices.now.unloaded_step_s == 0.0 < prices.now.lone_step_s
+
+
 def test_the_price_of_prompts_is_never_negative() -> None:
     assert learned(*[(plan(4), 0.02), (plan(4, 40), 0.01)] * 20).prefill_token_s == 0.0
 

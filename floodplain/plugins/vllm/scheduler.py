@@ -199,7 +199,11 @@ class FloodplainScheduler(SteeredScheduler):
                 one.entered_step = self._step
                 self._desk.books.note_start(one)
         self._was_running = set(running)
-        self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)))
+        self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)), has_copies=self._is_copying)
+
+    @property
+    def _is_copying(self) -> bool:
+        return len(self._desk.books.transfers) > 0
 
     def note_end(self, output: SchedulerOutput) -> None:
         """Learn a finished step's price, and record the requests that got tokens."""
@@ -207,8 +211,9 @@ class FloodplainScheduler(SteeredScheduler):
         num_tokens = num_tokens_in(output)
         sizes = list(num_tokens.values())
         num_single = sizes.count(1)
-        duration_s = self._timer.end(now)
-        self._prices.learn(num_single, sum(sizes) - num_single, duration_s)
+        duration_s, has_copies = self._timer.end(now)
+        has_copies = has_copies or self._is_copying
+        self._prices.learn(num_single, sum(sizes) - num_single, duration_s, has_copies=has_copies)
         live = [one for name in num_tokens if (one := self._desk.roster.find(name)) is not None]
         ended, self._ended_outputs = self._ended_outputs, []
         num_generated = len(ended) + sum([one.note_tokens(now) for one in live])

@@ -9,21 +9,25 @@ class StepTimer:
     """Times steps that end in the order in which they begin; each computes once the one before has ended."""
 
     def __init__(self) -> None:
-        self._outstanding: deque[tuple[float, bool]] = deque()
+        self._outstanding: deque[tuple[float, bool, bool]] = deque()
         self._last_end_s = 0.0
 
     @property
     def is_computing(self) -> bool:
         """Whether an outstanding step computes anything."""
-        return any(computes for _, computes in self._outstanding)
+        return any(computes for _, computes, _ in self._outstanding)
 
-    def begin(self, now: float, *, computes: bool) -> None:
-        """Record a step that is planned, and handed to the workers."""
-        self._outstanding.append((now, computes))
+    def begin(self, now: float, *, computes: bool, has_copies: bool) -> None:
+        """Record a step that is planned, and handed to the workers; ``has_copies``: copies run beside it."""
+        self._outstanding.append((now, computes, has_copies))
 
-    def end(self, now: float) -> float:
-        """Finish the oldest outstanding step, whose tokens are known; return the seconds that it took."""
-        begin_s, _ = self._outstanding.popleft()
+    def end(self, now: float) -> tuple[float, bool]:
+        """Finish the oldest outstanding step, whose tokens are known.
+
+        Returns:
+            (the seconds that it took, ``has_copies``).
+        """
+        begin_s, _, has_copies = self._outstanding.popleft()
         duration_s = now - max(begin_s, self._last_end_s)
         self._last_end_s = now
-        return duration_s
+        return duration_s, has_copies
