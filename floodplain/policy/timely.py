@@ -14,7 +14,8 @@ deadlines. Else not every request can keep its goals, and equal shares would mak
   head past its deadline is admitted whatever is claimed. Capacity that is left over is *backfilled* from the young end
   of the line, since deadlines protect its old end.
 - **Device.** First streams without a token for long, then streams whose slack is less than a turn, then prompts, then
-  streams by arrival. Streams that have missed a goal rank last until their end is due, and are preempted first.
+  streams with more slack by arrival, those on the device before swapped ones. Streams that have missed a
+  goal rank last until their end is due, and are preempted first.
 
 Deadlines and gaps are targets: the tests bound the first by two turns, and the second too, at up to three times the
 load that the device can serve. Beyond that ``max_gap_s`` can be exceeded (``docs/design/004``).
@@ -285,6 +286,10 @@ def _prompts_by_deadlines(ranking: Ranking, deadlines: Deadlines) -> Ranking:
     return replace(ranking, rows=[next(ordered) if deadlines.is_prompt(row) else row for row in ranking.rows])
 
 
+def _is_absent(row: SequenceView) -> bool:
+    return row.status is Status.SWAPPED
+
+
 class _Ranker:
     """Scratch state of one ranking: rows by deadlines, in order of arrival, and the claimed part of the device."""
 
@@ -318,7 +323,7 @@ class _Ranker:
             *self._late_prompts,
             *admission.heads,
             *self._ending,
-            *self._on_time,
+            *sorted(self._on_time, key=_is_absent),  # no preemption for a stream that can wait as well
             *self._late,
             *admission.others,
         ]

@@ -300,6 +300,13 @@ def test_on_the_device_silent_and_urgent_streams_rank_first_late_ones_last() -> 
     assert 7 in ranking.staying
 
 
+def test_a_stream_on_the_device_is_not_preempted_for_another_one_that_has_slack_too() -> None:
+    """The swapped stream is the older one; it ranks first as soon as it is urgent."""
+    old, young = in_time(swapped(1), 2.0, num_tokens=50), in_time(stream(2), 2.0, num_tokens=30)
+    assert order(line(OLD, old, young)) == [2, 1, 90]
+    assert order(line(OLD, in_time(swapped(1), 0.2, num_tokens=50), young)) == [1, 2, 90]
+
+
 def test_goals_follow_steps_without_copies() -> None:
     """Five times what a token, and what a median prompt with its token, take without load."""
     slowed = replace(PRICES, lone_step_s=0.04, unloaded_step_s=0.02)
