@@ -15,15 +15,15 @@ from floodplain.plugins.vllm import kept_rows
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.prefix_watch import PrefixWatch
-from floodplain.plugins.vllm.tracked import SPARE_ENTRIES, RequestRoster
+from floodplain.plugins.vllm.tracked import SPARE_ENTRIES, RequestRoster, TrackedRequest
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from tests.support.examples import examples
-from tests.support.vllm_books import Block, Pool
+from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
 from tests.support.vllm_engine import NUM_BLOCKS, WINDOW, FakeEngine, as_of
 
 EVENTS = (
     "arrive", "admit", "admit", "run", "run", "back_up", "leave", "leave", "get_late_token", "settle", "settle", "end",
-    "look", "look", "look",
+    "look", "look", "look", "speculate", "speculate", "verify",
 )  # fmt: skip
 STORY = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 63)), max_size=60)
 
@@ -36,6 +36,9 @@ def expect_same(engine: FakeEngine) -> None:
     assert as_of(view.swapped, engine.step) == as_of(swapped, engine.step)
     assert as_of(view.waiting, engine.step) == as_of(waiting[:WINDOW], engine.step)
     assert view.num_waiting == len(waiting)
+    for one in engine.desk.roster:
+        num_copied = max(len(one.backups) * BLOCK_TOKENS, one.num_kept_tokens)
+        assert num_copied <= one.request.num_tokens, "of tokens that stay"
 
 
 def play(engine: FakeEngine, story: list[tuple[str, int]]) -> None:
@@ -119,6 +122,21 @@ def test_the_law_notices_rows_of_absent_requests_that_are_kept_too_long(monkeypa
     monkeypatch.setattr(KeptRows, "absent", keep)
     with pytest.raises(AssertionError):
         walk(0)
+
+
+def test_the_law_notices_copies_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrackedRequest, "num_unverified_tokens", 0)
+    with pytest.raises(AssertionError, match="of tokens that stay"):
+        for seed in range(20):
+            walk(seed)
+
+
+def test_a_row_is_not_kept_while_drafts_are_outstanding() -> None:
+    """Where as many drafts are outstanding as there were tokens since, a row seems to be valid."""
+    engine = FakeEngine()
+    play(engine, [("arrive", 0), ("look", 0), ("admit", 0), *[("run", 20)] * 3, ("look", 0)])
+    engine.step += 1  # its request pauses
+    play(engine, [("speculate", 1)])
 
 
 def test_the_law_notices_a_queue_that_forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:

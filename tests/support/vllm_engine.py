@@ -25,7 +25,8 @@ from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
 
 GROUPS = (CacheGroup(BLOCK_TOKENS),)
 NUM_BLOCKS, NUM_SLOTS, NUM_TEXTS, WINDOW = 40, 16, 2, 3
-LIMITS = Limits(NUM_BLOCKS, GROUPS, 64, 16, max_model_len=60)
+NUM_DRAFTS = 3
+LIMITS = Limits(NUM_BLOCKS, GROUPS, 64, 16, max_model_len=60, num_draft_slots=NUM_DRAFTS)
 
 
 class FakeRequest:
@@ -138,6 +139,7 @@ class FakeEngine:
         self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
         self.desk = SwapDesk(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, GROUPS, num_workers=1)
         self.desk.books.bind(self.pool)
+        self.desk.roster.has_drafts = True
         self.lobby = Lobby(self.desk.roster, lambda one: one.order_key, WINDOW)
         self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
         self.running: list[TrackedRequest] = []
@@ -184,6 +186,7 @@ class FakeEngine:
 
     def run(self, index: int) -> None:
         """Run a step: most resident requests get a token, or a part of their prompt."""
+        self.verify(index)
         for one in self.arrived:
             self._enter(one)
         self.arrived.clear()
@@ -204,11 +207,40 @@ class FakeEngine:
                 self.pool.cache(block_hash, block)
         self.step += 1
 
+    def speculate(self, index: int) -> None:
+        """Begin a step of decoding requests, each with drafts; it is outstanding until ``verify``."""
+        self.verify(index)
+        for one in self.running:
+            request, table = one.request, self.tables[one.request.request_id]
+            num_tokens = request.num_computed_tokens + 1 + index % (NUM_DRAFTS + 1)
+            missing = max(0, -(-num_tokens // BLOCK_TOKENS) - len(table))
+            if one in self.arrived or request.num_tokens > request.num_computed_tokens + 1 or one.first_token_s is None:
+                continue
+            if missing <= len(self.pool.free):
+                table.extend(self.pool.give(missing))
+                request.num_output_placeholders = num_tokens - request.num_computed_tokens
+                request.num_computed_tokens = num_tokens
+        self.step += 1
+
+    def verify(self, index: int) -> None:
+        """End a step with drafts, some of which were right."""
+        for one in self.running:
+            if one.request.num_output_placeholders:
+                self._verify(one, index)
+                one.note_tokens(float(self.step))
+
+    def _verify(self, one: TrackedRequest, index: int) -> None:
+        request, num_drafts = one.request, one.request.num_output_placeholders - 1
+        num_right = index % (num_drafts + 1)
+        request.num_tokens += num_right + 1
+        request.num_computed_tokens -= num_drafts - num_right
+        request.num_output_placeholders = 0
+
     def back_up(self, index: int) -> None:
         if self.running:
             one = self.running[index % len(self.running)]
             table = self.tables[one.request.request_id]
-            self.desk.books.back_up(one, [table], one.request.num_computed_tokens, 1 + index % 3, Tier.HOST)
+            self.desk.books.back_up(one, [table], one.num_verified_tokens, 1 + index % 3, Tier.HOST)
             self._launch()
 
     def get_late_token(self, index: int) -> None:
@@ -225,11 +257,13 @@ class FakeEngine:
             self.running.remove(one)
             table = self.tables.pop(one.request.request_id)
             if index % 4:
-                self.desk.books.swap_out(one, [table], one.request.num_computed_tokens, Reason.SLICE_ENDED)
+                self.desk.books.swap_out(one, [table], one.num_verified_tokens, Reason.SLICE_ENDED)
                 self._launch()
             else:
                 self.desk.books.forget(one)
             self.pool.free_blocks(table[::-1])
+            if one.request.num_output_placeholders:
+                self._verify(one, index)
             one.request.num_computed_tokens = 0
             self.queue.prepend_request(one.request)
 

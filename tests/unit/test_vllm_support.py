@@ -18,6 +18,7 @@ from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
 from floodplain.plugins.vllm.support import (
     CACHE_DTYPES,
+    DRAFTERS,
     expect_supported,
     names_connector,
     names_scheduler,
@@ -75,6 +76,7 @@ Stranger = type("FloodplainScheduler", (), {})
         {"scheduler_config__scheduler_cls": Heir},
         {"scheduler_config__async_scheduling": True},
         *({"cache_config__cache_dtype": dtype} for dtype in CACHE_DTYPES),
+        *({"speculative_config": SimpleNamespace(method=method)} for method in DRAFTERS),
     ],
 )
 def test_what_is_supported_is_let_in(changes: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
     ("changes", "message"),
     [
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, "speculative decoding with medusa is not supported"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -140,8 +142,8 @@ def test_the_scheduler_runs_with_no_connector_or_with_vllms_own(connector: str |
     )
     assert names_scheduler(config) and not names_connector(config)
     expect_supported(config, borrows=False, follows_sleep=False)
-    with pytest.raises(UserError, match="leave --speculative-config out"):
-        config.speculative_config = object()
+    with pytest.raises(UserError, match="speculative decoding with suffix is not supported: use one of ngram,"):
+        config.speculative_config = SimpleNamespace(method="suffix")
         expect_supported(config, borrows=False, follows_sleep=False)
 
 

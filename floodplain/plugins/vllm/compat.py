@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from floodplain.core.cache_groups import CacheKind
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
 from floodplain.plugins.vllm.compat_names import find_groups
@@ -42,6 +43,8 @@ class SteeredScheduler(AsyncScheduler):
         with refusals_in_one_line():
             self.groups = find_groups(self.kv_cache_config)
             self._expect_whole_hits()
+            self._expect_room_for_drafts()
+        self._spec_decode_step_blocks = 0  # a policy has left room for drafts
         self.finder = BlockFinder(self.kv_cache_manager, self.groups, self.hash_block_size)
 
     def _expect_whole_hits(self) -> None:
@@ -54,6 +57,29 @@ class SteeredScheduler(AsyncScheduler):
                 " or pass --no-enable-prefix-caching"
             )
 
+    def _expect_room_for_drafts(self) -> None:
+        """Refuse models whose drafts change what they keep, and steps without room for the drafts of all requests."""
+        if not self.num_spec_tokens:
+            return
+        if any(group.kind is CacheKind.STATE for group in self.groups):
+            raise UserError("drafts for models with states are not supported: leave --speculative-config out")
+        if self.num_prefill_lookahead > 1:
+            raise UserError("drafts of several MTP modules are not supported: set num_speculative_tokens to 1")
+        needed = self.max_num_active_reqs * (1 + self.num_spec_tokens)
+        if self._find_step_tokens() < needed:
+            needed += self.scheduler_config.max_num_batched_tokens - self._find_step_tokens()
+            raise UserError(
+                f"{self.max_num_active_reqs} requests with {self.num_spec_tokens} drafts each need steps of"
+                f" {needed} tokens: pass --max-num-batched-tokens {needed}, or lower --max-num-seqs"
+            )
+
+    def _find_step_tokens(self) -> int:
+        """Return the most tokens of a step, without those that drafters insert."""
+        speculative = self.vllm_config.speculative_config
+        num_inserted = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
+        most: int = self.scheduler_config.max_num_batched_tokens - num_inserted * self.max_num_active_reqs
+        return min(most, int(self.max_num_scheduled_tokens))
+
     # -- for a subclass --------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -62,7 +88,7 @@ class SteeredScheduler(AsyncScheduler):
 
     @abstractmethod
     def cap(self, request_id: str, num_tokens: int) -> int:
-        """Return how many of these tokens a request may compute in this step."""
+        """Return how many of these tokens, none of them a draft, a request may compute in this step."""
 
     @abstractmethod
     def note_arrival(self, request: Request) -> None:
@@ -117,10 +143,17 @@ class SteeredScheduler(AsyncScheduler):
         return Limits(
             self.finder.num_blocks,
             self.groups,
-            self.max_num_scheduled_tokens,
+            self._find_step_tokens(),
             self.max_num_active_reqs,
             self.max_model_len,
+            self.num_spec_tokens + self.num_lookahead_tokens,
         )
+
+    def count_drafts(self, arrived: Sequence[Request]) -> int:
+        """Return the drafts to verify in the next step; vLLM fills up requests whose copies have ended."""
+        if not self.num_spec_tokens:
+            return 0
+        return sum([len(request.spec_token_ids) for request in self.running], int(self.num_spec_tokens) * len(arrived))
 
     def send_away(self, request: Request) -> None:
         """Preempt a running request."""
@@ -283,10 +316,16 @@ class SteeredScheduler(AsyncScheduler):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _limit(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many of these tokens a request computes in this step: at most its ``cap``, or its prompt whole."""
-        num_tokens = self.cap(request.request_id, num_new_tokens)
-        if not num_tokens or not self._keeps_whole(request):
-            return min(num_tokens, num_new_tokens)
+        """Return how many of these tokens a request computes in this step: at most its ``cap``, or its prompt whole.
+
+        Drafts come behind all other tokens: they are computed if those are.
+        """
+        num_known = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+        num_tokens = self.cap(request.request_id, min(num_new_tokens, num_known))
+        if not num_tokens:
+            return 0
+        if not self._keeps_whole(request):
+            return num_new_tokens if num_tokens >= num_known else min(num_tokens, num_new_tokens)
         num_left = request.num_tokens - num_computed_tokens
         fits_later = num_new_tokens < num_left <= self.max_num_scheduled_tokens
         return 0 if fits_later else num_new_tokens
@@ -330,6 +369,12 @@ def was_aborted(request: Request) -> bool:
 
 
 def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:
-    """Return how many tokens each request of a step computes."""
+    """Return how many tokens each request of a step computes, drafts included."""
     num_tokens: dict[str, int] = output.num_scheduled_tokens
     return num_tokens
+
+
+def drafts_in(output: SchedulerOutput) -> dict[str, list[int]]:
+    """Return the drafts of a step, for each request that has some."""
+    drafts: dict[str, list[int]] = output.scheduled_spec_decode_tokens
+    return drafts

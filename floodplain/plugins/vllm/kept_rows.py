@@ -52,6 +52,7 @@ class KeptRows:
             place
             for place, (one, row, lead) in enumerate(zip(self._sorted, self._rows, self._leads, strict=True))
             if one.request.num_computed_tokens - step != lead
+            or one.request.num_output_placeholders > 1
             or row.block_due_step < step
             or one.entered_step != row.entered_step
             or len(one.backups) != row.num_backed_blocks
@@ -93,7 +94,7 @@ class KeptRows:
 def _lead(row: SequenceView) -> int | None:
     """Return computed tokens less the step: constant while a decoding request gets a token in every step.
 
-    Known and expected tokens grow with them, because nothing is speculated. None: the row must be made anew in the next
-    step, because its request does not decode yet, or is about to get its first token.
+    Known and expected tokens grow with them, while no drafts are outstanding. None: the row must be made anew in the
+    next step, because its request does not decode yet, or is about to get its first token.
     """
     return row.num_scheduled - row.since_step if row.is_decoding and row.first_token_s is not None else None

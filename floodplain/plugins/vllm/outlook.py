@@ -29,6 +29,7 @@ class Present:
         loading: Requests whose inbound copies are under way.
         deferred: Blocks that their requests hold no more, but outstanding steps do until they end.
         fits: Whether a request could compute beside these; others are not shown.
+        num_drafts: Draft tokens that vLLM verifies in the next step, if all of these compute.
     """
 
     running: tuple[TrackedRequest, ...]
@@ -36,6 +37,7 @@ class Present:
     loading: tuple[TrackedRequest, ...] = ()
     deferred: Sequence[Any] = ()
     fits: Callable[[Request], bool] = lambda request: True
+    num_drafts: int = 0
 
 
 class Outlook:
@@ -86,7 +88,7 @@ class Outlook:
             num_available_blocks=num_free,
             num_blocks=limits.num_blocks,
             block_tokens=limits.block_tokens,
-            max_batched_tokens=limits.max_batched_tokens,
+            max_batched_tokens=limits.max_batched_tokens - present.num_drafts,
             max_num_seqs=limits.max_num_seqs,
             tiers=desk.links.view_tiers(desk.books.transfers),
             prices=prices,

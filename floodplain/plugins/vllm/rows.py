@@ -31,6 +31,7 @@ class Limits:
         max_batched_tokens: Most tokens in a step.
         max_num_seqs: Most requests on the device.
         max_model_len: Most tokens of a request.
+        num_draft_slots: Slots for KV of draft tokens that vLLM allocates in each step of a decoding request, at most.
     """
 
     num_blocks: int
@@ -38,6 +39,7 @@ class Limits:
     max_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    num_draft_slots: int = 0
 
     @property
     def block_tokens(self) -> int:
@@ -95,10 +97,11 @@ class RowMaker:
         """Return the row of a request that holds its blocks and computes."""
         request, tables = tracked.request, self._blocks.tables(tracked.request.request_id)
         num_exclusive = self._blocks.count_exclusive(tracked.seq_id, tables)
-        num_computed = request.num_computed_tokens
+        num_computed = tracked.num_verified_tokens
         is_decoding = tracked.num_expected_tokens - num_computed == 1
         groups = self._limits.groups
-        room = min([len(table) * one.block_tokens for one, table in zip(groups, tables, strict=True)]) - num_computed
+        num_slots = min([len(table) * one.block_tokens for one, table in zip(groups, tables, strict=True)])
+        room = num_slots - request.num_computed_tokens - self._limits.num_draft_slots
         most = min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len)
         return self._make(
             tracked,

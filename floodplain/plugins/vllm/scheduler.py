@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.plugins.vllm.compat import SteeredScheduler, local_tokens_in, num_tokens_in, was_aborted
+from floodplain.plugins.vllm.compat import SteeredScheduler, drafts_in, local_tokens_in, num_tokens_in, was_aborted
 from floodplain.plugins.vllm.compat_names import count_block_bytes
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.desk import SwapDesk
@@ -41,6 +41,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._is_alone = not isinstance(self.connector, FloodplainConnector)
         with refusals_in_one_line():
             self._desk = self._make_desk() if self._is_alone else self.connector.desk
+        self._desk.roster.has_drafts = bool(self.num_spec_tokens)
         self._settings = self._desk.settings
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
@@ -86,7 +87,8 @@ class FloodplainScheduler(SteeredScheduler):
         if self.is_open:
             self._lobby.refresh(self.take_queued(), self.is_ready)
         running, come, coming = map(self._find_all, (self.running, arrived, loading))
-        present = Present(running, come, coming, self.deferred_blocks, self.find_fitting())
+        num_drafts = self.count_drafts(arrived)
+        present = Present(running, come, coming, self.deferred_blocks, self.find_fitting(), num_drafts)
         return self._outlook.view(
             self._step,
             present,
@@ -131,7 +133,7 @@ class FloodplainScheduler(SteeredScheduler):
         for backup in decision.backups:
             one = by_id[backup.seq_id]
             tables = self.finder.tables(one.request.request_id)
-            self._desk.books.back_up(one, tables, one.request.num_computed_tokens, backup.num_blocks, backup.tier)
+            self._desk.books.back_up(one, tables, one.num_verified_tokens, backup.num_blocks, backup.tier)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
         for order in decision.resumptions:  # if all of its KV is on the device, it needs no copy
             self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
@@ -139,7 +141,7 @@ class FloodplainScheduler(SteeredScheduler):
             self._caps[by_id[chunk.seq_id].request.request_id] = chunk.num_tokens
 
     def cap(self, request_id: str, num_tokens: int) -> int:
-        """Return the tokens that the decision gives a request in this step; 0 if it does not name the request."""
+        """Return the tokens that the decision gives a request, beside drafts; 0 if it does not name the request."""
         return self._caps.get(request_id, 0)
 
     # -- what happens ----------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class FloodplainScheduler(SteeredScheduler):
         """Swap out or forget a preempted request; one that vLLM itself preempts for lack of blocks swaps, too."""
         one, books = self._desk.roster[request.request_id], self._desk.books
         order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
-        tables, num_computed = self.finder.tables(request.request_id), request.num_computed_tokens
+        tables, num_computed = self.finder.tables(request.request_id), one.num_verified_tokens
         is_kept = (
             order.mode is PreemptionMode.SWAP
             and not self.is_resetting
@@ -206,10 +208,10 @@ class FloodplainScheduler(SteeredScheduler):
         return len(self._desk.books.transfers) > 0
 
     def note_end(self, output: SchedulerOutput) -> None:
-        """Learn a finished step's price, and record the requests that got tokens."""
+        """Learn a finished step's price, and record the requests that got tokens. A decode's price has its drafts."""
         now = time.monotonic()
-        num_tokens = num_tokens_in(output)
-        sizes = list(num_tokens.values())
+        num_tokens, drafts = num_tokens_in(output), drafts_in(output)
+        sizes = [number - len(drafts.get(name, ())) for name, number in num_tokens.items()]
         num_single = sizes.count(1)
         duration_s, has_copies = self._timer.end(now)
         has_copies = has_copies or self._is_copying

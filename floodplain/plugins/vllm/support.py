@@ -21,6 +21,9 @@ NO_SWAP = (
     ' "kv_role": "kv_both"}\''
 )
 
+DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
+"""Methods of ``--speculative-config`` whose drafts the engine verifies in its next step."""
+
 Check = tuple[Callable[[Any], bool], str]
 
 
@@ -29,10 +32,6 @@ def _connector(vllm_config: Any) -> str | None:
 
 
 _CHECKS: tuple[Check, ...] = (
-    (
-        lambda c: c.speculative_config is not None,
-        "speculative decoding is not supported yet: leave --speculative-config out",
-    ),
     (
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
         "pipeline parallelism is not supported yet: use tensor parallelism",
@@ -109,6 +108,7 @@ def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) ->
         if is_wrong(vllm_config):
             raise UserError(line)
     _expect_scheduler(vllm_config.scheduler_config.scheduler_cls)
+    _expect_drafter(vllm_config.speculative_config)
     dtype = vllm_config.cache_config.cache_dtype
     if dtype not in CACHE_DTYPES:
         raise UserError(f"--kv-cache-dtype {dtype} is not supported: use one of {', '.join(CACHE_DTYPES)}")
@@ -143,6 +143,13 @@ def _expect_scheduler(scheduler: str | type | None) -> None:
             raise UserError(f"--scheduler-cls {scheduler} is not found: {error}") from None
     if not _is_ours(scheduler):
         raise UserError(f"{CONNECTOR} does nothing without its scheduler: pass --scheduler-cls {SCHEDULER}")
+
+
+def _expect_drafter(speculative_config: Any) -> None:
+    if speculative_config is not None and speculative_config.method not in DRAFTERS:
+        raise UserError(
+            f"speculative decoding with {speculative_config.method} is not supported: use one of {', '.join(DRAFTERS)}"
+        )
 
 
 def _expect_one_process(parallel_config: Any) -> None:

@@ -62,15 +62,16 @@ SURFACE = (
         attributes="_inflight_prefills block_size cache_config connector deferred_frees deferred_waiting"
         " failed_recving_kv_req_ids finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager"
         " kv_holding_waiting lora_config"
-        " max_model_len max_num_active_reqs max_num_scheduled_tokens pause_state recompute_kv_load_failures requests"
-        " running scheduler_config vllm_config waiting",
+        " max_model_len max_num_active_reqs max_num_scheduled_tokens num_lookahead_tokens num_prefill_lookahead"
+        " num_spec_tokens pause_state recompute_kv_load_failures requests running scheduler_config vllm_config waiting"
+        " _spec_decode_step_blocks",
     ),
     Used("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", called={"_update_after_schedule": "scheduler_output"}),
     Used("vllm.platforms.interface", "Platform", called={"is_cpu": ""}),
     Used("vllm.v1.core.sched.interface", "PauseState", attributes="UNPAUSED"),
     Used(
         "vllm.v1.core.sched.output", "SchedulerOutput",
-        attributes="num_scheduled_tokens scheduled_new_reqs total_num_scheduled_tokens",
+        attributes="num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens total_num_scheduled_tokens",
     ),
     Used("vllm.v1.core.sched.output", "NewRequestData", attributes="num_computed_tokens req_id"),
     Used(
@@ -86,7 +87,7 @@ SURFACE = (
         "vllm.v1.request", "Request",
         attributes="arrival_time block_hashes drop_stale_output lora_request max_tokens num_computed_tokens"
         " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens"
-        " num_tokens priority request_id sampling_params status",
+        " num_tokens priority request_id sampling_params spec_token_ids status",
         called={"is_finished": ""},
     ),
     Used(
@@ -109,6 +110,10 @@ SURFACE = (
         called={"get_cached_block": "block_hash kv_cache_group_ids", "get_num_free_blocks": ""},
         forwarded={"_insert_block_hash": "block_hash_with_group_id", "unpin_blocks": "blocks"},
         attributes="num_gpu_blocks",
+    ),
+    Used(
+        "vllm.config.speculative", "SpeculativeConfig",
+        attributes="max_num_new_slots_for_drafting method",
     ),
     Used("vllm.v1.core.kv_cache_utils", "get_block_hash"),
     Used("vllm.v1.core.kv_cache_utils", "KVCacheBlock", attributes="block_id is_null ref_cnt"),

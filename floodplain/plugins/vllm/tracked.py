@@ -37,12 +37,14 @@ class TrackedRequest:
         num_leaving: Its blocks that outbound copies still read.
         num_local_tokens: Leading tokens on the device when vLLM last asked what we have of it.
         num_cached_tokens: Tokens of its prompt that were not computed, because vLLM had them cached at first.
+        has_drafts: Whether vLLM speculates. Then no two steps of it are outstanding when one is planned, and all that
+            it may get from the outstanding one, but for one token, are drafts.
     """
 
     __slots__ = (
-        "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_cached_tokens",
-        "num_kept_tokens", "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key", "request", "rest",
-        "seq_id",
+        "backups", "credit", "entered_step", "first_token_s", "has_drafts", "is_away", "last_token_s",
+        "num_cached_tokens", "num_kept_tokens", "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key",
+        "request", "rest", "seq_id",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float, arrival_s: float) -> None:
@@ -60,20 +62,33 @@ class TrackedRequest:
         self.is_away = False
         self.num_leaving = 0
         self.num_local_tokens = self.num_cached_tokens = 0
+        self.has_drafts = False
+
+    @property
+    def num_unverified_tokens(self) -> int:
+        """Return the draft tokens in outstanding steps, each of which may turn out wrong."""
+        num_outstanding: int = self.request.num_output_placeholders
+        return max(0, num_outstanding - 1) if self.has_drafts else 0
+
+    @property
+    def num_verified_tokens(self) -> int:
+        """Return the number of leading tokens with KV that stays right, whichever drafts are rejected."""
+        num_tokens: int = self.request.num_computed_tokens - self.num_unverified_tokens
+        return num_tokens
 
     @property
     def num_expected_tokens(self) -> int:
-        """Return the number of known tokens and of those that outstanding steps generate."""
-        num_tokens: int = self.request.num_tokens + self.request.num_output_placeholders
-        return num_tokens
+        """Return the number of known tokens and of those that outstanding steps generate, however few they verify."""
+        num_outstanding: int = self.request.num_output_placeholders - self.num_unverified_tokens
+        return int(self.request.num_tokens) + num_outstanding
 
-    def note_tokens(self, now: float) -> bool:
-        """Record the time of output tokens; whether there are more than before."""
-        has_more: bool = self.request.num_output_tokens > self.num_seen_tokens
-        if has_more:
+    def note_tokens(self, now: float) -> int:
+        """Record the time of output tokens; return how many more there are than before."""
+        num_more: int = self.request.num_output_tokens - self.num_seen_tokens
+        if num_more:
             self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
-        return has_more
+        return num_more
 
     def note_local(self, num_tokens: int) -> None:
         """Record how many leading tokens vLLM found on the device before admission."""
@@ -102,11 +117,13 @@ class RequestRoster:
 
     Attributes:
         by_id: The same by their names in decisions; read only.
+        has_drafts: Whether vLLM speculates, for requests that arrive from now on.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, TrackedRequest] = {}
         self.by_id: dict[SeqId, TrackedRequest] = {}
+        self.has_drafts = False
         self._by_work: list[tuple[float, SeqId]] = []  # as at some earlier time
         self._num_arrived = 0
         self._departed: list[TrackedRequest] = []
@@ -132,6 +149,7 @@ class RequestRoster:
             arrival_s: When it arrived, in monotonic seconds.
         """
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work(), arrival_s)
+        tracked.has_drafts = self.has_drafts
         self._note_work(tracked)
         self._num_arrived += 1
         self._by_name[request.request_id] = self.by_id[tracked.seq_id] = tracked
