@@ -106,6 +106,34 @@ def test_whole_prompts_survive_a_storm(llama: Path) -> None:
     assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 512}) == expected
 
 
+@dataclass(frozen=True)
+class UrgentLoad(Load):
+    """Of each four requests, the last is the most urgent one."""
+
+    def send(self, llm: LLM, indices: Sequence[int] | None = None) -> None:
+        for index in range(len(self)) if indices is None else indices:
+            prompt = {"prompt_token_ids": list(self.prompts[index])}
+            llm.llm_engine.add_request(str(index), prompt, self.params(index), priority=-(index % 4))
+
+
+def test_requests_with_priorities_survive_a_storm(llama: Path) -> None:
+    """vLLM, too, preempts by priority, where a step lacks blocks."""
+    plain = make_load(seed=13, num_requests=12)
+    load = UrgentLoad(plain.prompts, plain.lengths)
+    flags = {"skip_tokenizer_init": True, "scheduling_policy": "priority"}
+    assert serve_in_a_storm(llama, load, **flags) == serve_calmly(llama, load, **flags)
+
+
+def test_urgent_requests_are_first(llama: Path) -> None:
+    plain = make_load(seed=14, num_requests=8)
+    load = UrgentLoad(plain.prompts, (5,) * len(plain))
+    settings = transfer_config({"policy": "fcfs", "swap_memory": "256MiB"})
+    flags = {"skip_tokenizer_init": True, "scheduling_policy": "priority", "max_num_seqs": 1}
+    llm = make_crowded(llama, kv_transfer_config=settings, **flags)
+    assert list(drive(llm, load).tokens) == [3, 7, 2, 6, 1, 5, 0, 4]
+    close(llm)
+
+
 def write_adapter(folder: Path, seed: int) -> LoRARequest:
     """A LoRA adapter of the small Llama, large enough that its tokens are its own."""
     generator, hidden, rank = torch.Generator().manual_seed(seed), LLAMA["hidden_size"], 8
