@@ -16,7 +16,7 @@ import torch
 from floodplain.core.layer_places import stream_order
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.states import LeaseId
-from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
+from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
@@ -52,12 +52,12 @@ class NearLayers:
         look_s: float = LOOK_S,
         siblings: list[LeaseRequests] | None = None,
     ) -> None:
-        self.totals = PeerTotals()
         self._client, self._slots = client, slots
         self._count_wanted, self._on_count = count_wanted, on_count
         self._look_s = look_s
         self._next_look_s = float("-inf")
-        self._requests = LeaseRequests(client, memory, slots.near.copy_bytes, self.totals, siblings)
+        self._requests = LeaseRequests(client, memory, slots.near.copy_bytes, siblings)
+        self.totals = self._requests.totals
         self._lock = threading.Lock()  # guards ``_held``, and which layer has which copy
         self._held: dict[LeaseId, _Copy] = {}
         self._bytes_s = 0.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.states import LeaseId
-from floodplain.lending.requests import LOOK_S, LeaseRequests, PeerTotals
+from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.backend import Backend
 from floodplain.memory.host.emulated_link import LinkPair
 from floodplain.memory.kv_layout import KVLayout
@@ -156,13 +156,13 @@ class PeerTier:
         idle_s: float = 0.0,
         siblings: list[LeaseRequests] | None = None,
     ) -> None:
-        self.totals = PeerTotals()
         self._look_s = look_s
         self._client, self._slots, self._mover = client, parts.slots, parts.mover
         self._relocations, self._backups = relocations, relocations.backups
         self._idle = IdleChunks(idle_s, parts.slots.chunk_slots, parts.slots.max_chunks)
         self._next_look_s = float("-inf")
-        self._requests = LeaseRequests(client, parts.memory, parts.slots.chunk_bytes, self.totals, siblings)
+        self._requests = LeaseRequests(client, parts.memory, parts.slots.chunk_bytes, siblings)
+        self.totals = self._requests.totals
         self._lock = threading.Lock()  # guards the next two, which ``hurry`` changes, too
         self._held: dict[LeaseId, int] = {}
         self._forced: list[int] = []

@@ -45,12 +45,11 @@ class LeaseRequests:
         client: LeaseClient,
         memory: PeerMemory,
         num_bytes: int,
-        totals: PeerTotals,
         siblings: list[LeaseRequests] | None = None,
     ) -> None:
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
-        self._client, self._memory, self._num_bytes, self._totals = client, memory, num_bytes, totals
+        self._client, self._memory, self._num_bytes, self.totals = client, memory, num_bytes, PeerTotals()
         self._pending: set[int] = set()
 
     def follow(self, num_missing: int) -> None:
@@ -81,7 +80,7 @@ class LeaseRequests:
         """Allocate a granted lease; None if that fails or the borrower has no place. Reports which."""
         extent, reason = allocate_lease(self._memory, lease) if has_place else (None, _no_room(lease))
         if extent is None:
-            self._totals.num_refused += 1
+            self.totals.num_refused += 1
             logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
             self._client.refused(lease.lease_id, reason)
         else:

@@ -110,14 +110,6 @@ class HeldBlocks:
             ledger.reserve(block)
         ledger.commit_load(self._counts)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def table(self) -> list[BlockId]:
-        """The held blocks, each once: one reference."""
-        return list(self._counts)
-
     @property
     def num_blocks(self) -> int:
         """Held blocks, each counted once."""

@@ -231,5 +231,5 @@ def test_held_blocks_have_a_reference_for_each_request_that_took_them(
             assert tables[-1] == tuple(rows[index])
         else:
             held.drop(index)
-        ledger.check_integrity([*tables, held.table])
-    assert not held.table and len(held) == 0
+        ledger.check_integrity([*tables, list(held._counts)])
+    assert not held._counts and not held._rows

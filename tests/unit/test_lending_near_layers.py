@@ -10,7 +10,7 @@ import pytest
 from floodplain.core.layer_places import LayerPlaces, every_place, stream_order
 from floodplain.leases.rows import Shard
 from floodplain.lending.near_layers import NearLayers
-from floodplain.lending.requests import MOST_PENDING, LeaseRequests, PeerTotals
+from floodplain.lending.requests import MOST_PENDING, LeaseRequests
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.property.test_layer_slots_laws import LAYOUT, World, world
@@ -183,7 +183,7 @@ def test_a_producer_that_cannot_be_reached_is_refused(street: Street, tmp_path: 
 def test_borrowers_that_share_a_client_take_grants_of_their_own_requests(street: Street) -> None:
     siblings: list[LeaseRequests] = []
     memory = street.near._requests._memory
-    some, other = (LeaseRequests(street.client, memory, PAGE_BYTES, PeerTotals(), siblings) for _ in range(2))
+    some, other = (LeaseRequests(street.client, memory, PAGE_BYTES, siblings) for _ in range(2))
     some.follow(2)
     other.follow(1)
     unasked = street.client.ask([Shard(PAGE_BYTES)])
