@@ -68,7 +68,14 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
     form = PromptForm(server.send, tokenizer.decode)
 
     async def replay() -> tuple[tuple[str, ...], list[RequestRecord]]:
-        target = HttpTarget(server.base_url, server.model, api_key=api_key, prompts=form, timeout_s=server.timeout)
+        target = HttpTarget(
+            server.base_url,
+            server.model,
+            api_key=api_key,
+            prompts=form,
+            timeout_s=server.timeout,
+            token_ids=how.save_tokens,
+        )
         goals = await _goals(spec, target, requests, how)
         return goals, await run_load(target, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
 

@@ -58,6 +58,14 @@ def test_goals_are_measured_before_the_load_unless_given(verb: Any, capsys: pyte
     assert (asked["slo_attainment"], asked["request_goodput"]) == (1.0, asked["request_throughput"])
 
 
+@pytest.mark.parametrize("verb", [offline, serve])
+def test_saved_tokens_are_those_of_each_answer(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-prompts", "2", "--max-input", "9", "--max-output", "3", "--ignore-eos", "--goodput", "ttft:1e6")
+    result, _ = verb(capsys, *flags, "--save-tokens")
+    assert list(map(len, result["output_token_ids"])) == result["output_lens"]
+    assert "output_token_ids" not in verb(capsys, *flags)[0]
+
+
 def test_a_result_names_the_emulated_link_and_how_much_slower_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "2", "--max-input", "9", "--max-output", "3", "--dtype", "float32", "--swap", "host")
     plain, _ = offline(capsys, *flags)
