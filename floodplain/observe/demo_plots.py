@@ -147,13 +147,11 @@ def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
     return figure
 
 
-def token_rate(
-    times_s: Sequence[float], counts: Sequence[float], smooth_s: float = SMOOTH_S
-) -> tuple[list[float], list[float]]:
-    """Times, and the tokens per second in the ``smooth_s`` before each; near the start, since the first sample."""
+def token_rate(times_s: Sequence[float], counts: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Times, and the tokens per second in the ``SMOOTH_S`` before each; near the start, since the first sample."""
     when, rates = [], []
     for i in range(1, len(times_s)):
-        first = min(i - 1, max(0, bisect_left(times_s, times_s[i] - smooth_s)))
+        first = min(i - 1, max(0, bisect_left(times_s, times_s[i] - SMOOTH_S)))
         when.append(times_s[i])
         rates.append((counts[i] - counts[first]) / (times_s[i] - times_s[first]))
     return when, rates

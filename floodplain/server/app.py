@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,7 +37,6 @@ def create_app(
     *,
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
     ping_s: float = PING_S,
     extend: Extension | None = None,
 ) -> FastAPI:
@@ -62,7 +60,7 @@ def create_app(
     # Pages of /docs and /redoc load scripts from another site; a redirect to a path without slash goes where Host says.
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, **without)
-    app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app, REQUEST_FIELDS)
     app.include_router(OpenAIRoutes(engine, ping_s).router())
     registry = _add_service_routes(app, engine)
@@ -115,7 +113,6 @@ class Server(StoppableServer):
         drain_timeout_s: float,
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
-        clock: Callable[[], float] = time.monotonic,
         ping_s: float = PING_S,
         extend: Extension | None = None,
     ) -> None:
@@ -125,7 +122,7 @@ class Server(StoppableServer):
         self._drains: set[asyncio.Task[None]] = set()
         app = create_app(engine, drain=self._drain, keys=keys, ping_s=ping_s, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
-        super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits, clock=clock)
+        super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 
     @property
     def failure(self) -> BaseException | None:

@@ -60,14 +60,10 @@ class Phase:
 
 
 def quiet_burst_quiet(
-    base_rate: float, burst_factor: float, quiet_s: float, burst_s: float, tail_s: float = math.inf
+    base_rate: float, burst_factor: float, quiet_s: float, burst_s: float
 ) -> tuple[Phase, Phase, Phase]:
     """Return three phases: ``quiet_s`` at ``base_rate``, ``burst_s`` at ``burst_factor`` times it, and a quiet tail."""
-    return (
-        Phase(quiet_s, base_rate),
-        Phase(burst_s, base_rate * burst_factor),
-        Phase(tail_s, base_rate),
-    )
+    return Phase(quiet_s, base_rate), Phase(burst_s, base_rate * burst_factor), Phase(math.inf, base_rate)
 
 
 def phase_arrivals(

@@ -107,21 +107,14 @@ class PromptMaker:
     """Makes prompts of an exact length: a passage of a document, then one of the ``questions``.
 
     The passage comes first and starts anywhere, so that two prompts share a prefix only by ``prefix_ids``. Every
-    document (None: ``machine_documents()``) is encoded once, when it is first needed. ``seed`` determines the text of
+    document (``machine_documents``) is encoded once, when it is first needed. ``seed`` determines the text of
     the blocks that prefix ids name.
     """
 
-    def __init__(
-        self,
-        tokenizer: PromptTokenizer,
-        questions: Sequence[str],
-        documents: Sequence[str] | None = None,
-        *,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, questions: Sequence[str], *, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._questions = tuple(questions)
-        self._documents = tuple(machine_documents() if documents is None else documents)
+        self._documents = tuple(machine_documents())
         self._seed = seed
         self._encoded: dict[str, tuple[int, ...]] = {}
 
