@@ -23,6 +23,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import LLM
 from floodplain.engine.outputs import OutputDelta
 from floodplain.workload.records import LoadRequest
+from tests.support.cluster_peers import until
 from tests.support.waiting import HANG_S
 
 PROMPT = tuple(range(3, 40))
@@ -38,7 +39,8 @@ async def running(**flags: object) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine.from_config(EngineConfig(model="dummy:tiny-llama", **options))  # type: ignore[arg-type]
     await engine.start()
     try:
-        yield engine
+        async with asyncio.timeout(HANG_S):  # a bug must not hang the suite
+            yield engine
     finally:
         await engine.close()
 
@@ -79,10 +81,8 @@ def holding(engine: AsyncEngine, num_requests: int = 1) -> Iterator[None]:
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    """Wait until no request and no block is left; the timeout keeps a bug from hanging the suite."""
-    async with asyncio.timeout(HANG_S):
-        while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
-            await asyncio.sleep(0.001)
+    """Wait until no request and no block is left."""
+    await until(lambda: not (s := engine.stats()).num_running and not s.num_waiting and not s.num_used_blocks)
 
 
 def test_stream_equals_generate() -> None:
@@ -230,8 +230,7 @@ def test_refusals_come_before_the_first_delta() -> None:
                 async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
                     await anext(first)
                     waiting = asyncio.create_task(collect(engine, greedy(1)))
-                    while not engine.stats().num_waiting:
-                        await asyncio.sleep(0.001)
+                    await until(lambda: engine.stats().num_waiting)
                     with pytest.raises(QueueFull):
                         await collect(engine, greedy(1))
             assert (await waiting)[-1].finish_reason == "length"
@@ -244,8 +243,7 @@ def test_drain_ends_live_requests() -> None:
         async with running() as engine:
             with holding(engine, 2):
                 live = [asyncio.create_task(collect(engine, greedy(number))) for number in (100, 210)]
-                while engine.stats().num_running < 2:
-                    await asyncio.sleep(0.001)
+                await until(lambda: engine.stats().num_running == 2)
                 await engine.drain(0.0)
                 assert [deltas[-1].finish_reason for deltas in await asyncio.gather(*live)] == ["abort"] * 2
             with pytest.raises(ShuttingDown):

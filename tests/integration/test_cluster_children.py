@@ -92,16 +92,12 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
         ]
         launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)
         launcher.start("address")
-        async with asyncio.timeout(HANG_S):
-            while not children(log):
-                await asyncio.sleep(0.005)
-            launcher.note_joined(0)
-            launcher.note_serving(0)
-            os.kill(children(log)[0][0], signal.SIGKILL)
-            while len(children(log)) < 2:
-                await asyncio.sleep(0.005)
-            while 1 not in launcher.given_up:
-                await asyncio.sleep(0.005)
+        await until(lambda: children(log))
+        launcher.note_joined(0)
+        launcher.note_serving(0)
+        os.kill(children(log)[0][0], signal.SIGKILL)
+        await until(lambda: len(children(log)) >= 2)
+        await until(lambda: 1 in launcher.given_up)
         (first, token, _), (second, again, _) = children(log)[:2]
         assert token == again and launcher.tokens[token] == 0 and first != second
         assert launcher.last_words[1] == "it ended with status 1: ValueError: no such layer"
@@ -125,19 +121,16 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
         processes = LocalProcesses([[sys.executable, "-c", CHILD, str(log)]], os.environ)
         launcher = Launcher(processes, lambda: True, lost_timeout_s=0.01)
         launcher.start("address")
-        async with asyncio.timeout(HANG_S):
-            while not children(log):
-                await asyncio.sleep(0.005)
-            first = children(log)[0][0]
-            launcher.note_joined(0)
-            launcher.note_serving(0)
-            launcher.note_lost(0, "silent", 0.0)
-            assert not launcher.admits(0)  # lost while it started: admitted later
-            launcher.note_joined(0)  # it resumed in time
-            os.kill(first, signal.SIGSTOP)
-            launcher.note_lost(0, "silent", 1.0)
-            while len(children(log)) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: children(log))
+        first = children(log)[0][0]
+        launcher.note_joined(0)
+        launcher.note_serving(0)
+        launcher.note_lost(0, "silent", 0.0)
+        assert not launcher.admits(0)  # lost while it started: admitted later
+        launcher.note_joined(0)  # it resumed in time
+        os.kill(first, signal.SIGSTOP)
+        launcher.note_lost(0, "silent", 1.0)
+        await until(lambda: len(children(log)) >= 2)
         assert not is_alive(first)
         await launcher.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from random import Random
@@ -22,9 +22,10 @@ from floodplain.engine.shell import Engine
 from floodplain.lending import peer_tier
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.cluster_peers import until
 from tests.support.lending import Neighbour, coordinating
 from tests.support.swapping import BLOCK_BYTES
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -45,12 +46,6 @@ def neighbourhood(patch: pytest.MonkeyPatch) -> Iterator[tuple[Neighbour, Engine
         neighbour.lend(NUM_PAGES)
         config = EngineConfig(model="dummy:tiny-llama", coordinator=url, device_name=f"idle-{os.getpid()}", **FLAGS)  # type: ignore[arg-type]
         yield neighbour, config
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not condition():
-            await asyncio.sleep(1e-3)
 
 
 def test_an_idle_server_learns_of_leases_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.workload.records import LoadRequest
+from tests.support.cluster_peers import until
 from tests.support.faulty_transfer import HeldTransferEngine
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, SwapOncePolicy
 from tests.support.waiting import HANG_S
@@ -71,8 +72,7 @@ def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) ->
             engine.engine.loop.policy = SwapOncePolicy(victim=1)
             copies = hold_copies(engine)
             swapped = asyncio.create_task(generate(engine, PROMPTS[0], 20))
-            while not (engine.stats().num_swapped and space_of(engine).num_in_flight):
-                await asyncio.sleep(0.001)
+            await until(lambda: engine.stats().num_swapped and space_of(engine).num_in_flight)
             assert await generate(engine, PROMPTS[1], 6) == undisturbed
             assert engine.stats().num_swapped == space_of(engine).num_in_flight == 1
             copies.release()
@@ -93,8 +93,7 @@ def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPa
         async with running(SwapOncePolicy()) as engine:
             hold_copies(engine)
             lost = asyncio.create_task(generate(engine, PROMPTS[0], 20))
-            while not space_of(engine).num_in_flight:
-                await asyncio.sleep(0.001)
+            await until(lambda: space_of(engine).num_in_flight)
             await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await lost

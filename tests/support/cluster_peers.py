@@ -169,6 +169,7 @@ def keep_pace(engine: AsyncEngine) -> None:
 
 
 async def until(condition: Any) -> None:
-    """Run the event loop until the condition holds."""
-    while not condition():
-        await asyncio.sleep(0.001)
+    """Run the event loop until the condition holds, up to a limit."""
+    async with asyncio.timeout(HANG_S):
+        while not condition():
+            await asyncio.sleep(0.001)
