@@ -191,14 +191,15 @@ class Cluster:
 
 def wait_until(
     condition: Callable[[], object], complaint: str | Callable[[], str], cluster: Cluster | None = None
-) -> None:
-    """Return when a condition holds."""
+) -> float:
+    """Poll a condition; return the seconds that it took."""
     begin_s = time.monotonic()
     while not condition():
         if time.monotonic() - begin_s > PATIENCE_S:
             said = {} if cluster is None else {role: process.said for role, process in cluster.engines.items()}
             raise AssertionError(f"{complaint() if callable(complaint) else complaint}: {said}")
         time.sleep(0.02)
+    return time.monotonic() - begin_s
 
 
 def _known(seed: int) -> list[dict[str, Any]]:

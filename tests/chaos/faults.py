@@ -16,7 +16,8 @@ def consumer_dies(cluster: Cluster, random: Random) -> None:
     """Its bytes are freed by its death, and are the producer's again a TTL later."""
     cluster.note_totals("consumer")
     cluster.consumer.kill()
-    wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
+    took_s = wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
+    assert took_s < TTL_S + 4.0, f"its leases took {took_s:.1f} s to return"
     cluster.restart_engine("consumer")
 
 
