@@ -27,7 +27,7 @@ from floodplain.files.results import write_result
 from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.sim.instance import StepLine
 
-LINE_PATIENCE = SharingSettings().line_patience
+LINE_PATIENCE, MAX_GAP_S = SharingSettings().line_patience, SharingSettings().max_gap_s
 POLICIES = ("fcfs", "cfs", "fair", "paced", "timely")
 SWAP_POOLS = 8
 H100_LINE = StepLine(base_s=0.0300, decode_s=0.000304, prefill_token_s=0.0000909)
@@ -85,12 +85,12 @@ class Cell:
         """Blocks of its pool."""
         return pool_blocks(self.num_resident, self.trace)
 
-    def way(self, policy: str, line_patience: float = LINE_PATIENCE) -> Way:
+    def way(self, policy: str, line_patience: float = LINE_PATIENCE, max_gap_s: float | None = MAX_GAP_S) -> Way:
         """Its device under a policy; on a GPU copies take nothing from steps."""
         num_slots = 0 if policy == "fcfs" else SWAP_POOLS * self.num_blocks
         is_cpu = self.device == "cpu"
         bandwidth = PCIE if is_cpu else BLOCK_BYTES / H100_BLOCK_S
-        settings = replace(settings_for(policy), line_patience=line_patience)
+        settings = replace(settings_for(policy), line_patience=line_patience, max_gap_s=max_gap_s)
         return Way(policy, policy, bandwidth, num_slots, settings, copies_cost=is_cpu, line=self.line)
 
 
@@ -118,16 +118,16 @@ def find_capacity(mix: str, num_resident: int, device: str, trace: str) -> float
     return math.exp(low)
 
 
-def serve(cell: Cell, seeds: list[int], policies: list[str], line_patience: float) -> dict[str, Any]:
+def serve(
+    cell: Cell, seeds: list[int], policies: list[str], line_patience: float, max_gap_s: float | None
+) -> dict[str, Any]:
     """Some policies in one cell: columns of the table, by policy."""
     capacity = find_capacity(cell.mix, cell.num_resident, cell.device, cell.trace)
     goals = goals_s(MIXES[cell.mix], cell.line, cell.trace)
     rows: dict[str, Any] = {}
     for policy in policies:
-        runs = [
-            simulate(cell.way(policy, line_patience), make_requests(cell.load, capacity, seed), cell.num_blocks)
-            for seed in seeds
-        ]
+        way = cell.way(policy, line_patience, max_gap_s)
+        runs = [simulate(way, make_requests(cell.load, capacity, seed), cell.num_blocks) for seed in seeds]
         found = {name: column([run | {"goals_s": goals} for run in runs]) for name, column in COLUMNS.items()}
         rows[policy] = {"requests": sum(len(run["ttft_s"]) for run in runs)}
         rows[policy] |= {name: round(value, 4) for name, value in found.items()}
@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="fcfs first")
     parser.add_argument("--line-patience", type=float, default=LINE_PATIENCE)
+    parser.add_argument("--max-gap", type=float, default=MAX_GAP_S, help="seconds")
     parser.add_argument("--lengths", choices=list(TRACES), default="sharegpt", help="of prompts and outputs")
     parser.add_argument("--only", default="", help="cells whose name holds this")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of them")
@@ -235,14 +236,16 @@ def main() -> None:
     args = parser.parse_args()
     cells = [replace(cell, trace=args.lengths) for cell in CELLS if args.only in cell.name][:: args.every]
     with ProcessPoolExecutor() as workers:
-        one = partial(serve, seeds=args.seeds, policies=args.policies, line_patience=args.line_patience)
+        settings = {"line_patience": args.line_patience, "max_gap_s": args.max_gap}
+        one = partial(serve, seeds=args.seeds, policies=args.policies, **settings)
         results = list(workers.map(one, cells))
         for result, references in zip(results, find_references(workers, cells, results, args), strict=True):
             result["references"] = references
     print_table(results)
     print(summarise(results))
     if args.out:
-        kept = {"seeds": args.seeds, "lengths": args.lengths, "line_patience": args.line_patience, "cells": results}
+        kept = {"seeds": args.seeds, "lengths": args.lengths, "line_patience": args.line_patience}
+        kept |= {"max_gap": args.max_gap, "cells": results}
         write_result(args.out, json.dumps(kept, indent=1) + "\n")
 
 
