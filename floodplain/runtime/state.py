@@ -248,8 +248,8 @@ class LoopState:
         self.row_changes.add(seq.seq_id)
 
     def release_backups(self, seq: Sequence) -> None:
-        """Release all backups that are kept for a sequence."""
-        for backup in seq.backups:
+        """Release all backups that are kept for a sequence, the last first: eviction takes a prefix from its end."""
+        for backup in reversed(seq.backups):
             self.backups.release(backup)
         seq.backups = []
         self.release_tail(seq)

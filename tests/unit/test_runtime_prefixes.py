@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import (
+    BackupOrder,
     Chunk,
     Decision,
     Preemption,
@@ -251,6 +253,19 @@ def test_need_takes_the_slots_of_the_prefix_that_was_used_least_recently() -> No
         driver.run()
         found.append(driver.finished[newcomer] is FinishReason.LENGTH and driver.loop.counters.num_cached_tokens)
     assert found == [0, 8, 16]
+
+
+def test_an_ended_request_loses_its_last_backup_first() -> None:
+    driver = make_driver(num_slots=2)
+    first = driver.submit(PROMPT, max_tokens=9, ignore_eos=True)
+    plan(driver, lambda view: Decision(admissions=(Chunk(first, 10),)))
+    plan(driver, lambda view: Decision(decodes=(first,), backups=(BackupOrder(first, 2, Tier.HOST),)))
+    driver.settle()
+    keys = driver.loop.state.sequences[first].keys[:2]
+    driver.loop.finish(first, FinishReason.STOP, driver.tick())
+    backups = driver.loop.state.backups
+    backups.begin_write(Tier.HOST, [BlockKey(b"needed")])
+    assert [backups.find(key) is not None for key in keys] == [True, False]
 
 
 def test_without_a_prefix_cache_nothing_stays() -> None:
