@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket
+from floodplain.cluster.wire.group_messages import HeldRequest, split_blocks
 from floodplain.cluster.wire.messages import (
     Abort,
     Beat,
@@ -206,6 +207,25 @@ def test_frames_have_their_stated_length_and_are_bounded() -> None:
         read_bytes(CONTROL.pack({"a": 12}, (5, 6)), 15)
     with pytest.raises(WireError, match="of which 16384"):
         read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # refused by its header alone
+
+
+def test_a_frame_that_is_not_whole_in_time_is_none() -> None:
+    async def read(data: bytes) -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        return await FrameLink(reader, None).read(timeout_s=0.0)  # type: ignore[arg-type]
+
+    frame = CONTROL.pack({"a": 1}, (5, -6))
+    for cut in (0, 3, len(frame) - 1):
+        assert asyncio.run(asyncio.wait_for(read(frame[:cut]), HANG_S)) is None
+
+
+@given(st.lists(st.integers(0, 4)))
+def test_blocks_beside_rows_are_split_in_order(counts: list[int]) -> None:
+    rows = [HeldRequest(number, 0, count) for number, count in enumerate(counts)]
+    found = split_blocks(rows, range(sum(counts)))
+    assert [row for row, _ in found] == rows and [len(blocks) for _, blocks in found] == counts
+    assert [block for _, blocks in found for block in blocks] == list(range(sum(counts)))
 
 
 MALFORMED = {

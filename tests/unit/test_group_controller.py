@@ -16,6 +16,7 @@ from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.group_messages import (
     Adopt,
     Answer,
+    Cancel,
     Collect,
     GroupDone,
     GroupOrder,
@@ -170,6 +171,15 @@ def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> No
     router.end(epoch)
     assert router.state is None and len(router.table.roster) == 0
     assert {entry.num_failed_placements for entry in router.entries} == {1}
+
+
+def test_instance_that_cannot_drop_cancels_a_merge_and_the_old_group_serves_on() -> None:
+    router = Router(num_members=2, num_others=1)
+    number = router.group_controller.drop([1, 2, 3])
+    router._answer(Prepared(3, number, "the disk is full", "h", 3, "h:3", 480, 2, (8,) * 12, 4, ()))
+    assert router.group_controller.groups.get(number) is None and router.state is GroupState.PIPELINED
+    assert "the disk is full" in router.group_controller.counts.problems[number]
+    assert {one.epoch for one in router.sent[-2:] if isinstance(one, Cancel)} == {1, 2}
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
