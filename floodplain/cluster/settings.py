@@ -204,7 +204,10 @@ class ClusterConfig:
 
     def _check_unused(self) -> None:
         given = ["--pipeline"] if self.pipeline else []
-        given += self._find_given("microbatches", "step_profile", "relief", "backstop", "cluster", "instance_cpus")
+        given += self._find_given(
+            "microbatches", "step_profile", "relief", "most_stages", "autoscale_webhook", "backstop", "cluster",
+            "instance_cpus",
+        )  # fmt: skip
         places = self._find_given("instance_address", "instance_token_file", "instance_timeout", "stall_timeout")
         for flag in given + [flag.partition(" ")[0] for flag in places]:
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")

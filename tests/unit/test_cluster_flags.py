@@ -22,6 +22,8 @@ from floodplain.engine.config import EngineConfig
     [
         ({"cluster": "auto"}, "--cluster auto needs --instances: without it there is one engine"),
         ({"instance_cpus": 2}, "--instance-cpus 2 needs --instances"),
+        ({"most_stages": 3}, "--most-stages 3 needs --instances"),
+        ({"autoscale_webhook": "http://a"}, "--autoscale-webhook http://a needs --instances"),
         ({"instances": 2, "instance_cpus": 2}, "--instance-cpus 2 needs --cluster: it is what Ray reserves"),
         ({"instances": 2, "cluster": "auto", "instance_cpus": 0}, "--instance-cpus must be between 1 and 1024, not 0"),
         ({"instances": 2, "cluster": "head"}, "--cluster must be HOST:PORT, not 'head'"),
