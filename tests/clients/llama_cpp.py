@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from floodplain.model.tokenizer import HfTokenizer
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.weights.gguf_tokenizer import BYTE_LEVEL
 from tests.support.llama_texts import CORPUS_LINES, DATA, keys_of, read_data, texts, write_model
 

@@ -12,10 +12,11 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.linear import can_pack
 from floodplain.model.network.load import load_decoder
-from floodplain.model.tokenizer import HfTokenizer, Tokenizer
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import ModelSource, open_model, packaged_smollm2
 from tests.support.decoding import BLOCK_TOKENS, Sequences
 from tests.support.llama_texts import texts

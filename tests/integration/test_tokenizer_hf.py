@@ -19,10 +19,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 
 from floodplain.core.errors import RequestRefused, UserError
-from floodplain.model import tokenizer as own
+from floodplain.model import hf_tokenizer as own
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
 from floodplain.model.text_pieces import StreamDecoder
-from floodplain.model.tokenizer import HfTokenizer
 from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 from tests.support.examples import examples
 from tests.support.llama_texts import keys_of, read_data

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from floodplain.core.errors import UserError
-from floodplain.model.tokenizer import HfTokenizer
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.tokenizer_view import view_of_folder
 
 TEXTS = ["the river", " floods  the plain", "<s>r\u00eaverie</s> 1234", "", "\n\u6cb3<|turn|> x"]

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from floodplain.core.errors import UserError
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
-from floodplain.model.tokenizer import HfTokenizer
 from floodplain.model.weights.gguf_tokenizer import BYTE_LEVEL, read_gguf_tokenizer
 from tests.support.llama_texts import keys_of, read_data
 

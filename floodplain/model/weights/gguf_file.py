@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from floodplain.files.parsing import parsing
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
-from floodplain.model.tokenizer import HfTokenizer
 from floodplain.model.weights.checkpoint import Format, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import parse_gguf_config

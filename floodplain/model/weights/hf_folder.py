@@ -13,11 +13,11 @@ import torch
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing, read_json_object, reason_of
 from floodplain.files.reading import is_file
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.fields import Fields
 from floodplain.model.network.hf_config import TOKEN_IDS, parse_hf_config
 from floodplain.model.network.load import HEAD_NAME, parameter_parts
-from floodplain.model.tokenizer import HfTokenizer
 from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
 
