@@ -112,9 +112,9 @@ def counts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found.update(missed=sum(scheduler.cap(name, 1) > 0 for name in names))
         begin(scheduler, output)
 
-    def note_price(num_decodes: int, num_prefill: int, duration_s: float) -> None:
+    def note_price(num_decodes: int, num_prefill: int, *rest: Any, **more: Any) -> None:
         found.update(decodes=num_prefill == 0 and found["drafted"] > 0)
-        learn(num_decodes, num_prefill, duration_s)
+        learn(num_decodes, num_prefill, *rest, **more)
 
     monkeypatch.setattr(FloodplainScheduler, "note_step", check)
     monkeypatch.setattr(scheduler._prices, "learn", note_price)
