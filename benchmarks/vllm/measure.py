@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,9 +55,13 @@ class WallClock:
 
 
 Clock = WallClock | VirtualClock
+Send = Callable[[LLM, LoadRequest, Clock], None]
+"""Adds a request to an engine."""
 
 
-def make_engine(way: str, model: str, kv_tokens: int, dtype: str, **settings: Any) -> LLM:
+def make_engine(
+    way: str, model: str, kv_tokens: int, dtype: str, more: Mapping[str, Any] | None = None, **settings: Any
+) -> LLM:
     """Return an engine of a way.
 
     Args:
@@ -66,6 +70,7 @@ def make_engine(way: str, model: str, kv_tokens: int, dtype: str, **settings: An
         model: A Hugging Face folder; without weights, the model gets random ones, and no tokenizer is loaded.
         kv_tokens: The size of the KV cache.
         dtype: Of the weights and the KV cache.
+        more: More arguments of ``LLM``, which replace those of the way.
         settings: More settings of the plug-in with swap space.
     """
     flags: dict[str, Any] = {
@@ -89,7 +94,7 @@ def make_engine(way: str, model: str, kv_tokens: int, dtype: str, **settings: An
             kv_role="kv_both",
             kv_connector_extra_config={"policy": way, "swap_memory": "1GiB", **settings},
         )
-    return LLM(**flags)
+    return LLM(**flags | dict(more or {}))
 
 
 @dataclass
@@ -138,13 +143,16 @@ def watch(llm: LLM) -> Work:
     return work
 
 
-def serve(llm: LLM, burst: Sequence[LoadRequest], clock: Clock) -> list[tuple[float, list[float]]]:
+def serve(
+    llm: LLM, burst: Sequence[LoadRequest], clock: Clock, send: Send | None = None
+) -> list[tuple[float, list[float]]]:
     """Send each request when it is due; return (arrival, time of each token), in seconds from now, of each request."""
+    send = send or send_plain
     engine, times = llm.llm_engine, {request.request_id: list[float]() for request in burst}
     begin_s, num_sent = clock.now(), 0
     while num_sent < len(burst) or engine.has_unfinished_requests():
         while num_sent < len(burst) and begin_s + burst[num_sent].arrival_s <= clock.now():
-            _send(llm, burst[num_sent], clock)
+            send(llm, burst[num_sent], clock)
             num_sent += 1
         clock.next_arrival_s = begin_s + burst[num_sent].arrival_s if num_sent < len(burst) else math.inf
         if not engine.has_unfinished_requests():
@@ -159,7 +167,8 @@ def serve(llm: LLM, burst: Sequence[LoadRequest], clock: Clock) -> list[tuple[fl
     return [(request.arrival_s, times[request.request_id]) for request in burst]
 
 
-def _send(llm: LLM, request: LoadRequest, clock: Clock) -> None:
+def send_plain(llm: LLM, request: LoadRequest, clock: Clock) -> None:
+    """Send a request, greedy and of its exact length."""
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
     prompt: Any = {"prompt_token_ids": list(request.prompt_token_ids)}
     llm.llm_engine.add_request(request.request_id, prompt, params, arrival_time=clock.wall_s())
