@@ -19,6 +19,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Location, SlotLedger, Tier
 from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.messages import COPY
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import BLOCK_TOKENS, LOST, Flight, LiveRequest, Pool, Token, holds
 
@@ -205,7 +206,7 @@ class BooksMachine(RuleBasedStateMachine):
         for place, (location, block) in enumerate(zip(flight.transfer.locations, flight.blocks, strict=True)):
             self.slots[location] = LOST if place in lost else self.slots[location]
             block.content = self.slots[location].copy()
-        owner = self.books.find_owner(str(flight.transfer.transfer_id))
+        owner = self.books.find_owner(f"{COPY}{flight.transfer.transfer_id}")
         assert owner == (None if flight.is_void else request.tracked.request.request_id), (
             "the request that waits for it"
         )

@@ -15,7 +15,7 @@ from floodplain.core.plan import Decision, Reason, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.core.view import View
 from floodplain.plugins.vllm.desk import FIRST_BANDWIDTH, SwapDesk
-from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.messages import COPY, StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import Block, Pool
@@ -99,7 +99,7 @@ def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, 
     (transfer,) = orders.transfers
     assert transfer.kind is TransferKind.SWAP_IN
     assert orders == StepOrders((transfer,), is_idle=True)
-    assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
+    assert office.desk.books.find_owner(f"{COPY}{transfer.transfer_id}") == one.request.request_id
     office.tell({transfer.transfer_id: (1, frozenset({place}))})
     assert office.desk.books.transfers.count_blocks(Tier.HOST, Direction.INBOUND) == 3
     office.tell({transfer.transfer_id: (1, NONE)})

@@ -62,6 +62,14 @@ def make_config(**changes: Any) -> SimpleNamespace:
     )
 
 
+def several(*names: str, kv_role: str = "kv_both") -> dict[str, Any]:
+    """vLLM's setting with several connectors."""
+    connectors = [{"kv_connector": name, "kv_role": kv_role} for name in names]
+    return {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": connectors},
+    }  # fmt: skip
+
+
 Ours = type("FloodplainScheduler", (), {"__module__": SCHEDULER.rpartition(".")[0]})
 Heir = type("Heir", (Ours,), {})
 Stranger = type("FloodplainScheduler", (), {})
@@ -75,6 +83,7 @@ Stranger = type("FloodplainScheduler", (), {})
         {"kv_transfer_config__kv_load_failure_policy": "recompute"},
         {"scheduler_config__scheduler_cls": Heir},
         {"scheduler_config__async_scheduling": True},
+        {"kv_transfer_config": several(CONNECTOR, "NixlConnector")},
         *({"cache_config__cache_dtype": dtype} for dtype in CACHE_DTYPES),
         *({"speculative_config": SimpleNamespace(method=method)} for method in DRAFTERS),
     ],
@@ -102,7 +111,18 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"model_config__is_attention_free": True}, "models without attention have no KV to swap"),
         ({"cache_config__kv_offloading_size": 4.0}, "leave --kv-offloading-size out"),
         ({"cache_config__cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: use one of auto,"),
-        ({"kv_transfer_config__kv_connector": "MultiConnector"}, "MultiConnector is not supported"),
+        ({"kv_transfer_config": several("NixlConnector", CONNECTOR)}, f"name {CONNECTOR} first"),
+        ({"kv_transfer_config": several("NixlConnector")}, f"name {CONNECTOR} first"),
+        ({"kv_transfer_config": several()}, f"name {CONNECTOR} first"),
+        ({"kv_transfer_config": several(CONNECTOR, kv_role="kv_producer")}, 'set "kv_role": "kv_both"'),
+        ({"kv_transfer_config": several(CONNECTOR) | {"kv_role": "kv_consumer"}}, 'set "kv_role": "kv_both"'),
+        (
+            {
+                "kv_transfer_config": several(CONNECTOR) | {"kv_connector": NATIVE},
+                "cache_config__kv_offloading_size": 1,
+            },
+            "leave --kv-offloading-size out",
+        ),
         ({"kv_transfer_config__kv_connector": "NixlConnector"}, "or with none: name no other kv_connector"),
         (
             {
@@ -110,6 +130,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
                     "kv_connector": NATIVE,
                     "kv_role": "kv_both",
                     "kv_connector_module_path": CONNECTOR_MODULE,
+                    "kv_connector_extra_config": {},
                 },
                 "cache_config__kv_offloading_size": 4.0,
             },

@@ -15,7 +15,7 @@ from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import CopyTime, Direction, Location, Tier
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
-from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.messages import COPY, StepOrders, WorkerReport
 from floodplain.plugins.vllm.worker import SwapWorker
 
 NONE: frozenset[int] = frozenset()
@@ -248,7 +248,7 @@ def test_only_swap_ins_are_arrivals_and_each_is_reported_once(worker: SwapWorker
     assert sum(copied.num_blocks for copied in report.copy_times if copied.direction is Direction.OUTBOUND) == 1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [3], [2]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"1"}, set(), {1: (1, NONE)})
+    assert (arrived, failed, report.ended) == ({f"{COPY}1"}, set(), {1: (1, NONE)})
     assert worker.finish() == (set(), set())
     assert worker.take_report() == WorkerReport()
 
@@ -259,17 +259,17 @@ def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[s
     worker.slots.words[1, 2, 7] ^= 1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"1"}, {"1"}, {1: (1, frozenset({1}))})
+    assert (arrived, failed, report.ended) == ({f"{COPY}1"}, {f"{COPY}1"}, {1: (1, frozenset({1}))})
     worker.begin(order_copy(2, TransferKind.SWAP_IN, [4], [0]))  # the slot that is not damaged is restored
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"2"}, set(), {2: (1, NONE)})
+    assert (arrived, failed, report.ended) == ({f"{COPY}2"}, set(), {2: (1, NONE)})
     assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
 
 
 def test_a_copy_from_an_unwritten_slot_fails(worker: SwapWorker) -> None:
     worker.begin(order_copy(0, TransferKind.SWAP_IN, [0], [3]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"0"}, {"0"}, {0: (1, frozenset({0}))})
+    assert (arrived, failed, report.ended) == ({f"{COPY}0"}, {f"{COPY}0"}, {0: (1, frozenset({0}))})
 
 
 def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[str, torch.Tensor]) -> None:
@@ -290,7 +290,7 @@ def test_after_draining_no_copy_is_in_flight_and_each_is_reported_once(worker: S
     worker.begin(order_copy(2, TransferKind.SWAP_IN, [5], [4]))
     worker.drain()
     worker.drain()
-    assert worker.finish() == ({"2"}, set())
+    assert worker.finish() == ({f"{COPY}2"}, set())
     assert worker.take_report().ended == {0: (1, NONE), 1: (1, NONE), 2: (1, NONE)}
     assert worker.finish() == (set(), set()) and worker.take_report() == WorkerReport()
 

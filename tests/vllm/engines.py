@@ -17,6 +17,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.scheduler import FloodplainScheduler
+from floodplain.plugins.vllm.wires import find_own
 from floodplain.plugins.vllm.worker import SwapWorker
 
 BLOCK_TOKENS = 32
@@ -135,9 +136,9 @@ def desk_of(llm: LLM) -> SwapDesk:
 def worker_of(llm: LLM) -> SwapWorker:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    worker = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
-    assert isinstance(worker, SwapWorker)
-    return worker
+    own = find_own(get_kv_transfer_group())
+    assert own is not None and own._worker is not None
+    return own._worker
 
 
 @dataclass

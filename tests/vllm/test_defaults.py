@@ -36,6 +36,7 @@ CONNECTOR = {
     "kv_connector_module_path": "floodplain.plugins.vllm.connector",
     "kv_role": "kv_both",
 }
+NATIVE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 TRANSFER = ["--kv-transfer-config", json.dumps(CONNECTOR)]
 SCHEDULER = ["--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler"]
 
@@ -120,8 +121,8 @@ def test_flags_of_a_server_are_refused_by_name(model: Path, flags: list[str], li
         (CONNECTOR | {"kv_connector_extra_config": {"coordinator": "http://127.0.0.1:1"}}, "leave coordinator out"),
         (
             {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
-            | {"kv_connector_extra_config": {"connectors": [CONNECTOR]}},
-            "MultiConnector is not supported",
+            | {"kv_connector_extra_config": {"connectors": [NATIVE, CONNECTOR]}},
+            "name FloodplainConnector first",
         ),
     ],
 )

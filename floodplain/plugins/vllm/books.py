@@ -20,6 +20,7 @@ from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.core.transfers import TransferLedger
+from floodplain.plugins.vllm.messages import COPY
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
@@ -111,6 +112,12 @@ class SwapBooks:
     def held_blocks(self) -> list[Any]:
         """Return blocks that copies hold, once for each of those copies."""
         return [block for move in self.transfers for block in move.cargo.held]
+
+    @property
+    def fetching(self) -> set[str]:
+        """Return vLLM's names of requests that wait for inbound copies, or ended while they did."""
+        moves = [move for move in self.transfers if move.is_inbound and not move.cargo.is_void]
+        return {move.cargo.tracked.request.request_id for move in moves}
 
     @property
     def num_draining_blocks(self) -> int:
@@ -300,11 +307,13 @@ class SwapBooks:
             copy.is_holding, copy.is_void = move.is_inbound, True
 
     def find_owner(self, arrival: str) -> str | None:
-        """Return vLLM's name of the request of an inbound copy, by the copy's number as a text.
+        """Return vLLM's name of the request of an inbound copy, by the copy's name (``messages.COPY``).
 
-        None if the request does not wait for it any more.
+        None if the request does not wait for it any more. Other connectors report requests, which are returned.
         """
-        copy = self.transfers[int(arrival)].cargo
+        if not arrival.startswith(COPY):
+            return arrival
+        copy = self.transfers[int(arrival.removeprefix(COPY))].cargo
         return None if copy.is_void else copy.tracked.request.request_id
 
     def take_due(self) -> list[Transfer]:

@@ -120,6 +120,11 @@ class SteeredScheduler(AsyncScheduler):
 
     @property
     @abstractmethod
+    def fetching(self) -> set[str]:
+        """Return the requests that wait for inbound copies, or ended while they did."""
+
+    @property
+    @abstractmethod
     def held_blocks(self) -> Sequence[Any]:
         """Return blocks that copies hold, once for each of those copies."""
 
@@ -260,8 +265,9 @@ class SteeredScheduler(AsyncScheduler):
         self.is_resetting = True
         try:
             if reset_running_requests:
+                fetching = self.fetching
                 self.void_copies()
-                self._free_waiting()
+                self._free_waiting(fetching)
                 while self.running:  # here, so that it is known which blocks an outstanding step still writes
                     self._preempt_request(self.running.pop(), time.monotonic(), drop_stale_output=True)
             with self._free_held():
@@ -272,10 +278,16 @@ class SteeredScheduler(AsyncScheduler):
             self.void_copies()
         return is_reset
 
-    def _free_waiting(self) -> None:
-        """Free the blocks of requests that do not run: those that copies filled, fill still, or were to fill."""
+    def _free_waiting(self, fetching: set[str]) -> None:
+        """Free the blocks of requests that do not run: those that copies filled, fill still, or were to fill.
+
+        Blocks that another connector still fills or reads stay. With such a load under way, vLLM's reset fails.
+        """
+        arrived = self.finished_recving_kv_req_ids | self.failed_recving_kv_req_ids
         for request in self._holding:
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in fetching | arrived:
                 continue
             self._holding.remove_request(request)
             self.deferred_waiting.discard(request)
@@ -288,7 +300,7 @@ class SteeredScheduler(AsyncScheduler):
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             self._queue.add_request(request)
         for request in list(self.requests.values()):
-            if request.is_finished():  # and was to wait for an inbound copy
+            if request.is_finished() and request.request_id in fetching:
                 self._free_blocks(request)
 
     @contextmanager

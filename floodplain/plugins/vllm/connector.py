@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.plugins.vllm.compat_names import find_config, follows_sleep
 from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals_in_one_line
-from floodplain.plugins.vllm.register import CONNECTOR
+from floodplain.plugins.vllm.register import CONNECTOR, register_name
 from floodplain.plugins.vllm.settings import find_extra, read_alone, read_settings
 from floodplain.plugins.vllm.support import expect_supported, names_connector, names_scheduler
 from floodplain.plugins.vllm.versions import expect_usable, find_distribution
@@ -38,6 +38,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from floodplain.plugins.vllm.wires import FloodplainConnector
 
+    register_name()
     return FloodplainConnector
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from floodplain.core.plan import Transfer
 from floodplain.core.tiers import CopyTime
 
+COPY = "floodplain:"
+"""Workers report the end of an inbound copy to vLLM by this and its number; other connectors report requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:

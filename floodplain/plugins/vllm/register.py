@@ -7,6 +7,8 @@ from contextlib import suppress
 CONNECTOR = "FloodplainConnector"
 CONNECTOR_MODULE = "floodplain.plugins.vllm.connector"
 SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
+MULTI = "MultiConnector"
+"""vLLM's connector that has several others."""
 NATIVE = "OffloadingConnector"
 """vLLM's own connector for swap space in the host's memory."""
 
@@ -19,10 +21,15 @@ def register() -> None:
 
     https://docs.vllm.ai/en/latest/design/plugin_system.html
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
     from floodplain.plugins.vllm.connector import refuse_early
+
+    register_name()
+    refuse_early()
+
+
+def register_name() -> None:
+    """Register the connector's name: vLLM's MultiConnector looks statistics up by it. Safe to call twice."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    refuse_early()

@@ -22,7 +22,7 @@ from floodplain.plugins.vllm.settings import find_extra, read_alone
 from floodplain.plugins.vllm.step_timer import StepTimer
 from floodplain.plugins.vllm.support import NO_SWAP
 from floodplain.plugins.vllm.tracked import TrackedRequest
-from floodplain.plugins.vllm.wires import FloodplainConnector
+from floodplain.plugins.vllm.wires import find_own
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.prices import StepPrices
 
@@ -38,9 +38,11 @@ class FloodplainScheduler(SteeredScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_alone = not isinstance(self.connector, FloodplainConnector)
+        connector = find_own(self.connector)
+        self._is_alone = connector is None
         with refusals_in_one_line():
-            self._desk = self._make_desk() if self._is_alone else self.connector.desk
+            check_config(self.vllm_config)  # of several connectors, ours has seen its own part only
+            self._desk = self._make_desk() if connector is None else connector.desk
         self._desk.roster.has_drafts = bool(self.num_spec_tokens)
         self._settings = self._desk.settings
         self.policy_object = self._settings.make_policy()
@@ -69,9 +71,8 @@ class FloodplainScheduler(SteeredScheduler):
         """Return a desk without slots; vLLM's own connector may keep the KV of preempted requests.
 
         Raises:
-            UserError: The configuration or the model is not supported.
+            UserError: The settings are not supported.
         """
-        check_config(self.vllm_config)
         block_bytes = count_block_bytes(self.kv_cache_config)
         desk = SwapDesk(read_alone(find_extra(self.vllm_config)), block_bytes, self.groups, 1)
         desk.books.bind(self.finder.pool)
@@ -177,8 +178,13 @@ class FloodplainScheduler(SteeredScheduler):
         self._desk.tally.count("preemptions_total", became.value)
 
     def find_owner(self, arrival: str) -> str | None:
-        """Return the request of an inbound copy; other connectors report requests by name instead of copies."""
-        return arrival if self._is_alone else self._desk.books.find_owner(arrival)
+        """Return the request of an inbound copy, or of another connector's load."""
+        return self._desk.books.find_owner(arrival)
+
+    @property
+    def fetching(self) -> set[str]:
+        """Return the requests that wait for inbound copies, or ended while they did."""
+        return self._desk.books.fetching
 
     def void_copies(self) -> None:
         """Drop all KV in swap space, and void the copies under way."""

@@ -12,7 +12,7 @@ from typing import Any
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
 from floodplain.memory.host.named_file import NAME
-from floodplain.plugins.vllm.register import CONNECTOR
+from floodplain.plugins.vllm.register import CONNECTOR, MULTI
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES, make_policy
 from floodplain.policy.settings import settings_for
@@ -73,15 +73,26 @@ class PluginSettings:
         return make_policy(self.policy, settings_for(self.policy, **{"max_gap_s": None, **(self.sharing or {})}))
 
 
+def list_connectors(vllm_config: Any) -> list[Mapping[str, Any]]:
+    """Return the connectors in a configuration of vLLM, as in its JSON: none, one, or those of MultiConnector."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return []
+    if transfer.kv_connector == MULTI:
+        return [one for one in transfer.kv_connector_extra_config.get("connectors", ()) if isinstance(one, Mapping)]
+    names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
+    return [{name: getattr(transfer, name, None) for name in names}]
+
+
 def find_extra(vllm_config: Any) -> dict[str, Any]:
     """Return our names and values in a configuration of vLLM.
 
     Raises:
         UserError: They are not a JSON object.
     """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == CONNECTOR:
-        return dict(transfer.kv_connector_extra_config)
+    for one in list_connectors(vllm_config):
+        if one.get("kv_connector") == CONNECTOR:
+            return dict(one.get("kv_connector_extra_config", {}))
     additional = vllm_config.additional_config
     extra = additional.get("floodplain", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(extra, Mapping):

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, MULTI, NATIVE, SCHEDULER
+from floodplain.plugins.vllm.settings import list_connectors
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Types of vLLM's KV cache whose blocks hold all of their data."""
@@ -29,6 +30,17 @@ Check = tuple[Callable[[Any], bool], str]
 
 def _connector(vllm_config: Any) -> str | None:
     return getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+
+
+def _is_first(vllm_config: Any) -> bool:
+    """Whether our connector is the first, or the only one."""
+    return any(one.get("kv_connector") == CONNECTOR for one in list_connectors(vllm_config)[:1])
+
+
+def _splits(vllm_config: Any) -> bool:
+    """Whether our connector would only save, or only load."""
+    transfer = vllm_config.kv_transfer_config
+    return {transfer.kv_role, list_connectors(vllm_config)[0].get("kv_role")} != {"kv_both"}
 
 
 _CHECKS: tuple[Check, ...] = (
@@ -71,24 +83,23 @@ _CHECKS: tuple[Check, ...] = (
     (
         lambda c: (
             c.cache_config.kv_offloading_size is not None
-            and (
-                _connector(c) == CONNECTOR
-                or getattr(c.kv_transfer_config, "kv_connector_module_path", None) is not None
-            )
+            and (names_connector(c) or getattr(c.kv_transfer_config, "kv_connector_module_path", None) is not None)
         ),
         "floodplain has swap space of its own (swap_memory): leave --kv-offloading-size out",
     ),
     (
-        lambda c: _connector(c) == "MultiConnector",
-        f"MultiConnector is not supported: name {CONNECTOR} itself as kv_connector",
+        lambda c: _connector(c) == MULTI and not _is_first(c),
+        f"of the connectors of {MULTI}, the first that has KV of a request restores it: name {CONNECTOR} first",
     ),
     (
-        lambda c: _connector(c) not in (None, CONNECTOR, NATIVE),
-        f"FloodplainScheduler runs with {CONNECTOR}, with vLLM's {NATIVE} or with none: name no other kv_connector",
+        lambda c: _connector(c) not in (None, CONNECTOR, MULTI, NATIVE),
+        f"FloodplainScheduler runs with {CONNECTOR}, alone or in a {MULTI}, with vLLM's {NATIVE} or with none:"
+        " name no other kv_connector",
     ),
     (
-        lambda c: _connector(c) == CONNECTOR and c.kv_transfer_config.kv_role != "kv_both",
-        'KV is saved and loaded: set "kv_role": "kv_both" in --kv-transfer-config',
+        lambda c: _is_first(c) and _splits(c),
+        "KV is saved and loaded, whether or not prefill and decode are on different instances:"
+        ' set "kv_role": "kv_both" in --kv-transfer-config',
     ),
 )
 

@@ -92,7 +92,7 @@ SURFACE = (
     ),
     Used(
         "vllm.v1.request", "RequestStatus",
-        attributes="FINISHED_ABORTED PREEMPTED WAITING WAITING_FOR_STREAMING_REQ",
+        attributes="FINISHED_ABORTED PREEMPTED WAITING WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ",
     ),
     Used(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager",
@@ -148,6 +148,9 @@ SURFACE = (
     Used(
         "vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory",
         called={"register_connector": "name module_path class_name"},
+    ),
+    Used(
+        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector", attributes="sub_connectors"
     ),
     Used("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorStats"),
     Used("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics"),

@@ -233,6 +233,12 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: copies hold their blocks, so no wait is needed."""
 
 
+def find_own(connector: Any) -> FloodplainConnector | None:
+    """Return our connector: this one, or one of those that vLLM's MultiConnector has."""
+    found = [one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, FloodplainConnector)]
+    return found[0] if found else None
+
+
 def _find_problem(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return one line that says what is not supported; None if all is."""
     try:

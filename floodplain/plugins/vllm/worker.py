@@ -10,7 +10,7 @@ from floodplain.lending.peer_tier import PeerParts, open_peer_parts
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
-from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.messages import COPY, StepOrders, WorkerReport
 from floodplain.plugins.vllm.tally import SwapTally
 
 _IDLE_WAIT_S = 0.05
@@ -71,7 +71,8 @@ class SwapWorker:
         self._inbound -= arrived.keys()
         if ended:
             self._count()
-        return set(map(str, arrived)), {str(transfer_id) for transfer_id, lost in arrived.items() if lost}
+        names = {transfer_id: f"{COPY}{transfer_id}" for transfer_id in arrived}
+        return set(names.values()), {names[transfer_id] for transfer_id, lost in arrived.items() if lost}
 
     def _count(self) -> None:
         """Count bytes moved and copies failed since the last call."""
