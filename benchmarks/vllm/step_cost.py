@@ -20,13 +20,13 @@ from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.request import SeqId
 from floodplain.core.view import Demand, Prices
 from floodplain.plugins.vllm.books import Tables
-from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
-from floodplain.plugins.vllm.lobby import Lobby
-from floodplain.plugins.vllm.outlook import Outlook, Present
-from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
+from floodplain.plugins.vllm.prefix_index import NOTHING, Found, PrefixIndex
 from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.sorted_queue import SortedQueue
+from floodplain.plugins.vllm.swap_controller import SwapController
+from floodplain.plugins.vllm.views import Present, ViewMaker
 from floodplain.policy.registry import make_policy
 
 BOUND_MS = 0.5
@@ -79,7 +79,7 @@ class FakeBlocks:
         self._by_hash = dict(zip(hashes, prefix, strict=True))
         self.by_request: dict[str, list[Block]] = {}
         self._num_given = len(prefix)
-        self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._by_hash.get)
+        self._exclusive, self._prefixes = ExclusiveCounts(), PrefixIndex(self._by_hash.get)
 
     def give(self, request: FakeRequest, num_blocks: int) -> None:
         """So many more blocks for a request, which are cached when they are full."""
@@ -118,29 +118,29 @@ def measure(policy_name: str, num_waiting: int, num_prefix: int, num_steps: int)
     """Milliseconds of each step's view, and of its decision."""
     hashes = [b"prefix-%d" % index for index in range(num_prefix)]
     prefix = [Block(index, NUM_RUNNING) for index in range(num_prefix)]
-    desk, blocks = SwapDesk(PluginSettings(), BLOCK_BYTES, LIMITS.groups, 1), FakeBlocks(prefix, hashes)
+    controller, blocks = SwapController(PluginSettings(), BLOCK_BYTES, LIMITS.groups, 1), FakeBlocks(prefix, hashes)
     policy = make_policy(policy_name)
-    lobby = Lobby(desk.roster, policy.waiting_key, policy.waiting_window)
-    outlook = Outlook(LIMITS, blocks, desk, lobby)
+    sorted_queue = SortedQueue(controller.roster, policy.waiting_key, policy.waiting_window)
+    views = ViewMaker(LIMITS, blocks, controller, sorted_queue)
     shared, own = num_prefix * BLOCK_TOKENS, NUM_OWN_BLOCKS * BLOCK_TOKENS
     requests = [FakeRequest(number, shared + own - number % BLOCK_TOKENS, hashes) for number in range(NUM_RUNNING)]
-    running = tuple([desk.roster.arrive(request, 0.0) for request in requests])  # type: ignore[arg-type]
+    running = tuple([controller.roster.arrive(request, 0.0) for request in requests])  # type: ignore[arg-type]
     for request in requests:
         blocks.by_request[request.request_id] = list(prefix)
         blocks.give(request, NUM_OWN_BLOCKS)
         request.run()
     waiting = [FakeRequest(NUM_RUNNING + number, shared + 500, hashes) for number in range(num_waiting)]
     for request in waiting:
-        desk.roster.arrive(request, 0.0)  # type: ignore[arg-type]
-    lobby.refresh({request.request_id: request for request in waiting}, lambda _: True)  # type: ignore[misc]
+        controller.roster.arrive(request, 0.0)  # type: ignore[arg-type]
+    sorted_queue.refresh({request.request_id: request for request in waiting}, lambda _: True)  # type: ignore[misc]
     views_ms, decisions_ms = [], []
     for step in range(num_steps):
         now = time.perf_counter()
         for one in running:
             one.note_tokens(now)
         begin_s = time.perf_counter()
-        lobby.refresh({}, lambda _: True)
-        view = outlook.view(step, Present(running), is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
+        sorted_queue.refresh({}, lambda _: True)
+        view = views.view(step, Present(running), is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
         seen_s = time.perf_counter()
         policy.decide(view, now, Random(0))
         views_ms.append(1e3 * (seen_s - begin_s))

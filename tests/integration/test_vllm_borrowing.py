@@ -23,8 +23,8 @@ from floodplain.lending import peer_tier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
-from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.settings import read_settings
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 from tests.support.lending import Neighbour, coordinating
 from tests.support.vllm_books import Pool
@@ -35,17 +35,17 @@ BLOCK_BYTES = 2 * BLOCK_TOKENS * 64
 
 
 class Inside:
-    """A scheduler's desk and its worker, in one process."""
+    """A scheduler's controller and its worker, in one process."""
 
     def __init__(self, url: str) -> None:
         told = {"coordinator": url, "swap_memory": 64 * BLOCK_BYTES, "peer_memory": NUM_PAGES * PAGE_BYTES}
         settings = read_settings(told)
         cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
         self.worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS), 64, settings.peer_bytes or 0)
-        self.desk = SwapDesk(settings, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, self.worker.peer)
-        self.desk.books.bind(Pool(NUM_BLOCKS))
-        assert self.desk.borrowing is not None
-        self.borrowing: Borrowing = self.desk.borrowing
+        self.controller = SwapController(settings, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, self.worker.peer)
+        self.controller.books.bind(Pool(NUM_BLOCKS))
+        assert self.controller.borrowing is not None
+        self.borrowing: Borrowing = self.controller.borrowing
         self.worker.before_close = self.borrowing.retire
         self.borrowing.start()
 
@@ -55,7 +55,7 @@ class Inside:
 
     def arrive(self) -> None:
         request = SimpleNamespace(request_id="a", num_output_tokens=0, priority=0, arrival_time=0.0)
-        self.desk.roster.arrive(cast(Any, request), 0.0)
+        self.controller.roster.arrive(cast(Any, request), 0.0)
 
     def close(self) -> None:
         self.worker.close()
@@ -102,7 +102,7 @@ def test_after_the_last_request_the_thread_returns_borrowed_memory(monkeypatch: 
         inside.arrive()
         neighbour.lend(0)
         wait_until(lambda: len(inside.borrowing._neighbours.agent.membership.to_free()) == NUM_PAGES)
-        inside.desk.depart("a")
+        inside.controller.depart("a")
         wait_until(lambda: neighbour.taken_pages == 0)
         assert inside.borrowing.facts().num_borrowed["forced"] == 0
 
@@ -110,18 +110,18 @@ def test_after_the_last_request_the_thread_returns_borrowed_memory(monkeypatch: 
 def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last request ends while its copy is promoted: its slots are freed without a boundary or news."""
     with neighbourhood(monkeypatch) as (_, inside):
-        books, tier = inside.desk.books, inside.borrowing._tier
+        books, tier = inside.controller.books, inside.borrowing._tier
         inside.arrive()
-        one = inside.desk.roster["a"]
+        one = inside.controller.roster["a"]
         assert books.swap_out(one, [Pool(1).give(1)], BLOCK_TOKENS, Reason.SLICE_ENDED, Tier.HOST)
         (transfer,) = books.take_due()
         books.settle(transfer.transfer_id, frozenset())
         with monkeypatch.context() as patch:
             patch.setattr(tier._mover, "poll", list)  # the copy does not end yet
-            with inside.desk.lock:
+            with inside.controller.lock:
                 tier.look()
             assert inside.borrowing.num_moving == 1
-            inside.desk.depart("a")
+            inside.controller.depart("a")
             assert inside.borrowing._hurry() is not None, "the thread waits for news that never comes"
         wait_until(lambda: not inside.borrowing.num_moving)
         assert not any(slots.num_taken for slots in books.backups.slots.values())
@@ -134,21 +134,21 @@ def test_at_the_deadline_memory_is_returned_despite_live_requests(monkeypatch: p
         wait_until(lambda: neighbour.taken_pages == 0)
         wait_until(lambda: inside.borrowing.facts().num_borrowed["forced"] == NUM_PAGES)  # counted after the report
         inside.borrowing.at_boundary()
-        assert not inside.desk.books.backups.slots[next(iter(inside.desk.books.backups.slots))].num_slots
+        assert not inside.controller.books.backups.slots[next(iter(inside.controller.books.backups.slots))].num_slots
 
 
 def test_what_is_borrowed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with neighbourhood(monkeypatch) as (neighbour, inside):
         view = cast(Any, SimpleNamespace(swapped=()))
-        inside.desk.record(view, 0.0, cast(Any, None))
-        said = inside.desk.tally.take()
+        inside.controller.record(view, 0.0, cast(Any, None))
+        said = inside.controller.tally.take()
         assert said["gauges"][f"lease_bytes {neighbour.name}"] == NUM_PAGES * PAGE_BYTES
         assert said["counts"]["borrowed_leases_total granted"] == NUM_PAGES
         neighbour.lend(0)
         wait_until(lambda: inside.borrowing.facts().num_borrowed["returned"] == NUM_PAGES)
         wait_until(lambda: not inside.borrowing.facts().num_bytes)
-        inside.desk.record(view, 0.0, cast(Any, None))
-        said = inside.desk.tally.take()
+        inside.controller.record(view, 0.0, cast(Any, None))
+        said = inside.controller.tally.take()
         assert said["gauges"][f"lease_bytes {neighbour.name}"] == 0
         assert said["counts"] == {"borrowed_leases_total returned": NUM_PAGES}
 
@@ -164,7 +164,7 @@ def test_a_token_file_that_is_not_there_is_one_line_and_leaves_nothing() -> None
     cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
     worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS), 4, 4096)
     with closing(worker), pytest.raises(UserError, match="no-such-file"):
-        SwapDesk(told, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, worker.peer)
+        SwapController(told, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], 1, worker.peer)
     assert files_of_this_process() <= before
 
 

@@ -14,7 +14,7 @@ from floodplain.core.request import SeqId
 from floodplain.plugins.vllm import kept_rows
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.kept_rows import KeptRows
-from floodplain.plugins.vllm.prefix_watch import PrefixWatch
+from floodplain.plugins.vllm.prefix_index import PrefixIndex
 from floodplain.plugins.vllm.tracked import SPARE_ENTRIES, RequestRoster, TrackedRequest
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from tests.support.examples import examples
@@ -36,7 +36,7 @@ def expect_same(engine: FakeEngine) -> None:
     assert as_of(view.swapped, engine.step) == as_of(swapped, engine.step)
     assert as_of(view.waiting, engine.step) == as_of(waiting[:WINDOW], engine.step)
     assert view.num_waiting == len(waiting)
-    for one in engine.desk.roster:
+    for one in engine.controller.roster:
         num_copied = max(len(one.backups) * BLOCK_TOKENS, one.num_kept_tokens)
         assert num_copied <= one.request.num_tokens, "of tokens that stay"
 
@@ -84,9 +84,9 @@ def does_nothing(*_: Any, **__: Any) -> None: ...
     [
         (ExclusiveCounts, "note"),
         (ExclusiveCounts, "_settle"),
-        (PrefixWatch, "note_held"),
-        (PrefixWatch, "note_evicted"),
-        (PrefixWatch, "note_cached"),
+        (PrefixIndex, "note_held"),
+        (PrefixIndex, "note_evicted"),
+        (PrefixIndex, "note_cached"),
     ],
 )
 def test_the_law_notices_if_changes_are_not_reported(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_the_law_notices_if_changes_are_not_reported(owner: type, name: str, mon
             walk(seed)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ExclusiveCounts, "take_recounted"), (PrefixWatch, "take_forgotten")])
+@pytest.mark.parametrize(("owner", "name"), [(ExclusiveCounts, "take_recounted"), (PrefixIndex, "take_forgotten")])
 def test_the_law_notices_if_rows_that_changed_are_not_named(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

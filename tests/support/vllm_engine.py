@@ -12,15 +12,15 @@ from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.plugins.vllm.books import Tables
-from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
-from floodplain.plugins.vllm.lobby import Lobby
-from floodplain.plugins.vllm.outlook import Outlook, Present
-from floodplain.plugins.vllm.prefix_watch import Found, PrefixWatch
+from floodplain.plugins.vllm.prefix_index import Found, PrefixIndex
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows
 from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.sorted_queue import SortedQueue
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.turn_queue import TurnQueue
+from floodplain.plugins.vllm.views import Present, ViewMaker
 from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
 
 GROUPS = (CacheGroup(BLOCK_TOKENS),)
@@ -55,7 +55,7 @@ class CachingPool(Pool):
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS)
         self.cached: dict[bytes, list[Block]] = {}
-        self.exclusive, self.prefixes = ExclusiveCounts(), PrefixWatch(self.find_one)
+        self.exclusive, self.prefixes = ExclusiveCounts(), PrefixIndex(self.find_one)
 
     def find_one(self, block_hash: bytes) -> Block | None:
         return next(iter(self.cached.get(block_hash, ())), None)
@@ -137,11 +137,11 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
-        self.desk = SwapDesk(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, GROUPS, num_workers=1)
-        self.desk.books.bind(self.pool)
-        self.desk.roster.has_drafts = True
-        self.lobby = Lobby(self.desk.roster, lambda one: one.order_key, WINDOW)
-        self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
+        self.controller = SwapController(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, GROUPS, num_workers=1)
+        self.controller.books.bind(self.pool)
+        self.controller.roster.has_drafts = True
+        self.sorted_queue = SortedQueue(self.controller.roster, lambda one: one.order_key, WINDOW)
+        self.views = ViewMaker(LIMITS, KeptBlocks(self.pool, self.tables), self.controller, self.sorted_queue)
         self.running: list[TrackedRequest] = []
         self.loading: dict[int, TrackedRequest] = {}
         self.arrived: list[TrackedRequest] = []  # running ones whose copies ended after the last step
@@ -155,11 +155,11 @@ class FakeEngine:
         request = cast(Any, FakeRequest(self.num_arrived, index % NUM_TEXTS, num_prompt=5 + index % 16))
         self.num_arrived += 1
         self.queue.add_request(request)
-        self.desk.roster.arrive(request, float(self.num_arrived))
+        self.controller.roster.arrive(request, float(self.num_arrived))
 
     def admit(self, index: int) -> None:
         """Admit a queued request that a view has shown, by a copy if it has KV in swap space."""
-        ones = [self.desk.roster[one.request_id] for one in self.queue if one.request_id in self.seen]
+        ones = [self.controller.roster[one.request_id] for one in self.queue if one.request_id in self.seen]
         if not ones:
             return
         one = ones[index % len(ones)]
@@ -167,7 +167,7 @@ class FakeEngine:
             one.seq_id, one.request, (one.request.num_tokens - 1) // BLOCK_TOKENS
         )
         found = [self.pool.find_one(key) for key in one.request.block_hashes[: num_local.num_blocks]]
-        num_restorable = min(self.desk.books.count_restorable(one), one.request.num_tokens - 1)
+        num_restorable = min(self.controller.books.count_restorable(one), one.request.num_tokens - 1)
         num_new = -(-one.request.num_tokens // BLOCK_TOKENS) - len(found)
         if num_new > len(self.pool.free) - sum(not block.ref_cnt for block in found if block):
             return
@@ -178,8 +178,8 @@ class FakeEngine:
         one.request.num_computed_tokens = max(num_restorable, len(found) * BLOCK_TOKENS)
         if num_restorable > len(found) * BLOCK_TOKENS:
             table = self.tables[one.request.request_id]
-            self.desk.books.fetch(one, [table], len(found) * BLOCK_TOKENS, num_restorable)
-            self.loading[self.desk.books.take_due()[0].transfer_id] = one
+            self.controller.books.fetch(one, [table], len(found) * BLOCK_TOKENS, num_restorable)
+            self.loading[self.controller.books.take_due()[0].transfer_id] = one
         else:
             self.running.append(one)
             self._enter(one)
@@ -240,12 +240,12 @@ class FakeEngine:
         if self.running:
             one = self.running[index % len(self.running)]
             table = self.tables[one.request.request_id]
-            self.desk.books.back_up(one, [table], one.num_verified_tokens, 1 + index % 3, Tier.HOST)
+            self.controller.books.back_up(one, [table], one.num_verified_tokens, 1 + index % 3, Tier.HOST)
             self._launch()
 
     def get_late_token(self, index: int) -> None:
         """A preempted request gets the token of the step that was outstanding."""
-        ones = [self.desk.roster[request.request_id] for request in self.queue]
+        ones = [self.controller.roster[request.request_id] for request in self.queue]
         ones = [one for one in ones if one.first_token_s is not None]
         if ones:
             ones[index % len(ones)].request.num_tokens += 1
@@ -257,10 +257,10 @@ class FakeEngine:
             self.running.remove(one)
             table = self.tables.pop(one.request.request_id)
             if index % 4:
-                self.desk.books.swap_out(one, [table], one.num_verified_tokens, Reason.SLICE_ENDED)
+                self.controller.books.swap_out(one, [table], one.num_verified_tokens, Reason.SLICE_ENDED)
                 self._launch()
             else:
-                self.desk.books.forget(one)
+                self.controller.books.forget(one)
             self.pool.free_blocks(table[::-1])
             if one.request.num_output_placeholders:
                 self._verify(one, index)
@@ -271,9 +271,9 @@ class FakeEngine:
         """A copy ends; some lose a block."""
         lost = frozenset({0}) if index % 5 == 0 else frozenset[int]()
         if self.leaving:
-            self.desk.books.settle(self.leaving.pop(index % len(self.leaving)), lost)
+            self.controller.books.settle(self.leaving.pop(index % len(self.leaving)), lost)
         for transfer_id, one in list(self.loading.items()):
-            self.desk.books.settle(transfer_id, lost)
+            self.controller.books.settle(transfer_id, lost)
             del self.loading[transfer_id]
             if not lost:
                 self.arrived.append(one)
@@ -285,35 +285,35 @@ class FakeEngine:
 
     def end(self, index: int) -> None:
         """A request ends or is aborted, unless a swap-in is in flight."""
-        ones = [one for one in self.desk.roster if one not in self.loading.values()]
+        ones = [one for one in self.controller.roster if one not in self.loading.values()]
         if ones:
             one = ones[index % len(ones)]
             for there in (self.running, self.arrived):
                 if one in there:
                     there.remove(one)
             self.queue.remove_request(one.request)
-            self.desk.depart(one.request.request_id)
+            self.controller.depart(one.request.request_id)
             self.pool.free_blocks(self.tables.pop(one.request.request_id, [])[::-1])
 
     def _enter(self, one: TrackedRequest) -> None:
         one.entered_step = self.step
-        self.desk.books.note_start(one)
+        self.controller.books.note_start(one)
 
     def _launch(self) -> None:
-        self.leaving += [transfer.transfer_id for transfer in self.desk.books.take_due()]
+        self.leaving += [transfer.transfer_id for transfer in self.controller.books.take_due()]
 
     # -- views -----------------------------------------------------------------------------------------------------
 
     def look(self) -> View:
-        self.lobby.refresh(self.queue.take_changed(), lambda _: True)
+        self.sorted_queue.refresh(self.queue.take_changed(), lambda _: True)
         self.seen = {request.request_id for request in self.queue}
         present = Present(tuple(self.running), loading=tuple(self.loading.values()))
-        return self.outlook.view(self.step, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
+        return self.views.view(self.step, present, is_open=True, prices=Prices(), demand=Demand(), completion_step=-1)
 
     def plain_rows(self) -> tuple[tuple[SequenceView, ...], list[SequenceView], tuple[SequenceView, ...]]:
         """Return rows of running, all waiting, and swapped requests, made anew."""
-        make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), self.desk.books, self.step)
-        absent = [make.absent(self.desk.roster[request.request_id]) for request in self.queue]
+        make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), self.controller.books, self.step)
+        absent = [make.absent(self.controller.roster[request.request_id]) for request in self.queue]
         return (
             sort_rows(make.running(one) for one in self.running),
             list(sort_rows(row for row in absent if row.status is Status.WAITING)),

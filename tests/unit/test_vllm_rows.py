@@ -18,13 +18,13 @@ from floodplain.core.sequence import Status
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import Demand, Prices, SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks, Tables
-from floodplain.plugins.vllm.desk import SwapDesk
-from floodplain.plugins.vllm.lobby import Lobby
-from floodplain.plugins.vllm.outlook import Outlook, Present
-from floodplain.plugins.vllm.prefix_watch import Found
+from floodplain.plugins.vllm.prefix_index import Found
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows
 from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.sorted_queue import SortedQueue
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.plugins.vllm.views import Present, ViewMaker
 from floodplain.runtime.links import Links
 from tests.support.vllm_books import Block, Pool
 
@@ -149,24 +149,24 @@ def test_a_request_whose_last_token_is_on_its_way_is_not_preempted() -> None:
     for one, num_ahead in zip(ones, (15, 16), strict=True):  # of 20 tokens
         world.run(one, 13 + num_ahead)
         cast(Any, one.request).num_output_placeholders = num_ahead
-    desk = SwapDesk(PluginSettings(swap_bytes=800), 8, LIMITS.groups, num_workers=1)
-    outlook = Outlook(LIMITS, world, desk, Lobby(desk.roster, lambda one: one.order_key, 4))
+    controller = SwapController(PluginSettings(swap_bytes=800), 8, LIMITS.groups, num_workers=1)
+    views = ViewMaker(LIMITS, world, controller, SortedQueue(controller.roster, lambda one: one.order_key, 4))
     held, gone = world.pool.give(3), world.pool.give(2)
     world.pool.touch(held[:1])
     present = Present(tuple(ones), deferred=(*held, *gone))
     demand = Demand(mean_output=7.0)
-    view = outlook.view(STEP, present, is_open=True, prices=Prices(), demand=demand, completion_step=-1)
+    view = views.view(STEP, present, is_open=True, prices=Prices(), demand=demand, completion_step=-1)
     assert view.demand is demand
     assert [row.end_step - STEP for row in view.running] == [1, 0] and view.outstanding == {1}
     assert view.num_draining_blocks == 4, "all that nothing but an outstanding step holds"
 
 
-def test_the_lobby_shows_the_first_requests_and_the_newest_others() -> None:
+def test_the_queue_shows_the_first_requests_and_the_newest_others() -> None:
     world = World()
     ones = {one.request.request_id: one for one in (world.arrive(number) for number in range(5))}
-    lobby = Lobby(cast(Any, ones), lambda one: one.order_key, 2, 1)
-    lobby.refresh({name: one.request for name, one in ones.items()}, lambda request: True)
-    assert [one.seq_id for one in lobby.shown()] == [0, 1, 4]
+    sorted_queue = SortedQueue(cast(Any, ones), lambda one: one.order_key, 2, 1)
+    sorted_queue.refresh({name: one.request for name, one in ones.items()}, lambda request: True)
+    assert [one.seq_id for one in sorted_queue.shown()] == [0, 1, 4]
 
 
 def test_the_last_token_of_a_prompt_runs_as_any_token_does() -> None:

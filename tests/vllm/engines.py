@@ -15,9 +15,9 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from floodplain.plugins.vllm.desk import SwapDesk
+from floodplain.plugins.vllm.connector_parts import find_own
 from floodplain.plugins.vllm.scheduler import FloodplainScheduler
-from floodplain.plugins.vllm.wires import find_own
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.worker import SwapWorker
 
 BLOCK_TOKENS = 32
@@ -107,11 +107,11 @@ def make_crowded(model: Path, **flags: Any) -> LLM:
 def as_made(llm: LLM) -> Iterator[None]:
     """Restore the policy and the books that a test replaces; check that nothing is left in use."""
     scheduler = scheduler_of(llm)
-    policy, books = scheduler.policy_object, scheduler._desk.books
-    scheduler._desk.watchers.clear()
+    policy, books = scheduler.policy_object, scheduler._controller.books
+    scheduler._controller.watchers.clear()
     yield
     expect_nothing_left(llm)
-    scheduler.policy_object, scheduler._desk.books = policy, books
+    scheduler.policy_object, scheduler._controller.books = policy, books
 
 
 def close(llm: LLM) -> None:
@@ -129,8 +129,8 @@ def scheduler_of(llm: LLM) -> FloodplainScheduler:
     return found
 
 
-def desk_of(llm: LLM) -> SwapDesk:
-    return scheduler_of(llm)._desk
+def controller_of(llm: LLM) -> SwapController:
+    return scheduler_of(llm)._controller
 
 
 def worker_of(llm: LLM) -> SwapWorker:
@@ -163,7 +163,7 @@ def drive(llm: LLM, load: Load, *, each_step: Callable[[int], None] = lambda ste
 
     def note(output: Any) -> None:
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
-            if scheduler._desk.roster[request_id].request.num_output_tokens:
+            if scheduler._controller.roster[request_id].request.num_output_tokens:
                 run.resumed.append(output.num_scheduled_tokens[request_id])
         planned(output)
 
@@ -216,14 +216,14 @@ def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
 
 def expect_nothing_left(llm: LLM) -> None:
     """Let copies in flight end; check that no block and no slot is in use, and that no request is left."""
-    scheduler, desk = scheduler_of(llm), desk_of(llm)
+    scheduler, controller = scheduler_of(llm), controller_of(llm)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     for _ in range(100):
-        if not len(desk.books.transfers) and not core.batch_queue:
+        if not len(controller.books.transfers) and not core.batch_queue:
             break
         core.step_fn()
-    desk.books.backups.check_integrity()
-    assert len(desk.books.transfers) == 0 and len(desk.roster) == 0
-    assert all(slots.num_taken == 0 for slots in desk.books.backups.slots.values())
+    controller.books.backups.check_integrity()
+    assert len(controller.books.transfers) == 0 and len(controller.roster) == 0
+    assert all(slots.num_taken == 0 for slots in controller.books.backups.slots.values())
     assert scheduler.finder.count_free() == scheduler.finder.num_blocks
     assert not scheduler.running and not len(scheduler.waiting)

@@ -11,7 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.register import SCHEDULER
 from tests.vllm.engines import (
     close,
-    desk_of,
+    controller_of,
     drive,
     expect_nothing_left,
     make_load,
@@ -58,7 +58,7 @@ def test_turns_without_swap_space_give_stock_tokens(llama: Path, caplog: pytest.
     }
     assert len(set(sent_away)) > NUM_REQUESTS // 2 and len(sent_away) > 2 * NUM_REQUESTS
     assert max(run.resumed) > 32, "they are computed again"
-    assert desk_of(llm).tally.take()["counts"] == {"preemptions_total recompute": len(sent_away)}
+    assert controller_of(llm).tally.take()["counts"] == {"preemptions_total recompute": len(sent_away)}
     expect_nothing_left(llm)
     close(llm)
 

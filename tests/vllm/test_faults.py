@@ -17,7 +17,7 @@ from floodplain.plugins.vllm.books import SwapBooks
 from tests.vllm.engines import (
     BLOCK_TOKENS,
     Load,
-    desk_of,
+    controller_of,
     drive,
     drive_with_aborts,
     make_load,
@@ -52,7 +52,7 @@ def test_swap_space_that_is_too_small_costs_time_and_no_token(
     llm: LLM, load: Load, expected: dict[int, list[int]], num_slots: int
 ) -> None:
     scheduler = scheduler_of(llm)
-    books = scheduler._desk.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], scheduler.groups)
+    books = scheduler._controller.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], scheduler.groups)
     books.bind(scheduler.finder.pool)
     scheduler.policy_object = StormPolicy(seed=2)
     assert drive(llm, load).tokens == expected
@@ -70,7 +70,7 @@ def erase(slots: Slots, dice: Random, *, keeps_digest: bool) -> None:
 def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
     scheduler_of(llm).policy_object = StormPolicy(seed=3, recompute=0.0)
     slots, dice = worker_of(llm).slots, Random(9)
-    books, num_lost = desk_of(llm).books, 0
+    books, num_lost = controller_of(llm).books, 0
     settle = books.settle
 
     def note(transfer_id: int, lost: frozenset[int]) -> None:
@@ -99,7 +99,7 @@ def test_the_same_views_give_the_same_decisions_outside_of_vllm(llm: LLM, load: 
     scheduler = scheduler_of(llm)
     scheduler.policy_object = scheduler._settings.make_policy()
     made: list[tuple[View, float, Decision]] = []
-    desk_of(llm).watchers.append(lambda *decided: made.append(decided))
+    controller_of(llm).watchers.append(lambda *decided: made.append(decided))
     drive(llm, load)
     policy, rng = scheduler._settings.make_policy(), Random(0)
     assert any(decision.preemptions for _, _, decision in made)

@@ -16,7 +16,7 @@ from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import settings_for
 from tests.vllm.engines import (
     Load,
-    desk_of,
+    controller_of,
     drive,
     make_load,
     scheduler_of,
@@ -37,12 +37,12 @@ def test_swapped_requests_keep_their_tokens_and_resume_with_one_token(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
     decisions: list[Decision] = []
-    desk_of(llm).watchers.append(lambda view, now, decision: decisions.append(decision))
-    num_before = desk_of(llm).books.num_resumed
+    controller_of(llm).watchers.append(lambda view, now, decision: decisions.append(decision))
+    num_before = controller_of(llm).books.num_resumed
     run = drive(llm, load)
     assert run.tokens == expected
     swaps = [p for d in decisions for p in d.preemptions if p.mode is PreemptionMode.SWAP]
-    assert len(swaps) > 10 and desk_of(llm).books.num_resumed - num_before > 10
+    assert len(swaps) > 10 and controller_of(llm).books.num_resumed - num_before > 10
     assert len(run.resumed) > 10
     assert set(run.resumed) == {1}
 
@@ -52,7 +52,7 @@ def test_under_timely_some_requests_wait_in_line_and_tokens_stay(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
     seen: list[tuple[View, Decision]] = []
-    desk_of(llm).watchers.append(lambda view, now, decision: seen.append((view, decision)))
+    controller_of(llm).watchers.append(lambda view, now, decision: seen.append((view, decision)))
     goals = {"ttft_goal_s": 0.05, "tpot_goal_s": 0.02}
     scheduler_of(llm).policy_object = make_policy("timely", settings_for("timely", **goals))
     assert drive(llm, load).tokens == expected

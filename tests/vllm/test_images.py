@@ -137,7 +137,7 @@ def test_images_are_split_by_chunks_of_prompts(llm: LLM, load: Load, expected: d
     def note(step: int) -> None:
         nonlocal within
         for request in scheduler.waiting:
-            kept = scheduler._desk.roster[request.request_id].num_kept_tokens
+            kept = scheduler._controller.roster[request.request_id].num_kept_tokens
             places = [feature.mm_position for feature in request.mm_features]
             within += any(place.offset < kept < place.offset + place.length for place in places)
 

@@ -26,7 +26,7 @@ from tests.vllm.engines import (
     BLOCK_TOKENS,
     Load,
     close,
-    desk_of,
+    controller_of,
     drive,
     expect_nothing_left,
     make_load,
@@ -87,7 +87,7 @@ def calm(llm: LLM, neighbour: Neighbour) -> Iterator[None]:
 
 
 def borrowing_of(llm: LLM) -> Borrowing:
-    borrowing = desk_of(llm).borrowing
+    borrowing = controller_of(llm).borrowing
     assert borrowing is not None
     return borrowing
 
@@ -155,7 +155,7 @@ def test_what_is_damaged_there_is_computed_again(llm: LLM, load: Load, expected:
     scheduler_of(llm).policy_object = StormPolicy(seed=7, recompute=0.0)
     peer, num_lost = worker_of(llm).peer, 0
     assert peer is not None
-    settle = desk_of(llm).books.settle
+    settle = controller_of(llm).books.settle
 
     def note(transfer_id: int, lost: frozenset[int]) -> None:
         nonlocal num_lost
@@ -168,6 +168,6 @@ def test_what_is_damaged_there_is_computed_again(llm: LLM, load: Load, expected:
                 extent.tensor(torch.uint8, (extent.num_bytes,)).zero_()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(desk_of(llm).books, "settle", note)
+        patch.setattr(controller_of(llm).books, "settle", note)
         assert drive(llm, load, each_step=damage).tokens == expected
     assert num_lost > 3

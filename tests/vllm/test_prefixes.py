@@ -16,7 +16,7 @@ from tests.vllm.engines import (
     BLOCK_TOKENS,
     Load,
     close,
-    desk_of,
+    controller_of,
     drive,
     make_load,
     make_ours,
@@ -39,7 +39,7 @@ def engine(folder: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
 @pytest.mark.quick
 def test_tokens_are_the_same_where_prefixes_are_shared(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
     found: list[int] = []
-    desk_of(llm).watchers.append(lambda view, now, _: found.extend(row.num_cached_tokens for row in view.waiting))
+    controller_of(llm).watchers.append(lambda view, now, _: found.extend(row.num_cached_tokens for row in view.waiting))
     assert drive(llm, load).tokens == expected
     assert max(found) >= 96, "the policy sees what requests will find on the device"
 
@@ -49,7 +49,7 @@ def test_what_is_kept_of_a_view_agrees_with_vllms_blocks(llm: LLM, load: Load, e
     """Exclusive blocks and cached prefixes of each view equal an independent count."""
     scheduler, seen = scheduler_of(llm), Counter[str]()
     scheduler.policy_object = StormPolicy(seed=6, chance=0.1)
-    pool, by_id = scheduler.finder.pool, desk_of(llm).roster.by_id
+    pool, by_id = scheduler.finder.pool, controller_of(llm).roster.by_id
 
     def count(view: View, now: float, decision: Decision) -> None:
         for row in view.running:
@@ -64,7 +64,7 @@ def test_what_is_kept_of_a_view_agrees_with_vllms_blocks(llm: LLM, load: Load, e
             assert row.num_shared_blocks == sum(block.ref_cnt > 0 for [block] in found)
             seen["cached"] += bool(found)
 
-    desk_of(llm).watchers.append(count)
+    controller_of(llm).watchers.append(count)
     assert drive(llm, load).tokens == expected
     assert min(seen["shared"], seen["cached"]) > 20
 
@@ -87,9 +87,9 @@ def test_other_weights_make_all_copies_worthless(llm: LLM, load: Load, expected:
 
     def reset(step: int) -> None:
         if step % 10 == 9:
-            num_kept.append(sum(len(one.backups) for one in desk_of(llm).roster))
+            num_kept.append(sum(len(one.backups) for one in controller_of(llm).roster))
             assert scheduler.reset_connector_cache()
-            assert not any(one.has_kv for one in desk_of(llm).roster)
+            assert not any(one.has_kv for one in controller_of(llm).roster)
 
     assert drive(llm, load, each_step=reset).tokens == expected
     assert max(num_kept) > 10

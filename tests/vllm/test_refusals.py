@@ -14,8 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm import compat, compat_blocks, register, scheduler, surface, versions
+from floodplain.plugins.vllm.connector_parts import FloodplainConnector
 from floodplain.plugins.vllm.turn_queue import TurnQueue
-from floodplain.plugins.vllm.wires import FloodplainConnector
 
 pytestmark = pytest.mark.quick
 

@@ -16,7 +16,7 @@ from floodplain.core.view import View
 from floodplain.plugins.vllm.worker import SwapWorker
 from tests.vllm.engines import (
     Load,
-    desk_of,
+    controller_of,
     drive,
     finished_tokens,
     make_load,
@@ -54,17 +54,17 @@ def index_of(request: Any) -> int:
 
 def count_copies(llm: LLM) -> Counter[str]:
     """Copies in flight by direction, and requests whose swap-in has ended and that are not scheduled yet."""
-    scheduler, moves = scheduler_of(llm), desk_of(llm).books.transfers
+    scheduler, moves = scheduler_of(llm), controller_of(llm).books.transfers
     ways = Counter("back" if move.is_inbound else "out" for move in moves if not move.cargo.is_void)
     return ways + Counter("come" for _ in scheduler.finished_recving_kv_req_ids)
 
 
 def expect_forgotten(llm: LLM) -> None:
     """Check that only swap-ins and an outstanding step hold blocks, and that no KV is kept."""
-    scheduler, desk = scheduler_of(llm), desk_of(llm)
-    num_held = desk.books.count_draining(scheduler.deferred_blocks)
+    scheduler, controller = scheduler_of(llm), controller_of(llm)
+    num_held = controller.books.count_draining(scheduler.deferred_blocks)
     assert scheduler.finder.count_free() + num_held == scheduler.finder.num_blocks
-    assert not any(one.has_kv for one in desk.roster)
+    assert not any(one.has_kv for one in controller.roster)
     assert not scheduler.finder.pool.cached_block_hash_to_block._cache
     assert not scheduler.running and all(not request.num_computed_tokens for request in scheduler.waiting)
 
@@ -110,7 +110,7 @@ def test_a_reset_that_spares_requests_fails_while_they_hold_blocks(
     kept: list[int] = []
 
     def reset(step: int) -> None:
-        scheduler, roster = scheduler_of(llm), desk_of(llm).roster
+        scheduler, roster = scheduler_of(llm), controller_of(llm).roster
         if step % 10 == 9:
             before = sum(len(one.known_backups) for one in roster)
             is_held = bool(scheduler.running or len(scheduler._holding))
@@ -161,7 +161,7 @@ def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, exp
             scheduler.set_pause_state(PauseState.UNPAUSED)
             held.append(len(scheduler.waiting))
 
-    desk_of(llm).watchers.append(note)
+    controller_of(llm).watchers.append(note)
     assert drive(llm, load, each_step=hold).tokens == expected
     assert held[0] > 0 and held[1] > 0 and Reason.SLICE_ENDED not in reasons
 

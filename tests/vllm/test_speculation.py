@@ -153,8 +153,8 @@ def test_copies_of_drafts_spoil_tokens(
     def back_up(scheduler: FloodplainScheduler, output: Any) -> None:
         note_step(scheduler, output)
         for request in scheduler.running:
-            one, tables = scheduler._desk.roster[request.request_id], scheduler.finder.tables(request.request_id)
-            scheduler._desk.books.back_up(one, tables, request.num_computed_tokens, 1, Tier.HOST)
+            one, tables = scheduler._controller.roster[request.request_id], scheduler.finder.tables(request.request_id)
+            scheduler._controller.books.back_up(one, tables, request.num_computed_tokens, 1, Tier.HOST)
 
     monkeypatch.setattr(FloodplainScheduler, "note_step", back_up)
     assert count_wrong(llm, expected) > 0

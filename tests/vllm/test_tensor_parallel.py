@@ -14,7 +14,7 @@ from floodplain.plugins.vllm.messages import WorkerReport
 from tests.vllm.engines import (
     Load,
     close,
-    desk_of,
+    controller_of,
     drive,
     drive_with_aborts,
     expect_nothing_left,
@@ -94,7 +94,7 @@ def test_preempted_requests_keep_their_tokens_and_both_workers_copy(
     expect_nothing_left(llm)
     first, second = count_moved(llm)
     assert first == second and first["failed"] == 0
-    block_bytes = desk_of(llm).block_bytes
+    block_bytes = controller_of(llm).block_bytes
     assert first["out"] > 20 * block_bytes and first["in"] > 20 * block_bytes
 
 
@@ -106,7 +106,7 @@ def test_no_block_or_slot_is_free_before_the_slower_worker_has_copied(
     scheduler_of(llm).policy_object = StormPolicy(seed=7, chance=0.1)
     moving: list[bool] = []
     drive_with_aborts(
-        llm, load, expected, seed=5, number=4, period=7, on_abort=lambda: moving.append(bool(desk_of(llm)._ended))
+        llm, load, expected, seed=5, number=4, period=7, on_abort=lambda: moving.append(bool(controller_of(llm)._ended))
     )
     assert any(moving)
 
@@ -131,8 +131,8 @@ def test_blocks_that_are_free_too_early_would_be_seen_in_the_tokens(
     llm: LLM, load: Load, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: outbound copies count as ended when the first worker reports it."""
-    desk, settled = desk_of(llm), set[int]()
-    books, note_report = desk.books, desk.note_report
+    controller, settled = controller_of(llm), set[int]()
+    books, note_report = controller.books, controller.note_report
 
     def settle_early(report: WorkerReport) -> None:
         early = {one: lost for one, (_, lost) in report.ended.items() if one in settled or is_outbound(one)}
@@ -145,5 +145,5 @@ def test_blocks_that_are_free_too_early_would_be_seen_in_the_tokens(
         return not books.transfers[transfer_id].is_inbound
 
     llm.collective_rpc("set_fault", args=("lags",))
-    monkeypatch.setattr(desk, "note_report", settle_early)
+    monkeypatch.setattr(controller, "note_report", settle_early)
     assert count_wrong(storm(llm, load, recompute=0.0), expected) > 0

@@ -13,7 +13,7 @@ from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.request import SeqId
 from floodplain.plugins.vllm.books import Tables
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
-from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
+from floodplain.plugins.vllm.prefix_index import NOTHING, Found, PrefixIndex
 
 
 class WatchedPool(BlockPool):
@@ -24,10 +24,10 @@ class WatchedPool(BlockPool):
     """
 
     exclusive: ExclusiveCounts
-    prefixes: PrefixWatch
+    prefixes: PrefixIndex
 
     @staticmethod
-    def watch(pool: Any, exclusive: ExclusiveCounts, prefixes: PrefixWatch) -> None:
+    def watch(pool: Any, exclusive: ExclusiveCounts, prefixes: PrefixIndex) -> None:
         """Make a pool report to both from now on."""
         pool.__class__ = WatchedPool
         pool.exclusive, pool.prefixes = exclusive, prefixes
@@ -86,7 +86,7 @@ class BlockFinder:
         self._tables = [one.req_to_blocks for one in manager.coordinator.single_type_managers]
         first = next((number for number, group in enumerate(groups) if group.kind is CacheKind.FULL), None)
         self._first = first if first is not None and groups[first].block_tokens == hash_tokens else None
-        self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._find)
+        self._exclusive, self._prefixes = ExclusiveCounts(), PrefixIndex(self._find)
         WatchedPool.watch(self.pool, self._exclusive, self._prefixes)
 
     @property

@@ -17,7 +17,7 @@ from floodplain.plugins.vllm.support import expect_supported, names_connector, n
 from floodplain.plugins.vllm.versions import expect_usable, find_distribution
 
 if TYPE_CHECKING:
-    from floodplain.plugins.vllm.wires import FloodplainConnector as FloodplainConnector
+    from floodplain.plugins.vllm.connector_parts import FloodplainConnector as FloodplainConnector
 
 
 def __getattr__(name: str) -> Any:
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
             check_config(config)
     if name != CONNECTOR:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from floodplain.plugins.vllm.wires import FloodplainConnector
+    from floodplain.plugins.vllm.connector_parts import FloodplainConnector
 
     register_name()
     return FloodplainConnector

@@ -12,7 +12,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView
 from floodplain.plugins.vllm.books import SwapBooks, Tables, count_kept
-from floodplain.plugins.vllm.prefix_watch import Found
+from floodplain.plugins.vllm.prefix_index import Found
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler, drafts_in, local_tokens_in, num_tokens_in, was_aborted
 from floodplain.plugins.vllm.compat_names import count_block_bytes
 from floodplain.plugins.vllm.connector import check_config
-from floodplain.plugins.vllm.desk import SwapDesk
-from floodplain.plugins.vllm.lobby import Lobby
-from floodplain.plugins.vllm.outlook import Outlook, Present
+from floodplain.plugins.vllm.connector_parts import find_own
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.settings import find_extra, read_alone
+from floodplain.plugins.vllm.sorted_queue import SortedQueue
 from floodplain.plugins.vllm.step_timer import StepTimer
 from floodplain.plugins.vllm.support import NO_SWAP
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
-from floodplain.plugins.vllm.wires import find_own
+from floodplain.plugins.vllm.views import Present, ViewMaker
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.prices import StepPrices
 
@@ -42,21 +42,21 @@ class FloodplainScheduler(SteeredScheduler):
         self._is_alone = connector is None
         with refusals_in_one_line():
             check_config(self.vllm_config)  # of several connectors, ours has seen its own part only
-            self._desk = self._make_desk() if connector is None else connector.desk
-        self._desk.roster.has_drafts = bool(self.num_spec_tokens)
-        self._settings = self._desk.settings
+            self._controller = self._make_controller() if connector is None else connector.controller
+        self._controller.roster.has_drafts = bool(self.num_spec_tokens)
+        self._settings = self._controller.settings
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
         self._limits = self.read_limits()
         # Of a sequence, ``waiting_key`` reads the order key, which a tracked request has, too.
         policy = self.policy_object
-        self._lobby = Lobby(
-            self._desk.roster,
+        self._sorted_queue = SortedQueue(
+            self._controller.roster,
             lambda one: self.policy_object.waiting_key(one),
             policy.waiting_window,
             policy.num_newest,
         )
-        self._outlook = Outlook(self._limits, self.finder, self._desk, self._lobby)
+        self._views = ViewMaker(self._limits, self.finder, self._controller, self._sorted_queue)
         self._prices = StepPrices()
         self._demand = DemandMeter()
         self._ended_outputs: list[int] = []
@@ -67,18 +67,18 @@ class FloodplainScheduler(SteeredScheduler):
         self._was_running: set[SeqId] = set()
         self._timer = StepTimer()
 
-    def _make_desk(self) -> SwapDesk:
-        """Return a desk without slots; vLLM's own connector may keep the KV of preempted requests.
+    def _make_controller(self) -> SwapController:
+        """Return a controller without slots; vLLM's own connector may keep the KV of preempted requests.
 
         Raises:
             UserError: The settings are not supported.
         """
         block_bytes = count_block_bytes(self.kv_cache_config)
-        desk = SwapDesk(read_alone(find_extra(self.vllm_config)), block_bytes, self.groups, 1)
-        desk.books.bind(self.finder.pool)
+        controller = SwapController(read_alone(find_extra(self.vllm_config)), block_bytes, self.groups, 1)
+        controller.books.bind(self.finder.pool)
         if self.connector is None:
             logger.warning("floodplain: %s", NO_SWAP)
-        return desk
+        return controller
 
     # -- what the policy sees --------------------------------------------------------------------------------------
 
@@ -86,11 +86,11 @@ class FloodplainScheduler(SteeredScheduler):
         """Return the view of the next step."""
         arrived, loading = self.take_arrived()
         if self.is_open:
-            self._lobby.refresh(self.take_queued(), self.is_ready)
+            self._sorted_queue.refresh(self.take_queued(), self.is_ready)
         running, come, coming = map(self._find_all, (self.running, arrived, loading))
         num_drafts = self.count_drafts(arrived)
         present = Present(running, come, coming, self.deferred_blocks, self.find_fitting(), num_drafts)
-        return self._outlook.view(
+        return self._views.view(
             self._step,
             present,
             is_open=self.is_open,
@@ -100,7 +100,7 @@ class FloodplainScheduler(SteeredScheduler):
         )
 
     def _find_all(self, requests: Iterable[Request]) -> tuple[TrackedRequest, ...]:
-        roster = self._desk.roster
+        roster = self._controller.roster
         return tuple([roster[request.request_id] for request in requests])
 
     # -- what it decides -------------------------------------------------------------------------------------------
@@ -108,19 +108,19 @@ class FloodplainScheduler(SteeredScheduler):
     def plan(self) -> Iterable[str]:
         """Ask the policy and apply its decision; return the requests to admit or resume, in order."""
         self._step += 1
-        self._desk.is_computing = self._timer.is_computing
+        self._controller.is_computing = self._timer.is_computing
         self._note_changes()
-        if self._desk.borrowing is not None:
-            self._desk.borrowing.at_boundary()
-        view, by_id = self.look(), self._desk.roster.by_id
+        if self._controller.borrowing is not None:
+            self._controller.borrowing.at_boundary()
+        view, by_id = self.look(), self._controller.roster.by_id
         now = time.monotonic()
         decision = self.policy_object.decide(view, now, self._rng)
-        self._desk.record(view, now, decision)
+        self._controller.record(view, now, decision)
         self._apply(decision, by_id)
         return [by_id[seq_id].request.request_id for seq_id in _newcomers(decision)]
 
     def _note_changes(self) -> None:
-        departed = self._desk.roster.take_departed()
+        departed = self._controller.roster.take_departed()
         if departed:
             self._completion_step = self._step
         for one in departed:
@@ -134,7 +134,7 @@ class FloodplainScheduler(SteeredScheduler):
         for backup in decision.backups:
             one = by_id[backup.seq_id]
             tables = self.finder.tables(one.request.request_id)
-            self._desk.books.back_up(one, tables, one.num_verified_tokens, backup.num_blocks, backup.tier)
+            self._controller.books.back_up(one, tables, one.num_verified_tokens, backup.num_blocks, backup.tier)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
         for order in decision.resumptions:  # if all of its KV is on the device, it needs no copy
             self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
@@ -150,9 +150,9 @@ class FloodplainScheduler(SteeredScheduler):
     def note_arrival(self, request: Request) -> None:
         """Add a new request to the roster, and learn the demand. vLLM's time of arrival is on the wall clock."""
         waited_s = max(0.0, time.time() - request.arrival_time)
-        self._desk.roster.arrive(request, time.monotonic() - waited_s)
-        paused = [*self.holding, *(one.request for one in self._lobby.swapped.values())]
-        num_waiting = 1 + self.num_queued - len(self._lobby.swapped)
+        self._controller.roster.arrive(request, time.monotonic() - waited_s)
+        paused = [*self.holding, *(one.request for one in self._sorted_queue.swapped.values())]
+        num_waiting = 1 + self.num_queued - len(self._sorted_queue.swapped)
         outputs = [one.num_output_tokens for one in (*self.running, *paused)]
         self._demand.arrive(request.num_prompt_tokens, num_waiting, len(paused), outputs)
 
@@ -160,11 +160,11 @@ class FloodplainScheduler(SteeredScheduler):
         """Forget a request that has ended, and free its backups."""
         if not was_aborted(request):
             self._ended_outputs.append(request.num_output_tokens)
-        self._desk.depart(request.request_id)
+        self._controller.depart(request.request_id)
 
     def note_departure(self, request: Request) -> None:
         """Swap out or forget a preempted request; one that vLLM itself preempts for lack of blocks swaps, too."""
-        one, books = self._desk.roster[request.request_id], self._desk.books
+        one, books = self._controller.roster[request.request_id], self._controller.books
         order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
         tables, num_computed = self.finder.tables(request.request_id), one.num_verified_tokens
         is_kept = (
@@ -175,43 +175,43 @@ class FloodplainScheduler(SteeredScheduler):
         if not is_kept:
             books.forget(one)
         became = PreemptionMode.SWAP if is_kept else PreemptionMode.RECOMPUTE
-        self._desk.tally.count("preemptions_total", became.value)
+        self._controller.tally.count("preemptions_total", became.value)
 
     def find_owner(self, arrival: str) -> str | None:
         """Return the request of an inbound copy, or of another connector's load."""
-        return self._desk.books.find_owner(arrival)
+        return self._controller.books.find_owner(arrival)
 
     @property
     def fetching(self) -> set[str]:
         """Return the requests that wait for inbound copies, or ended while they did."""
-        return self._desk.books.fetching
+        return self._controller.books.fetching
 
     def void_copies(self) -> None:
         """Drop all KV in swap space, and void the copies under way."""
-        self._desk.void_all()
+        self._controller.void_all()
 
     @property
     def held_blocks(self) -> list[Any]:
         """Return blocks that copies hold, once for each of those copies."""
-        return self._desk.books.held_blocks
+        return self._controller.books.held_blocks
 
     def note_step(self, output: SchedulerOutput) -> None:
         """Record which requests run in a planned step, and start its timer."""
         if self._is_alone:  # else vLLM asks our connector first
             for request_id, num_tokens in local_tokens_in(output).items():
-                self._desk.roster[request_id].note_local(num_tokens)
-        running = {self._desk.roster[request.request_id].seq_id: request for request in self.running}
+                self._controller.roster[request_id].note_local(num_tokens)
+        running = {self._controller.roster[request.request_id].seq_id: request for request in self.running}
         for seq_id, request in running.items():
             if seq_id not in self._was_running:
-                one = self._desk.roster[request.request_id]
+                one = self._controller.roster[request.request_id]
                 one.entered_step = self._step
-                self._desk.books.note_start(one)
+                self._controller.books.note_start(one)
         self._was_running = set(running)
         self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)), has_copies=self._is_copying)
 
     @property
     def _is_copying(self) -> bool:
-        return len(self._desk.books.transfers) > 0
+        return len(self._controller.books.transfers) > 0
 
     def note_end(self, output: SchedulerOutput) -> None:
         """Learn a finished step's price, and record the requests that got tokens. A decode's price has its drafts."""
@@ -222,11 +222,11 @@ class FloodplainScheduler(SteeredScheduler):
         duration_s, has_copies = self._timer.end(now)
         has_copies = has_copies or self._is_copying
         self._prices.learn(num_single, sum(sizes) - num_single, duration_s, has_copies=has_copies)
-        live = [one for name in num_tokens if (one := self._desk.roster.find(name)) is not None]
+        live = [one for name in num_tokens if (one := self._controller.roster.find(name)) is not None]
         ended, self._ended_outputs = self._ended_outputs, []
         num_generated = len(ended) + sum([one.note_tokens(now) for one in live])
-        num_paused = len(self.holding) + len(self._lobby.swapped)
-        self._demand.learn(duration_s, num_generated, ended, self._lobby.num_waiting, num_paused)
+        num_paused = len(self.holding) + len(self._sorted_queue.swapped)
+        self._demand.learn(duration_s, num_generated, ended, self._sorted_queue.num_waiting, num_paused)
 
 
 def _newcomers(decision: Decision) -> list[SeqId]:

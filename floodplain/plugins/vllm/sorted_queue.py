@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Lobby:
+class SortedQueue:
     """Sorts the requests of vLLM's queue into waiting and swapped ones.
 
     Args:

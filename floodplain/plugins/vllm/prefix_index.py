@@ -51,7 +51,7 @@ class _Answer:
     missing: Hashable
 
 
-class PrefixWatch:
+class PrefixIndex:
     """Finds the prefixes of requests, and keeps one answer for each.
 
     Args:

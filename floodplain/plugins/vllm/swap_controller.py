@@ -23,7 +23,7 @@ FIRST_BANDWIDTH = 4e9
 """Bytes per second that a copy is assumed to have before any was measured."""
 
 
-class SwapDesk:
+class SwapController:
     """The state that scheduler and connector share.
 
     Args:

@@ -1,4 +1,4 @@
-"""vLLM's KV connector: connects our scheduler side (``desk``) with our worker side (``worker``)."""
+"""vLLM's KV connector: connects our scheduler side (``swap_controller``) with our worker side (``worker``)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.compat_names import count_block_bytes, find_groups
 from floodplain.plugins.vllm.connector import check_config
-from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.settings import read_settings
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine_id = str(transfer.engine_id)
-        self._desk: SwapDesk | None = None
+        self._controller: SwapController | None = None
         self._worker: SwapWorker | None = None
         problem = _find_problem(vllm_config, kv_cache_config)
         self._is_refused = problem is not None
@@ -73,7 +73,7 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:
                 num_workers = vllm_config.parallel_config.tensor_parallel_size
                 peer = None if self._settings.coordinator is None else self._find_peer()
-                self._desk = SwapDesk(self._settings, block_bytes, groups, num_workers, peer)
+                self._controller = SwapController(self._settings, block_bytes, groups, num_workers, peer)
 
     def _find_peer(self) -> PeerParts:
         """Return the parts for lent memory of the worker in this process."""
@@ -91,7 +91,7 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> FloodplainStats:
         """Return the counts of this side."""
-        return FloodplainStats(data=(self._desk or self._require_worker()).tally.take())
+        return FloodplainStats(data=(self._controller or self._require_worker()).tally.take())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FloodplainStats:
@@ -112,15 +112,15 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
     # -- in the scheduler ------------------------------------------------------------------------------------------
 
     @property
-    def desk(self) -> SwapDesk:
-        """Return the desk of the scheduler's process."""
-        assert self._desk is not None, "asked in a worker"
-        return self._desk
+    def controller(self) -> SwapController:
+        """Return the controller of the scheduler's process."""
+        assert self._controller is not None, "asked in a worker"
+        return self._controller
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Bind the books to vLLM's pool, and start borrowing; everything is there now."""
-        self.desk.books.bind(gpu_block_pool)
-        worker, borrowing = find_worker(self._engine_id), self.desk.borrowing
+        self.controller.books.bind(gpu_block_pool)
+        worker, borrowing = find_worker(self._engine_id), self.controller.borrowing
         if worker is not None and borrowing is not None:
             worker.before_close = borrowing.retire
             with refusals_in_one_line():
@@ -134,39 +134,39 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the restorable tokens, without the last one, which is computed again for its successor."""
-        one = self.desk.roster[request.request_id]
+        one = self.controller.roster[request.request_id]
         one.note_local(num_computed_tokens)
-        num_more = self.desk.books.count_restorable(one, request.num_tokens - 1) - num_computed_tokens
+        num_more = self.controller.books.count_restorable(one, request.num_tokens - 1) - num_computed_tokens
         return (num_more, True) if num_more > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Start to restore a request into the blocks that it got."""
         if num_external_tokens:
-            one = self.desk.roster[request.request_id]
+            one = self.controller.roster[request.request_id]
             num_tokens = one.num_local_tokens + num_external_tokens
-            self.desk.books.fetch(one, blocks.blocks, one.num_local_tokens, num_tokens)
+            self.controller.books.fetch(one, blocks.blocks, one.num_local_tokens, num_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the orders for the next step."""
-        return Orders(self.desk.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens))
+        return Orders(self.controller.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the workers' report."""
         message = connector_output.kv_connector_worker_meta
         if message is not None:
-            self.desk.note_report(message.report)
+            self.controller.note_report(message.report)
 
     def has_pending_block_frees(self) -> bool:
         """Whether only copies hold some blocks; if so, vLLM waits for one instead of preempting one more request."""
-        return self.desk.books.num_draining_blocks > 0
+        return self.controller.books.num_draining_blocks > 0
 
     def has_pending_push_work(self) -> bool:
         """Whether copies are under way; if so, steps go on until they have ended."""
-        return len(self.desk.books.transfers) > 0
+        return len(self.controller.books.transfers) > 0
 
     def reset_cache(self) -> bool | None:
         """Drop all backups: KV that was computed with other weights is invalid."""
-        self.desk.forget_all()
+        self.controller.forget_all()
         return True
 
     # -- in a worker -----------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
         """Close the worker and the membership of this process."""
         if self._worker is not None:
             self._worker.close()
-        if self._desk is not None and self._desk.borrowing is not None:
-            self._desk.borrowing.close()
+        if self._controller is not None and self._controller.borrowing is not None:
+            self._controller.borrowing.close()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing: copies have begun already."""

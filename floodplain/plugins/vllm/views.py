@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from floodplain.core.cache_groups import is_one_table
 from floodplain.core.sequence import Status
 from floodplain.core.view import Demand, Prices, SequenceView, View
-from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.kept_rows import KeptRows
-from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.rows import Blocks, Limits, RowMaker, sort_rows
+from floodplain.plugins.vllm.sorted_queue import SortedQueue
+from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 if TYPE_CHECKING:
@@ -40,18 +40,18 @@ class Present:
     num_drafts: int = 0
 
 
-class Outlook:
+class ViewMaker:
     """Makes the views of one engine.
 
     Args:
         limits: Of the engine.
         blocks: Of the engine.
-        desk: Of swap space.
-        lobby: Requests that hold no blocks.
+        controller: Of swap space.
+        sorted_queue: Requests that hold no blocks.
     """
 
-    def __init__(self, limits: Limits, blocks: Blocks, desk: SwapDesk, lobby: Lobby) -> None:
-        self._limits, self._blocks, self._desk, self._lobby = limits, blocks, desk, lobby
+    def __init__(self, limits: Limits, blocks: Blocks, controller: SwapController, sorted_queue: SortedQueue) -> None:
+        self._limits, self._blocks, self._controller, self._sorted_queue = limits, blocks, controller, sorted_queue
         self._rows = KeptRows()
         self._groups = () if is_one_table(limits.groups) else limits.groups
 
@@ -62,15 +62,15 @@ class Outlook:
 
         Args:
             step: Its index.
-            present: Requests that hold blocks now; the others are in the lobby.
-            is_open: Requests of the lobby may be admitted; else the view shows none of them.
+            present: Requests that hold blocks now; the others are in the sorted_queue.
+            is_open: Requests of the sorted_queue may be admitted; else the view shows none of them.
             prices: The costs of computing.
             demand: Recent lengths, rates and waits of requests.
             completion_step: The ``View``'s field.
         """
-        limits, desk = self._limits, self._desk
-        desk.links.note_step(step)
-        make = RowMaker(limits, self._blocks, desk.books, step)
+        limits, controller = self._limits, self._controller
+        controller.links.note_step(step)
+        make = RowMaker(limits, self._blocks, controller.books, step)
         self._rows.drop(self._blocks.take_changed())
         swapped, waiting = self._absent_rows(make, present.fits) if is_open else ((), ())
         num_free = self._blocks.count_free()
@@ -81,7 +81,7 @@ class Outlook:
             step=step,
             running=running,
             waiting=waiting,
-            num_waiting=self._lobby.num_waiting if is_open else 0,
+            num_waiting=self._sorted_queue.num_waiting if is_open else 0,
             swapped=swapped,
             loading=sort_rows(make.loading(one) for one in present.loading),
             outstanding=frozenset([*(one.seq_id for one in present.arrived), *ending]),
@@ -90,10 +90,10 @@ class Outlook:
             block_tokens=limits.block_tokens,
             max_batched_tokens=limits.max_batched_tokens - present.num_drafts,
             max_num_seqs=limits.max_num_seqs,
-            tiers=desk.links.view_tiers(desk.books.transfers),
+            tiers=controller.links.view_tiers(controller.books.transfers),
             prices=prices,
             demand=demand,
-            num_draining_blocks=desk.books.count_draining(present.deferred),
+            num_draining_blocks=controller.books.count_draining(present.deferred),
             num_empty_blocks=num_free,
             key_credits={"": 0.0},
             completion_step=completion_step,
@@ -109,15 +109,15 @@ class Outlook:
 
         A policy would preempt for one that vLLM then does not admit, in every step.
         """
-        rows, lobby = self._rows, self._lobby
+        rows, sorted_queue = self._rows, self._sorted_queue
         swapped = []
-        for one in tuple(lobby.swapped.values()):
+        for one in tuple(sorted_queue.swapped.values()):
             row = rows.absent(one, make)
             if row.status is not Status.SWAPPED:
-                lobby.wait(one)
+                sorted_queue.wait(one)
             elif fits(one.request):
                 swapped.append(row)
-        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.shown() if fits(one.request)])
+        return sort_rows(swapped), tuple([rows.absent(one, make) for one in sorted_queue.shown() if fits(one.request)])
 
     def _forget_others(self, view: View) -> None:
         absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}
