@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -52,15 +53,16 @@ class Request:
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestRefused, which names it, for a token id that is not below ``vocab_size``."""
-        fields = {
-            "prompt": self.prompt_token_ids,
-            "known_token_ids": self.known_token_ids,
-            "stop_token_ids": self.params.stop_token_ids,
-        }
-        for field, token_ids in fields.items():
+    def check_tokens(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Check the token ids in all fields.
+
+        Raises RequestRefused, which names the field, if one is not below ``vocab_size``, or none may be chosen.
+        """
+        own: dict[str, Sequence[int]] = {"prompt": self.prompt_token_ids, "known_token_ids": self.known_token_ids}
+        for field, token_ids in {**own, **self.params.named_token_ids}.items():
             lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
             if lowest < 0 or highest >= vocab_size:
                 bad, last = lowest if lowest < 0 else highest, vocab_size - 1
                 raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {last}", field=field)
+        if not self.params.leaves_a_token(eos_token_ids):
+            raise RequestRefused("min_tokens and bad_words exclude all allowed_token_ids", field="allowed_token_ids")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from floodplain.core.errors import UserError
-from floodplain.core.ranges import MAX_COUNT, Range
+from floodplain.core.ranges import MAX_COUNT, Range, TokenId
 
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for at each position, as in the OpenAI API."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM."""
+
+MAX_BIAS = 100.0
+"""The largest bias of a token, and the negative of the smallest, as in the OpenAI API."""
+
+Penalty = Annotated[float, Range(-2.0, 2.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,14 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: Keep the smallest set of tokens whose probabilities sum to at least this, in (0, 1].
         top_k: Keep this many of the likeliest tokens; 0 or -1 keeps all.
+        min_p: Keep the tokens whose probability is at least this share of the likeliest token's, in [0, 1].
+        presence_penalty: Subtracted from the logit of each token of the output, in [-2, 2].
+        frequency_penalty: Subtracted once for each time that the token is in the output, in [-2, 2].
+        repetition_penalty: Divides positive logits of tokens in prompt or output, multiplies negative ones; above 0.
+        logit_bias: (token id, what is added to its logit, in [-100, 100]); a mapping becomes such pairs.
+        allowed_token_ids: The only tokens that may be chosen; None allows all.
+        bad_words: Texts that the output must not have.
+        bad_token_ids: Sequences of tokens that the output must not have. The engine adds those of ``bad_words``.
         seed: Makes the request's own samples reproducible, however it is batched or preempted.
         stop: The request ends before the first of these strings in its text.
         ignore_eos: Go on past end-of-sequence tokens (to replay a trace at its own length).
@@ -40,6 +54,14 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Annotated[int, Range(-1, MAX_COUNT)] = 0
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[TokenId, Annotated[float, Range(-MAX_BIAS, MAX_BIAS)]], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     seed: Annotated[int, Range(-(2**63), 2**64 - 1)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -51,12 +73,20 @@ class SamplingParams:
         stop: object = self.stop  # callers from untyped code pass one string, or lists
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "bad_token_ids", tuple(map(tuple, self.bad_token_ids)))
         for is_good, problem in self._checks():
             if not is_good:
                 raise UserError(problem)
 
     def _checks(self) -> tuple[tuple[bool, str], ...]:
-        max_tokens, logprobs = self.max_tokens, self.logprobs
+        return (*self._length_checks(), *self._choice_checks(), *self._penalty_checks(), *self._token_checks())
+
+    def _length_checks(self) -> tuple[tuple[bool, str], ...]:
+        max_tokens = self.max_tokens
         return (
             (max_tokens is None or max_tokens >= 1, f"max_tokens must be at least 1, not {max_tokens}"),
             (self.min_tokens >= 0, f"min_tokens must not be negative, not {self.min_tokens}"),
@@ -64,24 +94,87 @@ class SamplingParams:
                 max_tokens is None or self.min_tokens <= max_tokens,
                 f"min_tokens ({self.min_tokens}) must not be above max_tokens ({max_tokens})",
             ),
+        )
+
+    def _choice_checks(self) -> tuple[tuple[bool, str], ...]:
+        logprobs = self.logprobs
+        return (
             (
                 math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
                 f"temperature must be between 0 and 100, not {self.temperature}",
             ),
             (0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}"),
+            (0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}"),
             (self.top_k >= -1, f"top_k must be -1, 0 (both: all tokens) or more, not {self.top_k}"),
             (
                 self.seed is None or -(2**63) <= self.seed < 2**64,
                 f"seed must fit in 64 bits, not {self.seed}",
             ),
-            (all(self.stop), "stop must not hold an empty string"),
             (
                 logprobs is None or 0 <= logprobs <= MAX_LOGPROBS,
                 f"logprobs must be between 0 and {MAX_LOGPROBS}, not {logprobs}",
             ),
         )
 
+    def _penalty_checks(self) -> tuple[tuple[bool, str], ...]:
+        presence, frequency, repetition = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return (
+            (-2 <= presence <= 2, f"presence_penalty must be between -2 and 2, not {presence}"),
+            (-2 <= frequency <= 2, f"frequency_penalty must be between -2 and 2, not {frequency}"),
+            (
+                repetition > 0 and math.isfinite(repetition),
+                f"repetition_penalty must be above 0 and finite, not {repetition}",
+            ),
+        )
+
+    def _token_checks(self) -> tuple[tuple[bool, str], ...]:
+        far = [bias for _, bias in self.logit_bias if not abs(bias) <= MAX_BIAS]
+        return (
+            (all(self.stop), "stop must not hold an empty string"),
+            (not far, f"logit_bias must be between -100 and 100 for each token, not {far[:1]}"),
+            (self.allowed_token_ids != (), "allowed_token_ids must not be empty: leave it out to allow all"),
+            (all(self.bad_words), "bad_words must not hold an empty string"),
+            (all(self.bad_token_ids), "bad_token_ids must not hold an empty sequence"),
+        )
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the next token's logits depend on which tokens there were before."""
+        return self.penalises or bool(self.bad_token_ids)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a penalty is not at its neutral value."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    def held_back(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that would end the request, if it must not end before ``min_tokens``."""
+        if not self.min_tokens:
+            return frozenset()
+        return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
+
+    def leaves_a_token(self, eos_token_ids: Iterable[int]) -> bool:
+        """Whether ``allowed_token_ids`` has one that no other field can exclude."""
+        excluded = self.held_back(eos_token_ids) | {word[-1] for word in self.bad_token_ids}
+        return self.allowed_token_ids is None or not excluded.issuperset(self.allowed_token_ids)
+
+    @property
+    def named_token_ids(self) -> Mapping[str, Sequence[int]]:
+        """The token ids in each field that names some."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in self.logit_bias],
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words": [token_id for word in self.bad_token_ids for token_id in word],
+        }
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken: at temperature 0, and so near it that nothing else is likely."""
         return self.temperature < GREEDY_BELOW
+
+
+def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of a bias that was given as a mapping or as pairs. Keys of JSON objects are texts."""
+    pairs: Iterable[tuple[int, float]] = bias.items() if isinstance(bias, Mapping) else bias  # type: ignore[assignment]
+    return tuple((int(token_id), value) for token_id, value in pairs)

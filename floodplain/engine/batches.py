@@ -13,6 +13,8 @@ from floodplain.core.plan import PrefillChunk, StepPlan, TableUpdate
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.model.batch import ForwardBatch, PrefillSegment
+from floodplain.model.logits import Histories
+from floodplain.model.token_history import TokenHistory
 
 IntArray = npt.NDArray[np.int64]
 
@@ -93,12 +95,15 @@ class Batches:
         self._sampled: tuple[SeqId, ...] = ()
         self._sampled_rows: IntArray = self._decode_rows
         self._sampled_params: list[SamplingParams] = []
+        self._histories: dict[SeqId, TokenHistory] = {}
+        self._sampled_histories: dict[int, TokenHistory] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the releases, tables and new requests of a plan."""
         for seq_id in plan.released:
             self.slots.release(seq_id)
             self._params.pop(seq_id, None)
+            self._histories.pop(seq_id, None)
         for update in plan.tables:
             self.slots.update_table(update)
         for chunk in plan.prefills:
@@ -106,6 +111,8 @@ class Batches:
                 if chunk.seq_id not in self._params:  # else it was readmitted: its count of tokens continues
                     row = self.slots.row(chunk.seq_id)
                     self.slots.num_generated[row] = len(chunk.request.known_token_ids)
+                    if chunk.request.params.uses_history:
+                        self._histories[chunk.seq_id] = TokenHistory(chunk.request)
                 self._params[chunk.seq_id] = chunk.request.params
         if plan.decodes is not self._decodes:
             self._decodes = plan.decodes
@@ -147,14 +154,20 @@ class Batches:
         for chunk in plan.prefills:
             slots.positions[slots.row(chunk.seq_id)] = chunk.start + len(chunk.token_ids)
 
-    def sampled(self, plan: StepPlan) -> tuple[IntArray, list[SamplingParams]]:
-        """(rows, sampling parameters) of ``plan.sampled``."""
+    def sampled(self, plan: StepPlan) -> tuple[IntArray, list[SamplingParams], Histories]:
+        """(rows, sampling parameters, histories by index) of ``plan.sampled``."""
         sampled = plan.sampled
         if sampled != self._sampled:
             self._sampled = sampled
             self._sampled_rows = self.slots.rows(sampled)
             self._sampled_params = [self._params[seq_id] for seq_id in sampled]
-        return self._sampled_rows, self._sampled_params
+            histories = self._histories
+            self._sampled_histories = (
+                {index: histories[seq_id] for index, seq_id in enumerate(sampled) if seq_id in histories}
+                if histories
+                else {}
+            )
+        return self._sampled_rows, self._sampled_params, self._sampled_histories
 
     def take_tokens(self, rows: IntArray, tokens: npt.NDArray[np.int64]) -> None:
         """Store sampled tokens as the next inputs of these rows."""

@@ -176,15 +176,17 @@ class StageRunner:
 
     def take_tokens(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
         """Store the tokens that the last stage sampled, as the next inputs of the first stage."""
-        rows, _ = self._batches.sampled(plan)
+        rows, _, _ = self._batches.sampled(plan)
         self._batches.take_tokens(rows, np.array(token_ids, dtype=np.int64))
 
 
 def _sample_step(plan: StepPlan, logits: torch.Tensor, batches: Batches, sampler: Sampler) -> StepResult:
     """Sample the tokens of a step whose positions have advanced, and store them as the next inputs."""
-    rows, params = batches.sampled(plan)
+    rows, params, histories = batches.sampled(plan)
     slots = batches.slots
-    tokens, logprobs = sampler.sample(logits, params, slots.positions[rows], slots.num_generated[rows])
+    tokens, logprobs = sampler.sample(logits, params, slots.positions[rows], slots.num_generated[rows], histories)
     batches.take_tokens(rows, tokens)
+    for index, history in histories.items():
+        history.extend((int(tokens[index]),))
     named = dict(zip(plan.sampled, logprobs, strict=True)) if logprobs else {}
     return StepResult(plan.step_id, tokens.tolist(), named)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from floodplain.core.blocks import BlockState
@@ -22,6 +22,7 @@ from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, 
 from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
+from floodplain.model.bad_words import with_bad_tokens
 from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
@@ -179,17 +180,22 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Check that a request can be served. Raises RequestRefused, with the numbers, if it never can."""
-        request.check_vocabulary(self._vocab_size)
-        self.loop.check(request)
+        self.loop.check(self._with_checked_tokens(request))
 
     def add(self, request: Request) -> SeqId:
         """Queue a request; returns its sequence id. Raises RequestRefused, or QueueFull if too many requests wait."""
-        request.check_vocabulary(self._vocab_size)
+        request = self._with_checked_tokens(request)
         seq_id = self.loop.submit(request)
         seq = self.loop.state.sequences[seq_id]
         self._alive[seq_id] = seq
         self._processor.add(seq_id, request, seq.lifecycle)
         return seq_id
+
+    def _with_checked_tokens(self, request: Request) -> Request:
+        params = with_bad_tokens(request.params, self.tokenizer)
+        request = request if params is request.params else replace(request, params=params)
+        request.check_tokens(self._vocab_size, self.tokenizer.eos_token_ids)
+        return request
 
     def finish(self, seq_id: SeqId, reason: FinishReason) -> bool:
         """End a request from outside; returns whether it was still live."""

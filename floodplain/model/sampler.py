@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,14 @@ import torch
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.sampling import SamplingParams
+from floodplain.model.logits import Histories, LogitsStep, make_steps
 
 IntArray = npt.NDArray[np.int64]
 
 NUM_CANDIDATES = 1024
 """Top-k and top-p examine so many of the likeliest tokens first; all tokens are sorted only if these are too few."""
+
+NO_HISTORIES: Histories = MappingProxyType({})
 
 _NO_TOP_K = 2**62
 
@@ -24,7 +28,7 @@ class Sampler:
     """Batch sampler. Rows do not influence each other, so a seeded request gets the same tokens in any batch.
 
     Randomness is a function of (seed, position), not a stream: nothing has to be restored after a preemption. Rows
-    without a seed use ``seed`` and a counter of calls. EOS tokens are masked until ``min_tokens``.
+    without a seed use ``seed`` and a counter of calls. ``model.logits`` changes the logits first.
     """
 
     def __init__(self, eos_token_ids: Collection[int], seed: int = 0) -> None:
@@ -41,6 +45,7 @@ class Sampler:
         params: Sequence[SamplingParams],
         positions: IntArray,
         num_generated: IntArray,
+        histories: Histories = NO_HISTORIES,
     ) -> tuple[IntArray, list[TokenLogprobs] | None]:
         """Choose one token for each row; returns ids [S], and log-probabilities of every row if any row asked for them.
 
@@ -50,6 +55,7 @@ class Sampler:
                 reused.
             positions: [S], positions of the chosen tokens in their sequences.
             num_generated: [S], tokens that each sequence has generated before this one.
+            histories: Of each row whose parameters use one.
         """
         if params is not self._params:
             self._params = params
@@ -57,9 +63,8 @@ class Sampler:
         batch = self._batch
         self._num_calls += 1
         logprobs = logits.log_softmax(-1) if batch.wants_logprobs else None
-        for row, min_tokens, token_ids in batch.kept_back:
-            if num_generated[row] < min_tokens:
-                logits[row, token_ids] = -torch.inf
+        for change in batch.logits_steps:
+            change(logits, num_generated, histories)
         tokens = logits.argmax(-1)
         for group in batch.random:
             uniforms = group.uniforms((self._seed << 32) + self._num_calls, positions)
@@ -70,7 +75,10 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _RandomRows:
-    """Rows with a temperature: either with top-k or top-p, or (both None) with neither."""
+    """Rows with a temperature: either with top-k or top-p, or (both None) with neither.
+
+    ``log_min_p``: logarithms of the smallest shares of the likeliest token's probability; None if no row has one.
+    """
 
     rows: IntArray
     index: torch.Tensor
@@ -78,6 +86,7 @@ class _RandomRows:
     temperatures: torch.Tensor
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
+    log_min_p: torch.Tensor | None
 
     def uniforms(self, call_seed: int, positions: IntArray) -> torch.Tensor:
         """A number in [0, 1) for each row: from its seed and position, or without a seed from ``call_seed`` and row."""
@@ -89,6 +98,8 @@ class _RandomRows:
     def choose(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         scaled = logits[self.index]
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperatures
+        if self.log_min_p is not None:
+            scaled = scaled.masked_fill(scaled < self.log_min_p, -torch.inf)
         if self.top_k is None or self.top_p is None:
             return _invert(scaled.softmax(-1), uniforms)
         log_total = scaled.logsumexp(-1, keepdim=True)
@@ -102,10 +113,10 @@ class _RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Data derived from the parameters of a batch. ``kept_back``: (row, min_tokens, token ids that it masks)."""
+    """Data derived from the parameters of a batch."""
 
     random: tuple[_RandomRows, ...] = ()
-    kept_back: tuple[tuple[int, int, list[int]], ...] = ()
+    logits_steps: tuple[LogitsStep, ...] = ()
     wants_logprobs: bool = False
     num_top: int = 0
 
@@ -114,13 +125,9 @@ def _make_batch(params: Sequence[SamplingParams], eos_token_ids: frozenset[int],
     all_tokens = [row for row, one in enumerate(params) if not one.is_greedy and not _keeps_some(one)]
     some_tokens = [row for row, one in enumerate(params) if not one.is_greedy and _keeps_some(one)]
     random = [_random_rows(params, rows, rows is some_tokens, device) for rows in (all_tokens, some_tokens) if rows]
-    kept_back = [
-        (row, one.min_tokens, sorted({*one.stop_token_ids, *(() if one.ignore_eos else eos_token_ids)}))
-        for row, one in enumerate(params)
-        if one.min_tokens
-    ]
     num_top = max((one.logprobs for one in params if one.logprobs is not None), default=None)
-    return _Batch(tuple(random), tuple(kept_back), num_top is not None, num_top or 0)
+    steps = make_steps(params, eos_token_ids, device)
+    return _Batch(tuple(random), steps, num_top is not None, num_top or 0)
 
 
 def _keeps_some(params: SamplingParams) -> bool:
@@ -140,7 +147,13 @@ def _random_rows(
         temperatures=torch.tensor([[one.temperature] for one in chosen], dtype=torch.float64, device=device),
         top_k=torch.tensor(top_k, device=device)[:, None] if keeps_some else None,
         top_p=torch.tensor([[one.top_p] for one in chosen], dtype=torch.float64, device=device) if keeps_some else None,
+        log_min_p=_log_min_p(chosen, device) if any(one.min_p for one in chosen) else None,
     )
+
+
+def _log_min_p(params: Sequence[SamplingParams], device: torch.device) -> torch.Tensor:
+    shares = torch.tensor([[one.min_p] for one in params], dtype=torch.float64, device=device)
+    return shares.log()  # -inf, which excludes nothing, where there is none
 
 
 def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, bool]:

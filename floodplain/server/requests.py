@@ -52,12 +52,18 @@ MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 """Bounded, because each new token's text is compared with all stop strings, on the engine's thread."""
+MAX_BIASES, MAX_ALLOWED, MAX_BAD_WORDS, MAX_BAD_CHARS = 1024, 4096, 64, 256
+"""Bounded, because each costs time in every step of all requests."""
 
 TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+"""A token id as a key of a JSON object."""
+
+_BadWord = Annotated[str, Field(max_length=MAX_BAD_CHARS)]
 
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 """A client's name of a request."""
@@ -168,8 +174,9 @@ class StreamOptions(Body):
 
 
 _SAMPLING_FIELDS = (
-    "min_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "skip_special_tokens",
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
+    "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
 
 
@@ -188,6 +195,13 @@ class GenerationRequest(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenName, float], Field(max_length=MAX_BIASES)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: Int | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None

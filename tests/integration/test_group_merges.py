@@ -15,7 +15,7 @@ from floodplain.cluster.groups.plan import GroupPlan
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
 from tests.support import router_process
-from tests.support.group_in_process import Ring, ring
+from tests.support.group_in_process import PENALTIES, Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 120
 NUM_LASTING = 300
@@ -27,7 +27,7 @@ PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + 3 * numbe
 @cache
 def expected() -> list[list[int]]:
     """Tokens of one engine."""
-    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS, **PENALTIES)
 
 
 async def group(one: Ring, *groups: list[int]) -> int:

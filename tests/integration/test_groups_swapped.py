@@ -13,7 +13,7 @@ from floodplain.cluster.bulk.kv_copies import SwapStore
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
 from tests.support import router_process
-from tests.support.group_in_process import Ring, ring
+from tests.support.group_in_process import PENALTIES, Ring, ring
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 36
 FLAGS = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 128, "max_batched_tokens": 256, "policy": "fair"}
@@ -25,7 +25,7 @@ NUM_SWAPPED = 16
 @cache
 def expected() -> list[list[int]]:
     """Tokens of one engine with room for all requests."""
-    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS, **PENALTIES)
 
 
 def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple[list[list[int]], int, int, int]:

@@ -31,6 +31,23 @@ def test_a_seed_gives_the_same_samples_in_any_batch() -> None:
     assert alone == batched
 
 
+def test_masks_and_biases_decide_which_tokens_come() -> None:
+    prompt = {"prompt_token_ids": [3, 4, 5]}
+
+    def text_of(**fields: Any) -> str:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields))
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+    with LLM(MODEL, **FLAGS) as llm:
+        assert text_of(logit_bias={ord("x"): 100.0}) == "x" * 12
+        assert "xy" not in text_of(allowed_token_ids=[ord("x"), ord("y")], bad_words=["xy"], frequency_penalty=2.0)
+        assert {*text_of(allowed_token_ids=[ord("x"), ord("y")], frequency_penalty=2.0)} == {"x", "y"}
+        with pytest.raises(RequestRefused, match="allowed_token_ids"):
+            text_of(allowed_token_ids=[ord("x")], bad_words=["x"])
+        with pytest.raises(RequestRefused, match="token id 100000 is not in the vocabulary"):
+            text_of(logit_bias={100_000: 1.0})
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -121,6 +121,18 @@ def test_seeded_samples_and_shortest_outputs_are_those_of_one_engine() -> None:
         assert serve(stages, asked, 128) == one_engine(asked)
 
 
+def test_penalties_and_bad_words_count_the_same_tokens_in_stages_and_after_preemptions() -> None:
+    plain = requests(12)
+    bad = tuple((token,) for token in one_engine(plain)[0][:4])
+    fields: dict[str, Any] = {"repetition_penalty": 3.0, "frequency_penalty": 1.0, "bad_token_ids": bad}
+    asked = [replace(one, params=replace(one.params, **fields)) for one in plain]
+    expected = one_engine(asked)
+    assert sum(one != other for one, other in zip(expected, one_engine(plain), strict=True)) > 6
+    assert not {token for (token,) in bad} & {token for tokens in expected for token in tokens}
+    with stages_of(2) as stages:
+        assert serve(stages, asked, 32) == expected
+
+
 def test_a_stage_that_skips_a_layer_is_noticed() -> None:
     asked = requests(4)
     with stages_of(2) as stages:

@@ -33,7 +33,7 @@ from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
 from tests.support import router_process
 from tests.support.cluster_peers import until
-from tests.support.group_in_process import Ring, ledger_off_the_event_loop, ring
+from tests.support.group_in_process import PENALTIES, Ring, ledger_off_the_event_loop, ring
 from tests.support.waiting import HANG_S
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 24
@@ -52,7 +52,7 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def expected() -> list[list[int]]:
-    return router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=NUM_TOKENS)
+    return router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=NUM_TOKENS, **PENALTIES)
 
 
 class Block:
@@ -191,7 +191,7 @@ def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
     folder: Path,
 ) -> None:
     num_tokens = 150
-    tokens = router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens)
+    tokens = router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens, **PENALTIES)
 
     async def play() -> None:
         async with ring(CONFIG, 3, folder, HANG_S) as one:

@@ -45,6 +45,13 @@ DAMAGE_EVERY = 50
 """Of so many inbound copies one reads a damaged slot: most slots that are damaged by chance are never read again."""
 STOPS = ["e", "a", "\u00e9"]
 """Strings that random bytes sometimes contain; both runs must stop alike."""
+WAYS_TO_CHOOSE: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "stop": tuple(STOPS)},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.5,
+     "bad_token_ids": ((101,), (97, 98))},
+    {"temperature": 1.0, "seed": 7, "min_p": 0.02},
+)  # fmt: skip
 
 
 class UnevenLink(EmulatedLink):
@@ -169,18 +176,17 @@ def storm(seed: int, **flags: Any) -> Iterator[Storm]:
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Prompts of 1 to 99 tokens, a third of which begin with one of four prefixes; every fourth has stop strings."""
+    """Prompts of 1 to 99 tokens, a third of which begin with one of four prefixes.
+
+    Every fourth has stop strings, another fourth is sampled by a seed, and one depends on all of its tokens so far.
+    """
     dice = Random(11)
     prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(4)]
     made = []
     for index in range(NUM_REQUESTS):
         prompt = tuple(dice.randrange(256) for _ in range(dice.randrange(1, 52)))
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=2,
-            stop=tuple(STOPS) if index % 4 == 1 else (),
+            max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **WAYS_TO_CHOOSE[index % len(WAYS_TO_CHOOSE)]
         )
         prompt = dice.choice(prefixes) + prompt if index % 3 == 0 else prompt
         made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))

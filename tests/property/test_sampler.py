@@ -20,6 +20,7 @@ PARAMS = st.builds(
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3, 49, 500]),
     top_p=st.sampled_from([0.01, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.7, 1.0]),
     seed=st.integers(-(2**63), 2**64 - 1),
 )
 
@@ -37,7 +38,9 @@ def sample(
 
 
 def allowed_by_definition(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Return the smallest set of the top-k tokens that has top-p of their probability."""
+    """Return the smallest set of the top-k tokens of those that min-p leaves that has top-p of their probability."""
+    shares = ((logits.double() - logits.max()) / params.temperature).exp()
+    logits = torch.where(shares < params.min_p - 1e-9, -torch.inf, logits)
     order = logits.double().argsort(descending=True, stable=True)[: params.top_k if params.top_k > 0 else VOCAB]
     probabilities = (logits.double()[order] / params.temperature).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities

@@ -31,6 +31,8 @@ from tests.fakes.slots import FakeSlots
 from tests.support.cluster_peers import keep_pace
 
 TOKEN = "secret"
+PENALTIES: dict[str, float] = {"repetition_penalty": 1.2, "frequency_penalty": 0.2}
+"""Each token of the requests depends on all before it: the stage that samples must know them."""
 HANG_S = 100.0
 """Time limit of a hang: a loaded machine takes a minute for five seconds of work."""
 
@@ -69,7 +71,7 @@ class Ring:
 
     async def _stream(self, number: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """Read a request's tokens; if this task is cancelled, the router drops the request."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **PENALTIES)
         request = Request(
             request_id=f"r{number}", prompt_token_ids=tuple(prompt), params=params, arrival_s=time.monotonic()
         )

@@ -58,6 +58,31 @@ def test_a_stage_gets_what_it_needs_of_a_plan(dtype: torch.dtype) -> None:
     )
 
 
+def test_a_request_whose_history_counts_brings_its_tokens() -> None:
+    params = replace(REQUEST.params, presence_penalty=0.5, logit_bias=((3, 1.0),), bad_token_ids=((1, 2),))
+    asked = replace(REQUEST, params=params)
+    plan = replace(PLAN, prefills=(replace(PLAN.prefills[0], request=asked), PLAN.prefills[1]))
+    frame = pack_plan(StageStep(plan, torch.zeros(8, 6), ()))
+    read = read_plan(frame, LIMITS).plan.prefills[0].request
+    assert read is not None and read.params == params
+    assert (read.prompt_token_ids, read.known_token_ids) == ((1, 2, 3), (4, 5))
+    for spoilt in (
+        frame.integers[:-1],
+        np.append(frame.integers, 1),
+        np.where(frame.integers == 5, 40, frame.integers),
+    ):
+        with pytest.raises(PeerLost):
+            read_plan(replace(frame, integers=spoilt), LIMITS)
+
+
+@pytest.mark.parametrize("fields", [{"stop_token_ids": (40,)}, {"logit_bias": ((40, 1.0),)}])
+def test_a_token_outside_the_vocabulary_is_lost(fields: dict[str, Any]) -> None:
+    asked = replace(REQUEST, params=replace(REQUEST.params, **fields))
+    plan = replace(PLAN, prefills=(replace(PLAN.prefills[0], request=asked), PLAN.prefills[1]))
+    with pytest.raises(PeerLost, match="not in the vocabulary"):
+        read_plan(pack_plan(StageStep(plan, torch.zeros(8, 6), ())), LIMITS)
+
+
 def test_tokens_and_logprobs_arrive() -> None:
     logprobs = {SeqId(4): TokenLogprobs(-0.5, ((3, -0.5), (2, float("-inf")))), SeqId(3): TokenLogprobs(-1.0)}
     result = StepResult(7, [1, 2, 39], logprobs)

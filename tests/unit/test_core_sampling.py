@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,13 @@ from floodplain.core.sampling import SamplingParams
         ("seed", [2**64, -(2**63) - 1]),
         ("stop", ["", ("a", "")]),
         ("logprobs", [-1, 21]),
+        ("min_p", [-0.1, 1.1, nan]),
+        ("presence_penalty", [-2.1, 2.1, nan]),
+        ("frequency_penalty", [-2.1, 2.1, nan]),
+        ("repetition_penalty", [0.0, -1.0, nan, inf]),
+        ("logit_bias", [{1: 101.0}, {1: nan}, ((1, -100.5),)]),
+        ("allowed_token_ids", [()]),
+        ("bad_words", [("",)]),
     ],
 )
 def test_a_field_out_of_its_range_is_named_in_one_line(field: str, bad: list[object]) -> None:
@@ -39,6 +47,11 @@ def test_a_field_out_of_its_range_is_named_in_one_line(field: str, bad: list[obj
         ("seed", [None, 0, 2**64 - 1, -(2**63)]),
         ("stop", [(), ("a", "b")]),
         ("logprobs", [None, 0, 20]),
+        ("min_p", [0.0, 1.0]),
+        ("presence_penalty", [-2.0, 2.0]),
+        ("repetition_penalty", [1e-3, 10.0]),
+        ("logit_bias", [(), ((1, 100.0), (0, -100.0))]),
+        ("allowed_token_ids", [None, (0,)]),
     ],
 )
 def test_the_borders_of_a_range_belong_to_it(field: str, good: list[object]) -> None:
@@ -48,6 +61,27 @@ def test_the_borders_of_a_range_belong_to_it(field: str, good: list[object]) -> 
 
 def test_min_tokens_may_stand_without_an_upper_limit() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+
+
+def test_a_mapping_of_biases_becomes_pairs_also_with_keys_of_json() -> None:
+    assert SamplingParams(logit_bias={"7": 1.5, "2": -1}).logit_bias == ((7, 1.5), (2, -1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "leaves"),
+    [
+        ({}, True),
+        ({"allowed_token_ids": (7, 3)}, True),
+        ({"allowed_token_ids": (7,)}, True),
+        ({"allowed_token_ids": (7,), "min_tokens": 1}, False),
+        ({"allowed_token_ids": (7,), "min_tokens": 1, "ignore_eos": True}, True),
+        ({"allowed_token_ids": (7, 9), "min_tokens": 1, "stop_token_ids": (9,)}, False),
+        ({"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (1, 4))}, False),
+        ({"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4, 1))}, True),
+    ],
+)
+def test_allowed_tokens_that_others_exclude_are_noticed(fields: dict[str, Any], leaves: bool) -> None:
+    assert SamplingParams(**fields).leaves_a_token({7}) is leaves
 
 
 def test_one_string_and_lists_become_tuples() -> None:

@@ -213,6 +213,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -1.0},
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["y"],
         "seed": 11,
         "stop": ["x", "y"],
         "stop_token_ids": [1, 2],
@@ -222,7 +229,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p", **fields})
     assert request.sampling() == SamplingParams(**fields)
-    assert set(SamplingParams.__dataclass_fields__) == set(fields)
+    assert set(SamplingParams.__dataclass_fields__) == {*fields, "bad_token_ids"}
 
 
 @pytest.mark.parametrize(

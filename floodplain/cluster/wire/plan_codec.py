@@ -1,13 +1,15 @@
 """Step plans and their tokens as frames between stages: only what a stage needs of a plan.
 
-Stages behind the first get activations instead of token ids; of a request, its sampling parameters and its number of
-known tokens. Everything is checked against the stage's own sizes: a block id out of range would end the process.
+Stages behind the first get activations instead of token ids; of a request, its sampling parameters, its number of known
+tokens, and its tokens only if the parameters use its history. Everything is checked against the stage's own sizes: a
+block id out of range would end the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 
 from floodplain.cluster.wire.frames import Frame
 from floodplain.core.codec import WireError, from_json, to_json
-from floodplain.core.errors import PeerLost
+from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
 from floodplain.core.ranges import SECONDS
@@ -66,7 +68,8 @@ def pack_plan(step: StageStep, keeps_tensor: bool = False) -> Frame:
         "released": plan.released,
     }
     blocks = [block for table in plan.tables for block in table.blocks]
-    integers = np.array([*plan.decodes, *blocks], dtype=np.int64)
+    histories = [token_id for chunk in plan.prefills for token_id in _history(chunk)]
+    integers = np.array([*plan.decodes, *blocks, *histories], dtype=np.int64)
     if keeps_tensor:
         return Frame(body, integers, tensor=step.x)
     return Frame(body, integers, step.x.contiguous().cpu().view(torch.uint8).numpy().reshape(-1))
@@ -74,8 +77,16 @@ def pack_plan(step: StageStep, keeps_tensor: bool = False) -> Frame:
 
 def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
     request = chunk.request
-    new = None if request is None else (len(request.known_token_ids), to_json(request.params))
+    new = None if request is None else (len(request.known_token_ids), to_json(request.params), len(_history(chunk)))
     return chunk.seq_id, chunk.start, len(chunk.token_ids), chunk.samples, new
+
+
+def _history(chunk: PrefillChunk) -> tuple[int, ...]:
+    """The tokens of a new request, prompt first, if its parameters use them."""
+    request = chunk.request
+    if request is None or not request.params.uses_history:
+        return ()
+    return request.prompt_token_ids + request.known_token_ids
 
 
 def read_plan(frame: Frame, limits: PlanLimits) -> StageStep:
@@ -83,7 +94,7 @@ def read_plan(frame: Frame, limits: PlanLimits) -> StageStep:
     try:
         plan = _read_plan(frame, limits)
         busy_s = _read_busy(frame)
-    except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, WireError, UserError) as error:
         raise PeerLost(f"a stage sent a plan that is none ({error!r})") from None
     if frame.tensor is not None:
         if frame.tensor.shape != (plan.num_tokens, limits.hidden_size) or frame.data.nbytes:
@@ -98,7 +109,9 @@ def read_plan(frame: Frame, limits: PlanLimits) -> StageStep:
 
 def _read_plan(frame: Frame, limits: PlanLimits) -> StepPlan:
     body, num_decodes = frame.body, _count(frame.body["num_decodes"], len(frame.integers))
-    blocks = frame.integers[num_decodes:]
+    numbers = frame.integers[num_decodes:]
+    num_blocks = sum(_count(count) for _, _, count in body["tables"])
+    blocks, histories = numbers[:num_blocks], iter(numbers[num_blocks:].tolist())
     if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < limits.num_blocks:
         raise ValueError("a block that is not there")
     tables, begin = [], 0
@@ -108,29 +121,45 @@ def _read_plan(frame: Frame, limits: PlanLimits) -> StepPlan:
         named = tuple(map(BlockId, blocks[begin:end].tolist()))
         tables.append(TableUpdate(SeqId(_count(seq_id)), _count(start), named))
         begin = end
-    if begin != len(blocks):
-        raise ValueError("blocks of no table")
+    prefills = tuple(_read_chunk(chunk, histories, limits) for chunk in body["chunks"])
+    if any(True for _ in histories):
+        raise ValueError("blocks of no table, or tokens of no request")
     return StepPlan(
         step_id=_count(body["step"]),
         decodes=tuple(map(SeqId, frame.integers[:num_decodes].tolist())),
-        prefills=tuple(_read_chunk(chunk, limits) for chunk in body["chunks"]),
+        prefills=prefills,
         tables=tuple(tables),
         released=tuple(SeqId(_count(seq_id)) for seq_id in body["released"]),
     )
 
 
-def _read_chunk(chunk: Sequence[Any], limits: PlanLimits) -> PrefillChunk:
+def _read_chunk(chunk: Sequence[Any], histories: Iterator[int], limits: PlanLimits) -> PrefillChunk:
     seq_id, start, num_tokens, samples, new = chunk
     _count(_count(start) + _count(num_tokens, limits.max_batched_tokens), limits.max_model_len)
     if not num_tokens or not isinstance(samples, bool):
         raise ValueError("a chunk without tokens")
-    request = None
-    if new is not None:
-        num_known, params = new
-        known = (0,) * _count(num_known, limits.max_model_len)
-        sampling = from_json(SamplingParams, params)
-        request = Request(request_id="", prompt_token_ids=(), params=sampling, arrival_s=0.0, known_token_ids=known)
+    request = None if new is None else _read_request(new, histories, limits)
     return PrefillChunk(SeqId(_count(seq_id)), start, (0,) * num_tokens, samples, request)
+
+
+def _read_request(new: Sequence[Any], histories: Iterator[int], limits: PlanLimits) -> Request:
+    """A request as far as a stage behind the first needs it. Without a history its known tokens are zeros."""
+    num_known, params, num_history = new
+    sampling = from_json(SamplingParams, params)
+    _count(num_known, limits.max_model_len)
+    tokens = tuple(islice(histories, _count(num_history, limits.max_model_len)))
+    if len(tokens) != num_history or sampling.uses_history != (len(tokens) > num_known):
+        raise ValueError("a request without its tokens")
+    num_prompt = max(0, len(tokens) - num_known)
+    request = Request(
+        request_id="",
+        prompt_token_ids=tokens[:num_prompt],
+        params=sampling,
+        arrival_s=0.0,
+        known_token_ids=tokens[num_prompt:] or (0,) * num_known,
+    )
+    request.check_tokens(limits.vocab_size)
+    return request
 
 
 def pack_result(result: StepResult, busy_s: tuple[float, ...]) -> Frame:

@@ -1,0 +1,58 @@
+"""Which tokens a sequence has had, and how often: what penalties and bad words depend on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from floodplain.core.request import Request
+
+IntArray = npt.NDArray[np.int64]
+
+
+class TokenHistory:
+    """The distinct tokens of a prompt and its output, and how often each is in the output.
+
+    It is a function of the tokens alone, so it survives whatever happens to their KV, and another engine that gets the
+    request with its known tokens makes an equal one. A token costs constant time.
+
+    Attributes:
+        tail: The last tokens of the output, as many as the longest bad word needs.
+    """
+
+    def __init__(self, request: Request) -> None:
+        longest = max(map(len, request.params.bad_token_ids), default=1)
+        self.tail: deque[int] = deque(maxlen=longest - 1)
+        self._places: dict[int, int] = {}
+        self._ids: IntArray = np.zeros(64, dtype=np.int64)
+        self._counts: IntArray = np.zeros(64, dtype=np.int64)
+        for token_id in request.prompt_token_ids:
+            self._place(token_id)
+        self.extend(request.known_token_ids)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The distinct tokens of prompt and output, [N]."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> IntArray:
+        """How often each of ``token_ids`` is in the output, [N]."""
+        return self._counts[: len(self._places)]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens to the output."""
+        for token_id in token_ids:
+            place = self._place(token_id)  # may replace the arrays
+            self._counts[place] += 1
+            self.tail.append(token_id)
+
+    def _place(self, token_id: int) -> int:
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids, self._counts = (np.concatenate((one, np.zeros_like(one))) for one in (self._ids, self._counts))
+        self._ids[place] = token_id
+        return place
