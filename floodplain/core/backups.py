@@ -7,12 +7,13 @@ for later requests with the same prefix until its slot is needed (AQUA, section 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Sequence
+from math import inf
 
 from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
+from floodplain.core.idle_backups import IdleBackups, Pin
 from floodplain.core.tiers import Location, SlotLedger, Tier
 
 
@@ -45,28 +46,28 @@ class BackupTable:
         """Contents whose whole backup appeared or vanished, or whose copies in began or ended."""
         self._retains = retains
         self._by_key: dict[BlockKey, Backup] = {}
-        self._idle: dict[Tier, OrderedDict[Backup, None]] = {tier: OrderedDict() for tier in self.slots}
-        """Idle backups of each tier, the least recently used first."""
+        self.idle: IdleBackups[Backup] = IdleBackups(self.slots)
+        """Backups that can be evicted, and which of them are pinned."""
         self._writing: set[Backup] = set()
         self._unfound: set[Backup] = set()  # lost, with a copy that still touches the slot
         self._moving_to: dict[Backup, Location] = {}
 
     def num_available(self, tier: Tier) -> int:
         """Slots that ``begin_write`` can still allocate: free ones and those of idle backups."""
-        return self.slots[tier].num_free + len(self._idle[tier])
+        return self.slots[tier].num_free + self.idle.count(tier)
 
     def num_idle(self, tier: Tier) -> int:
         """Whole backups that no sequence keeps."""
-        return len(self._idle[tier])
+        return self.idle.count(tier)
 
     @property
     def is_needed(self) -> bool:
         """Whether a sequence keeps any backup, or a copy touches one."""
-        return any(slots.num_taken > len(self._idle[tier]) for tier, slots in self.slots.items())
+        return any(slots.num_taken > self.idle.count(tier) for tier, slots in self.slots.items())
 
     def kept_slots(self, tier: Tier) -> set[int]:
-        """The taken slots, without those of idle backups. Takes time linear in the taken slots."""
-        return set(self.slots[tier].taken) - {backup.location.slot for backup in self._idle[tier]}
+        """The taken slots, without those of unpinned idle backups. Takes time linear in the taken slots."""
+        return set(self.slots[tier].taken) - {backup.location.slot for backup in self.idle.unpinned(tier)}
 
     @property
     def is_at_rest(self) -> bool:
@@ -82,12 +83,12 @@ class BackupTable:
         backup = self._by_key.get(key)
         return backup if backup is not None and backup.is_whole else None
 
-    def begin_write(self, tier: Tier, keys: Sequence[BlockKey]) -> list[Backup] | None:
+    def begin_write(self, tier: Tier, keys: Sequence[BlockKey], below: float = inf) -> list[Backup] | None:
         """Allocate a slot in ``tier`` for each content, none of which has a backup, evicting idle backups.
 
-        None if too few.
+        None if too few. Contents of pins of at least the worth ``below`` are not evicted; by default, any may be.
         """
-        locations = self._take_slots(tier, len(keys))
+        locations = self._take_slots(tier, len(keys), below)
         if locations is None:
             return None
         backups = [Backup(key, location) for key, location in zip(keys, locations, strict=True)]
@@ -159,6 +160,16 @@ class BackupTable:
             self._unfound.add(backup)
         self._collect(backup)
 
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    def pin(self, pin: Pin) -> None:
+        """Pin contents: while their backups are idle, they are evicted after unpinned ones."""
+        self.idle.pin(pin, sum(slots.num_slots for slots in self.slots.values()))
+
+    def unpin(self, pin: Pin) -> None:
+        """Remove a pin; no-op if it was given up already."""
+        self.idle.unpin(pin)
+
     # -- slots that come and go --------------------------------------------------------------------------------------
 
     def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
@@ -168,13 +179,13 @@ class BackupTable:
     def retire_slots(self, tier: Tier, slots: Collection[int]) -> None:
         """Remove slots: free ones and those of idle backups at once, the others when they are freed."""
         self.slots[tier].retire(slots)
-        for backup in [backup for backup in self._idle[tier] if backup.location.slot in slots]:
+        for backup in [backup for backup in self.idle.in_tier(tier) if backup.location.slot in slots]:
             self._forget(backup)
 
     def empty_slots(self, tier: Tier, slots: Collection[int]) -> list[int]:
-        """Drop idle backups in these slots; return those of the slots that are free then, ascending."""
+        """Drop unpinned idle backups in these slots; return those of the slots that are free then, ascending."""
         wanted = set(slots)
-        for backup in [backup for backup in self._idle[tier] if backup.location.slot in wanted]:
+        for backup in [backup for backup in self.idle.unpinned(tier) if backup.location.slot in wanted]:
             self._forget(backup)
         return sorted(wanted - self.slots[tier].taken)
 
@@ -222,6 +233,7 @@ class BackupTable:
     def check_integrity(self) -> None:
         """Raise InvariantError unless every taken slot belongs to exactly one backup and counters are consistent."""
         held = [*self._by_key.values(), *self._unfound]
+        self.idle.check_integrity()
         for tier, ledger in self.slots.items():
             ledger.check_integrity()
             slots = {b.location.slot for b in held if b.location.tier is tier}
@@ -232,22 +244,25 @@ class BackupTable:
             raise InvariantError("a backup is released more often than kept")
         for backup in held:
             is_idle = not (backup.num_keepers or self._is_touched(backup) or backup.is_lost)
-            if is_idle != (backup in self._idle[backup.location.tier]) or (is_idle and not backup.is_whole):
+            if is_idle != (backup in self.idle) or (is_idle and not backup.is_whole):
                 raise InvariantError("a backup that no sequence keeps is not idle, or one that a sequence keeps is")
 
-    def _take_slots(self, tier: Tier, num_slots: int) -> list[Location] | None:
-        """Allocate slots, evicting idle backups at need, the least recently used first; None if too few."""
+    def _take_slots(self, tier: Tier, num_slots: int, below: float = inf) -> list[Location] | None:
+        """Allocate slots, evicting idle backups at need (``IdleBackups``); None if too few."""
         if tier not in self.slots or num_slots > self.num_available(tier):
             return None
-        while self.slots[tier].num_free < num_slots:
-            self._forget(next(iter(self._idle[tier])))
+        while (num_missing := num_slots - self.slots[tier].num_free) > 0:
+            victim = self.idle.find_victim(tier, num_missing, below)
+            if victim is None:
+                return None
+            self._forget(victim)
         return self.slots[tier].allocate(num_slots)
 
     def _is_touched(self, backup: Backup) -> bool:
         return backup.num_readers > 0 or backup.is_moving or backup in self._writing
 
     def _wake(self, backup: Backup) -> None:
-        self._idle[backup.location.tier].pop(backup, None)
+        self.idle.discard(backup)
 
     def _collect(self, backup: Backup) -> None:
         """If no sequence or copy uses the backup any more, retain it as idle, or free its slot."""
@@ -259,7 +274,7 @@ class BackupTable:
                 self._unfound.remove(backup)
                 self.slots[backup.location.tier].free(backup.location)
         elif self._is_worth_retaining(backup):
-            self._idle[backup.location.tier][backup] = None
+            self.idle.add(backup)
             self.slots[backup.location.tier].settled.add(backup.location.slot)
         else:
             self._forget(backup)

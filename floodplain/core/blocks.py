@@ -245,6 +245,16 @@ class BlockLedger:
             self._pins[block] = self._pins.get(block, 0) + 1
             self._settle(block)
 
+    def pin_contents(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        """Pin the readable blocks of contents that an outbound copy begins to read, and return them.
+
+        Of those without references it is a use: they are evicted last.
+        """
+        blocks = [block for key in keys if (block := self.share(key)) is not None]
+        self.pin(blocks)
+        self.free(blocks)
+        return blocks
+
     def unpin(self, blocks: Sequence[BlockId]) -> None:
         """Unpin blocks after an outbound copy, successful or not. As in ``free``, the tail goes first."""
         returning = [block for block in blocks if block in self._going]

@@ -37,6 +37,7 @@ class Request:
         priority: Lower is sooner, as in vLLM.
         client: Name of the API key; fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
+        session: The client's name for the conversation or agent that it belongs to; "" if it gave none.
         known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and
             counts as output: towards ``max_tokens``, ``min_tokens``, and the positions of seeded samples.
         is_accepted: Another engine had accepted it: it is not refused because many wait.
@@ -49,6 +50,7 @@ class Request:
     priority: int = 0
     client: str = ""
     cache_salt: str = ""
+    session: str = ""
     goals: Goals = NO_GOALS
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False

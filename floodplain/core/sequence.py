@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum
 
 from floodplain.core.backups import Backup
@@ -50,6 +51,7 @@ class Sequence:
         num_sampling: Output tokens that outstanding steps will sample.
         max_computed: Tokens that were computed when it was last preempted: below it, computing is recomputation.
         backups: Backups of full blocks that are kept for it.
+        session: Name of its session, if the loop follows sessions.
         tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
         keys: Content keys of its leading full blocks, as far as they were needed.
@@ -68,7 +70,7 @@ class Sequence:
         "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
         "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_leaving",
         "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "place", "request",
-        "root", "seq_id", "status", "stop_ids", "tail", "tokens",
+        "root", "seq_id", "session", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +95,7 @@ class Sequence:
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []
         self.backups: list[Backup] = []
+        self.session: Hashable = None
         self.tail: tuple[Backup, int] | None = None
         self.lifecycle = Lifecycle(request.arrival_s)
 

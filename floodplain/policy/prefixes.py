@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
+
 from floodplain.core.plan import Decision, PrefixBackupOrder
-from floodplain.core.view import SequenceView, TierView, View
+from floodplain.core.view import Prices, SequenceView, TierView, View
 from floodplain.policy.growth import blocks_for
 
 
@@ -39,6 +42,19 @@ def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBa
     num_at_risk = min(num_at_risk, tier.num_free_slots)  # more would evict backups that were just made
     num_blocks = min(num_at_risk, num_spare_blocks // 2, _blocks_within_step(view, step, tier))
     return PrefixBackupOrder(num_at_risk, num_blocks, tier.tier) if num_blocks > 0 else None
+
+
+def least_chance_to_save(tiers: Iterable[TierView], prices: Prices, block_tokens: int) -> float:
+    """The least chance of a use at which a block that no request uses is worth a copy to the nearest tier.
+
+    The copy costs as much as fetching it, which saves computing it. 0 while the price of computing is unknown, inf if
+    copying is no faster. Without the link's latency, which many blocks share.
+    """
+    tier = next(iter(tiers), None)
+    compute_s = block_tokens * prices.prefill_token_s
+    if tier is None or not compute_s:
+        return inf if tier is None else 0.0
+    return tier.block_s / (compute_s - tier.block_s) if tier.block_s < compute_s else inf
 
 
 def _blocks_within_step(view: View, step: Decision, tier: TierView) -> int:

@@ -21,10 +21,15 @@ class PlanBuilder:
         self._admitted: set[SeqId] = set()  # the executor knows their requests
         self._tables: list[TableUpdate] = []
 
-    def build(self, view: View, decision: Decision, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
-        """Plan the step as decided: (the plan, its decoding sequences, its sequences with chunks, in order)."""
+    def build(
+        self, view: View, decision: Decision, saves: list[Transfer], now: float
+    ) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
+        """Plan the step as decided: (the plan, its decoding sequences, its sequences with chunks, in order).
+
+        ``saves``: copies that have begun before the view was built.
+        """
         self._tables = []
-        transfers = self._start_moves(view, decision, now)
+        transfers = saves + self._start_moves(view, decision, now)
         for seq_id in sorted(self._state.stale_tables):
             self._send_table(seq_id)
         self._state.stale_tables.clear()

@@ -21,7 +21,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.goals import NO_GOALS
 from floodplain.core.hashing import root_key
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import StepOutputs, StepPlan, StepResult, Wait
+from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
@@ -127,13 +127,15 @@ class Loop:
         if len(self._steps) >= state.config.depth:
             return Wait()
         for _ in range(2 + 2 * len(state.sequences)):
-            if not (state.running or state.waiting or state.swapped) or not state.ledger.num_blocks:
+            saves = self._swaps.save_pinned(now)  # before the view, which counts their blocks as draining
+            has_work = bool(state.running or state.waiting or state.swapped)
+            if not (has_work or saves) or not state.ledger.num_blocks:
                 return Wait()
             state.trim_logs()
             state.links.note_step(state.counters.num_steps)
             view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
-            decision = self.policy.decide(view, now, self._rng)
-            plan, decoding, chunked = self._plans.build(view, decision, now)
+            decision = self.policy.decide(view, now, self._rng) if has_work else Decision()
+            plan, decoding, chunked = self._plans.build(view, decision, saves, now)
             if plan.decodes or plan.prefills or plan.transfers:
                 state.counters.num_steps += 1
                 if decision.reason is not None:
@@ -200,7 +202,7 @@ class Loop:
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:
-            self._release_ended()
+            self._release_ended(now)
         return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
@@ -236,8 +238,8 @@ class Loop:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is live, or a step or copy is outstanding."""
-        return bool(self.state.sequences or self._steps or self.state.transfers)
+        """Whether any request is live, or a step or copy is outstanding or about to begin."""
+        return bool(self.state.sequences or self._steps or self.state.transfers or self.state.unsaved_pins)
 
     def check_integrity(self) -> None:
         """Raise InvariantError if any conservation law is broken."""
@@ -290,9 +292,9 @@ class Loop:
         if seq.num_outstanding:
             self._ended.append(seq)
         else:
-            self.state.release(seq)
+            self.state.release(seq, now)
 
-    def _release_ended(self) -> None:
+    def _release_ended(self, now: float) -> None:
         for seq in [seq for seq in self._ended if not seq.num_outstanding]:
             self._ended.remove(seq)
-            self.state.release(seq)
+            self.state.release(seq, now)

@@ -13,6 +13,7 @@ from floodplain.core.changes import ChangeLog
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
+from floodplain.core.idle_backups import Pin
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import LIMITS, Preemption
 from floodplain.core.request import FinishReason, SeqId
@@ -21,10 +22,12 @@ from floodplain.core.served import KeyAccounts
 from floodplain.core.tiers import Link
 from floodplain.core.transfers import TransferLedger
 from floodplain.policy.base import Policy
+from floodplain.policy.prefixes import least_chance_to_save
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.links import Links
 from floodplain.runtime.prices import StepPrices
 from floodplain.runtime.queue import Retries, WaitingQueue
+from floodplain.runtime.sessions import SessionBook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class LoopConfig:
         eos_token_ids: Tokens that end a request unless it ignores them.
         fingerprint: Identifies the model in the content keys of blocks.
         block_bytes: Bytes of one KV block over all layers; prices copies.
+        pins_sessions: Whether KV of ended requests is pinned in swap space (``runtime.sessions``).
     """
 
     max_model_len: int
@@ -49,6 +53,7 @@ class LoopConfig:
     eos_token_ids: frozenset[int] = frozenset()
     fingerprint: str = ""
     block_bytes: int = 0
+    pins_sessions: bool = False
 
     def __post_init__(self) -> None:
         if min(self.max_model_len, self.max_batched_tokens, self.max_num_seqs, self.max_waiting, self.depth) < 1:
@@ -126,6 +131,11 @@ class LoopState:
         self.transfers: TransferLedger[Arrival | None] = TransferLedger(self.backups)
         """Copies to and from swap space; only inbound ones are an arrival."""
         self.links = Links(links, config.block_bytes)
+        can_pin = config.pins_sessions and ledger.caches_prefixes and bool(self.backups.slots)
+        self.sessions = SessionBook(self.backups) if can_pin else None
+        """Sessions whose KV is pinned between requests; None if no prefixes are kept in swap space."""
+        self.unsaved_pins: list[Pin] = []
+        """Pins of requests that ended since the last plan: the next one backs their blocks up."""
         self.sequences: dict[SeqId, Sequence] = {}
         self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window, policy.num_newest)
         self.running: list[Sequence] = []
@@ -202,6 +212,8 @@ class LoopState:
         if self._retries is not None:
             seq.order_key = (seq.request.priority, self._retries.take(seq.request), seq.seq_id)
         self.open_account(seq)
+        if self.sessions is not None:
+            self._join_session(self.sessions, seq)
         self.sequences[seq.seq_id] = seq
         self.waiting.push(seq)
         paused = [*self.swapped, *self.loading]
@@ -233,13 +245,33 @@ class LoopState:
         seq.max_computed = max(seq.max_computed, seq.num_computed)
         seq.forget_blocks()
 
-    def release(self, seq: Sequence) -> None:
-        """Free all that a finished sequence holds, and remove it. No step may touch it any more."""
+    def release(self, seq: Sequence, now: float) -> None:
+        """Free all that a finished sequence holds, and remove it. No step may touch it any more.
+
+        Its session is told, which may pin its full blocks.
+        """
+        if self.sessions is not None:
+            self._leave_session(self.sessions, seq, now)
         self.free_blocks(seq)
         self.release_backups(seq)
         del self.sequences[seq.seq_id]
         self.row_changes.add(seq.seq_id)
         self.released.append(seq.seq_id)
+
+    def _join_session(self, sessions: SessionBook, seq: Sequence) -> None:
+        request = seq.request
+        keys = seq.keys_for(seq.num_prompt // self.ledger.block_tokens, self.ledger.block_tokens)
+        seq.session = sessions.arrive(request.session, request.client, keys, request.arrival_s)
+
+    def _leave_session(self, sessions: SessionBook, seq: Sequence, now: float) -> None:
+        if seq.finish_reason is FinishReason.ABORT:
+            sessions.give_up(seq.session)
+            return
+        tiers, block_tokens = self.links.view_tiers(self.transfers), self.ledger.block_tokens
+        least_chance = least_chance_to_save(tiers, self.prices.now, block_tokens)
+        pin = sessions.end(seq.session, seq.keys[: seq.num_sealed], now, least_chance)
+        if pin is not None:
+            self.unsaved_pins.append(pin)
 
     def keep_backup(self, seq: Sequence, backup: Backup) -> None:
         """Keep a backup of one of its blocks for a sequence."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count, islice, takewhile
 
 from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey, block_key
+from floodplain.core.idle_backups import Pin
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Preemption, PreemptionMode, PrefixBackupOrder, Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
@@ -22,6 +23,9 @@ from floodplain.core.sequence import Sequence, Status
 from floodplain.core.tiers import Tier
 from floodplain.core.transfers import InFlight
 from floodplain.runtime.state import Arrival, LoopState
+
+_SAVED_TOGETHER = 64
+"""Blocks of an ended request that one copy takes: they are free again when it ends."""
 
 
 class Swaps:
@@ -61,17 +65,42 @@ class Swaps:
         return self._begin(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
 
     def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
-        """Back up the cached blocks that are evicted next; None if all have backups or slots are short."""
+        """Back up the cached blocks that are evicted next; None if all have backups or slots are short.
+
+        Pinned backups are not evicted for them.
+        """
         state = self._state
         at_risk = state.ledger.next_evicted(order.num_at_risk)
         unsaved = ((block, key) for block, key in at_risk if state.backups.find(key) is None)
         missing = list(islice(unsaved, order.num_blocks))
-        backups = state.backups.begin_write(order.tier, [key for _, key in missing])
+        backups = state.backups.begin_write(order.tier, [key for _, key in missing], below=0.0)
         if not missing or backups is None:
             return None
         blocks = tuple(block for block, _ in missing)
         state.ledger.pin_cached(blocks)
         return state.transfers.begin(TransferKind.BACKUP, None, blocks, backups, None, None)
+
+    def save_pinned(self, now: float) -> list[Transfer]:
+        """Begin to back up the blocks of new pins that only the device has, the first ones first, while slots last."""
+        state = self._state
+        if state.sessions is None:
+            return []
+        state.sessions.advance(now)
+        pins, state.unsaved_pins = state.unsaved_pins, []
+        return [move for pin in pins for move in self._save(pin)]
+
+    def _save(self, pin: Pin) -> Iterator[Transfer]:
+        ledger, backups = self._state.ledger, self._state.backups
+        on_device = takewhile(lambda key: ledger.find(key) is not None or backups.find(key) is not None, pin.keys)
+        unsaved = [key for key in on_device if backups.find(key) is None]
+        for first in range(0, len(unsaved), _SAVED_TOGETHER):
+            keys = unsaved[first : first + _SAVED_TOGETHER]
+            written = (backups.begin_write(tier, keys, below=pin.worth) for tier in backups.slots)
+            targets = next((found for found in written if found is not None), None)
+            if targets is None:
+                return
+            blocks = ledger.pin_contents(keys)
+            yield self._state.transfers.begin(TransferKind.BACKUP, None, blocks, targets, None, None)
 
     def _write_out(self, seq: Sequence, order: Preemption) -> Transfer | None:
         missing = self._keep_known(seq)

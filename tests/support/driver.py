@@ -133,7 +133,7 @@ class Driver:
             elif self.pending:
                 self.complete()
             else:
-                assert self.executor.transfers, "the loop waits for nothing"
+                assert self.executor.transfers or not self.loop.has_unfinished, "the loop waits for nothing"
         self.check_at_rest()
         return plans
 

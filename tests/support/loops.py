@@ -301,6 +301,7 @@ def make_loop(
     max_num_seqs: int = 8,
     max_waiting: int = 1000,
     caches_prefixes: bool = True,
+    pins_sessions: bool = False,
     seed: int = 0,
 ) -> Loop:
     """A loop over a small pool, with one swap tier if there are slots."""
@@ -313,6 +314,7 @@ def make_loop(
         depth=depth,
         eos_token_ids=frozenset({EOS}),
         fingerprint="fake",
+        pins_sessions=pins_sessions,
     )
     ledger = BlockLedger(num_blocks, block_tokens, quantum_blocks=2, caches_prefixes=caches_prefixes)
     backups = BackupTable([SlotLedger(Tier.HOST, num_slots)] if num_slots else [], retains=caches_prefixes)

@@ -178,7 +178,7 @@ def test_blocks_do_not_move_under_an_outstanding_step() -> None:
 def free_at_once(self: Loop, seq: Sequence, reason: FinishReason, now: float) -> None:
     seq.finish_reason = reason
     self.state.enter(seq, Status.FINISHED)
-    self.state.release(seq)
+    self.state.release(seq, now)
 
 
 def test_a_loop_that_frees_blocks_under_an_outstanding_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

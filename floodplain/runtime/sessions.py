@@ -1,0 +1,244 @@
+"""Sessions: which requests follow each other, how long the gaps between them are, and the pins of their KV meanwhile.
+
+A session has the name that its client gives it. Without a name it is found by its content: a request whose prompt
+begins with all full blocks of an earlier prompt continues that session. The KV of an ended request is pinned until its
+worth (``policy.returns``) is at most the price of a slot. That price is the worth of the contents that were unpinned
+last because their slots were needed; it falls while no slots are needed.
+
+The vLLM plug-in and the step loop both use it: it knows keys of contents and a ``BackupTable``, and no sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import inf
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.errors import InvariantError
+from floodplain.core.hashing import BlockKey
+from floodplain.core.idle_backups import Pin
+from floodplain.policy.returns import EDGES_S, NUM_BINS, GapCounts, bin_of, chance_of_return, worth
+
+MOST_SESSIONS = 4096
+"""Sessions that are remembered: then the tenant that has the most forgets its least recently used one."""
+
+_OWN_GAPS, _ALL_GAPS = 16, 512
+"""Gaps of a bin after which older ones count half: of one session, and of all."""
+
+_MOST_TURNS = 3
+"""Sessions with 0, 1, 2, and at least so many earlier gaps have a prior each: the more gaps, the likelier another."""
+
+_PRICE_HALVES_S = 60.0
+"""Time without pressure in which the price of a slot falls to half."""
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Totals since the start.
+
+    ``hits`` and ``misses`` are requests that continued a session whose KV was pinned, and was not (any more).
+    ``num_expired_blocks`` were unpinned because they were no longer worth their slots.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    num_expired_blocks: int = 0
+
+
+class _Session:
+    __slots__ = (
+        "ended_s", "gaps", "index", "is_named", "last_key", "name", "num_gaps", "num_live", "pin", "serial", "tenant",
+    )  # fmt: skip
+
+    def __init__(self, name: Hashable, tenant: str, is_named: bool) -> None:
+        self.name = name
+        self.tenant = tenant
+        self.is_named = is_named
+        self.gaps = GapCounts(_OWN_GAPS)
+        self.num_gaps = self.num_live = 0
+        self.ended_s: float | None = None  # when its last request ended, if none has arrived since
+        self.index = self.serial = 0  # of the bin in which that gap is; of the gap
+        self.pin: Pin | None = None
+        self.last_key: BlockKey | None = None  # without a name: of the last full block of its last prompt
+
+
+class SessionBook:
+    """Owner of all sessions and their pins. Times are those of the loop."""
+
+    def __init__(self, backups: BackupTable) -> None:
+        self.counts = SessionCounts()
+        self._backups = backups
+        self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()  # the least recently used first
+        self._num_by_tenant: Counter[str] = Counter()
+        self._by_last_key: dict[tuple[str, BlockKey], _Session] = {}
+        self._priors: dict[tuple[bool, int], GapCounts] = {}
+        self._due: list[tuple[float, int, _Session]] = []  # when gaps outlast their bins
+        self._serials = count(1)
+        self._price = 0.0
+        self._priced_s = 0.0
+
+    def arrive(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey], now: float) -> Hashable:
+        """Note a request of a tenant's session ``name``, or, if that is "", of the one that its prompt continues.
+
+        Returns an identifier of the session, for ``end`` and ``give_up``; each request ends in one of them.
+        ``prompt_keys`` are those of the prompt's full blocks.
+        """
+        session = self._find(name, tenant, prompt_keys)
+        if session.ended_s is not None:
+            self._end_gap(session, max(session.index, bin_of(now - session.ended_s)))
+        session.num_live += 1
+        if not session.is_named:
+            self._index(session, prompt_keys)
+        return session.name
+
+    def end(self, name: Hashable, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
+        """Note that a request of a session ended; pin the contents ``keys`` of its full blocks, in order.
+
+        Returns the pin, whose contents the caller backs up. None if there are no keys, the session was forgotten or has
+        another live request, its chance to return is below ``least_chance``, or slots cost more than it is worth.
+        """
+        session = self._sessions.get(name)
+        if session is None:
+            return None
+        session.num_live = max(0, session.num_live - 1)
+        self._sessions.move_to_end(name)
+        if session.num_live:
+            return None
+        self._unpin(session)
+        session.ended_s, session.index, session.serial = now, 0, next(self._serials)
+        self._await_edge(session)
+        hazards = self._hazards(session)
+        value = worth(hazards, 0)
+        if not keys or value <= self._price or chance_of_return(hazards) < least_chance:
+            return None
+        session.pin = Pin(keys, session.tenant, value)
+        self._backups.pin(session.pin)
+        return session.pin
+
+    def give_up(self, name: Hashable) -> None:
+        """Note that a request of a session was aborted: its KV is not expected to be used again, and unpinned."""
+        session = self._sessions.get(name)
+        if session is not None:
+            session.num_live = max(0, session.num_live - 1)
+            self._unpin(session)
+
+    def advance(self, now: float) -> None:
+        """Let time pass: learn which gaps outlasted their bins; end pins that are no longer worth their slots."""
+        self._update_price(now)
+        while self._due and self._due[0][0] <= now:
+            _, serial, session = heapq.heappop(self._due)
+            if session.ended_s is None or session.serial != serial:
+                continue
+            for counts in (session.gaps, self._prior(session)):
+                counts.add_outlasted(session.index)
+            session.index += 1
+            if session.index == NUM_BINS:
+                session.ended_s = None
+            else:
+                self._await_edge(session)
+            self._revalue(session)
+
+    @property
+    def price(self) -> float:
+        """What a slot costs now, in expected returns per second."""
+        return self._price
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError unless every pin is that of one session, and tenants' numbers of sessions are right."""
+        pins = {session.pin for session in self._sessions.values()}
+        if not self._backups.idle.pins.keys() <= pins:
+            raise InvariantError("a pin belongs to no session")
+        if Counter(session.tenant for session in self._sessions.values()) != self._num_by_tenant:
+            raise InvariantError("the sessions of tenants are counted wrongly")
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _find(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey]) -> _Session:
+        """The session of a request, the most recently used from now on; a new one if there is none."""
+        if name:
+            session = self._sessions.get((tenant, name))
+        else:
+            session = next(filter(None, (self._by_last_key.get((tenant, key)) for key in reversed(prompt_keys))), None)
+        session = session or self._add((tenant, name or next(self._serials)), tenant, is_named=bool(name))
+        self._sessions.move_to_end(session.name)
+        return session
+
+    def _add(self, name: Hashable, tenant: str, *, is_named: bool) -> _Session:
+        if len(self._sessions) >= MOST_SESSIONS:
+            most = max(self._num_by_tenant.items(), key=lambda item: item[1])[0]
+            self._forget(next(one for one in self._sessions.values() if one.tenant == most))
+        session = self._sessions[name] = _Session(name, tenant, is_named)
+        self._num_by_tenant[tenant] += 1
+        return session
+
+    def _index(self, session: _Session, prompt_keys: Sequence[BlockKey]) -> None:
+        """Find an unnamed session by its newest prompt from now on."""
+        self._unindex(session)
+        if prompt_keys:
+            session.last_key = prompt_keys[-1]
+            self._by_last_key[session.tenant, session.last_key] = session
+
+    def _unindex(self, session: _Session) -> None:
+        if session.last_key is not None and self._by_last_key.get((session.tenant, session.last_key)) is session:
+            del self._by_last_key[session.tenant, session.last_key]
+
+    def _forget(self, session: _Session) -> None:
+        del self._sessions[session.name]
+        self._num_by_tenant[session.tenant] -= 1
+        if not self._num_by_tenant[session.tenant]:
+            del self._num_by_tenant[session.tenant]
+        session.ended_s = None
+        self._unpin(session)
+        self._unindex(session)
+
+    def _end_gap(self, session: _Session, index: int) -> None:
+        """The next request has arrived: learn the gap, and keep the pin until the request ends."""
+        for counts in (session.gaps, self._prior(session)):
+            for outlasted in range(session.index, index):
+                counts.add_outlasted(outlasted)
+            counts.add_end(index)
+        session.num_gaps += 1
+        session.ended_s = None
+        is_pinned = session.pin is not None and bool(session.pin.keys)
+        self.counts.hits += is_pinned
+        self.counts.misses += not is_pinned
+        if session.pin is not None:
+            session.pin.worth = inf
+
+    def _await_edge(self, session: _Session) -> None:
+        if session.ended_s is None:
+            return
+        heapq.heappush(self._due, (session.ended_s + EDGES_S[session.index + 1], session.serial, session))
+        if len(self._due) > 2 * MOST_SESSIONS:  # most are of gaps that have ended
+            self._due = [due for due in self._due if due[2].ended_s is not None and due[2].serial == due[1]]
+            heapq.heapify(self._due)
+
+    def _revalue(self, session: _Session) -> None:
+        if session.pin is None:
+            return
+        session.pin.worth = worth(self._hazards(session), session.index) if session.ended_s is not None else 0.0
+        if session.pin.worth <= self._price:
+            self.counts.num_expired_blocks += len(session.pin.keys)
+            self._unpin(session)
+
+    def _unpin(self, session: _Session) -> None:
+        if session.pin is not None:
+            self._backups.unpin(session.pin)
+            session.pin = None
+
+    def _hazards(self, session: _Session) -> list[float]:
+        return session.gaps.hazards(self._prior(session).hazards())
+
+    def _prior(self, session: _Session) -> GapCounts:
+        """The gaps of all sessions like this one."""
+        return self._priors.setdefault((session.is_named, min(session.num_gaps, _MOST_TURNS)), GapCounts(_ALL_GAPS))
+
+    def _update_price(self, now: float) -> None:
+        """The worth of what was given up since the last call is the price; without any, the price falls."""
+        idle = self._backups.idle
+        self._price = idle.price or self._price * 0.5 ** ((now - self._priced_s) / _PRICE_HALVES_S)
+        idle.price, self._priced_s = 0.0, now

@@ -1,0 +1,281 @@
+"""The book of sessions: who continues whom, what gaps teach, and which pins end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.hashing import BlockKey
+from floodplain.core.idle_backups import Pin
+from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.policy.returns import EDGES_S, NUM_BINS, bin_of
+from floodplain.runtime import sessions
+from floodplain.runtime.sessions import SessionBook
+
+SLOTS = 8
+
+
+def keys(name: str, num_blocks: int = 2) -> list[BlockKey]:
+    return [BlockKey(f"{name}{place}".encode()) for place in range(num_blocks)]
+
+
+def make_book(num_slots: int = SLOTS) -> tuple[SessionBook, BackupTable]:
+    backups = BackupTable([SlotLedger(Tier.HOST, num_slots)])
+    return SessionBook(backups), backups
+
+
+def live(book: SessionBook, name: str, begin_s: float, end_s: float, tenant: str = "") -> Pin | None:
+    """One request of a session, from its arrival to its end."""
+    one = book.arrive(name, tenant, keys(name), begin_s)
+    return book.end(one, keys(name), end_s)
+
+
+def save(backups: BackupTable, pin: Pin | None) -> None:
+    """Back the contents of a pin up, as the loop does."""
+    assert pin is not None
+    written = backups.begin_write(Tier.HOST, [key for key in pin.keys if backups.find(key) is None], pin.worth)
+    backups.commit_write(written or [])
+
+
+def need(backups: BackupTable, num_slots: int) -> None:
+    """Live requests take slots for a while."""
+    taken = backups.begin_write(Tier.HOST, keys("live", num_slots))
+    assert taken is not None
+    backups.abort_write(taken)
+
+
+# -- which requests follow each other ----------------------------------------------------------------------------------
+
+
+def test_a_name_of_the_same_tenant_is_the_same_session() -> None:
+    book, _ = make_book()
+    first = book.arrive("chat", "alice", keys("a"), 0.0)
+    assert book.arrive("chat", "alice", keys("b"), 1.0) == first
+    assert book.arrive("chat", "bob", keys("a"), 1.0) != first
+
+
+def test_without_a_name_a_prompt_continues_the_longest_prompt_that_it_begins_with() -> None:
+    book, _ = make_book()
+    short = book.arrive("", "", keys("a", 2), 0.0)
+    long = book.arrive("", "", keys("b", 3), 0.0)
+    assert book.arrive("", "", keys("a", 5), 1.0) == short
+    assert book.arrive("", "", [*keys("b", 3), *keys("c")], 1.0) == long
+    assert book.arrive("", "", keys("b", 2), 1.0) not in (short, long)
+    assert book.arrive("", "", keys("a", 3), 1.0) not in (short, long), "the session's newest prompt is longer"
+
+
+def test_a_prompt_does_not_continue_that_of_another_tenant() -> None:
+    book, _ = make_book()
+    first = book.arrive("", "alice", keys("a"), 0.0)
+    assert book.arrive("", "bob", keys("a", 3), 0.0) != first
+
+
+def test_a_named_session_is_not_found_by_its_prompt() -> None:
+    book, _ = make_book()
+    assert book.arrive("chat", "", keys("a"), 0.0) != book.arrive("", "", keys("a", 3), 0.0)
+
+
+def test_a_session_is_pinned_when_its_last_live_request_ends() -> None:
+    book, backups = make_book()
+    one = book.arrive("chat", "", keys("a"), 0.0)
+    assert book.arrive("chat", "", keys("b"), 0.0) == one
+    assert book.end(one, keys("a"), 1.0) is None
+    pin = book.end(one, keys("b"), 2.0)
+    assert list(backups.idle.pins) == [pin] and pin is not None and pin.keys == keys("b")
+
+
+def test_an_aborted_request_unpins_its_session() -> None:
+    book, backups = make_book()
+    live(book, "chat", 0.0, 1.0)
+    one = book.arrive("chat", "", keys("chat"), 2.0)
+    assert len(backups.idle.pins) == 1
+    book.give_up(one)
+    assert not backups.idle.pins
+
+
+def test_while_the_next_request_waits_its_pin_is_given_up_last() -> None:
+    book, backups = make_book()
+    pin = live(book, "chat", 0.0, 1.0)
+    book.arrive("chat", "", keys("chat"), 1.5)
+    assert pin is not None and pin.worth == inf and pin in backups.idle.pins
+
+
+# -- what gaps teach ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=12), st.lists(st.integers(0, 16), max_size=30))
+def test_gaps_are_learned_the_same_however_often_time_advances(eighths: list[int], looks: list[int]) -> None:
+    """A bin is outlasted when time passes its end, or when the next request shows that it was."""
+    gaps_s = [number / 8 for number in eighths]  # exact sums
+    book, _ = make_book()
+    now = 0.0
+    for gap_s in gaps_s:
+        one = book.arrive("chat", "", keys("a"), now)
+        book.end(one, keys("a"), now)
+        for look in sorted(looks):
+            book.advance(now + look / 16 * gap_s)
+        now += gap_s
+    book.arrive("chat", "", keys("a"), now)
+    measured = book._sessions[one].gaps.hazards([0.0] * NUM_BINS)
+    short = [gap_s for gap_s in gaps_s if gap_s < EDGES_S[-1]]  # after the last bin a session is no longer awaited
+    outlasted = len(gaps_s) - len(short)
+    for index, hazard in enumerate(measured):
+        ended = sum(bin_of(gap_s) == index for gap_s in short)
+        reached = sum(bin_of(gap_s) >= index for gap_s in short) + outlasted
+        assert hazard == pytest.approx(ended / (reached + 2.0)), index
+
+
+def book_of(gap_s: float, num_slots: int = SLOTS) -> tuple[SessionBook, BackupTable, Pin]:
+    """A book of one session with always the same gap, its table, and its pin at 1000 s."""
+    book, backups = make_book(num_slots)
+    for turn in range(12):
+        end_s = 1000.0 - (12 - turn) * (gap_s + 1.0)
+        live(book, "chat", end_s - 1.0, end_s)
+    pin = live(book, "chat", 999.0, 1000.0)
+    assert pin is not None
+    return book, backups, pin
+
+
+@pytest.mark.parametrize(("gap_s", "kept_s", "gone_s"), [(0.4, 0.4, 30.0), (40.0, 60.0, 300.0)])
+def test_a_pin_ends_some_time_after_the_usual_gap(gap_s: float, kept_s: float, gone_s: float) -> None:
+    """If a slot costs a hundredth of a return per second."""
+    book, backups, pin = book_of(gap_s)
+    for after_s, is_pinned in ((0.0, True), (kept_s, True), (gone_s, False)):
+        backups.idle.price = 0.01
+        book.advance(1000.0 + after_s)
+        assert (pin in backups.idle.pins) is is_pinned
+    assert book.counts.num_expired_blocks == 2
+
+
+def test_a_session_that_returns_soon_is_worth_more() -> None:
+    assert book_of(0.4)[2].worth > 10 * book_of(40.0)[2].worth
+
+
+def test_a_new_session_is_taken_for_one_like_all_others() -> None:
+    book, _ = make_book()
+    for number in range(40):
+        live(book, f"quick{number}", number, number + 0.5)
+        live(book, f"quick{number}", number + 0.6, number + 0.7)
+    quick = live(book, "new", 50.0, 51.0)
+    other, _ = make_book()
+    unknown = live(other, "new", 50.0, 51.0)
+    assert quick is not None and unknown is not None and quick.worth > 2 * unknown.worth
+
+
+def test_requests_that_no_other_follows_are_not_worth_a_copy_in_the_end() -> None:
+    book, _ = make_book()
+    pins = []
+    for number in range(300):
+        book.advance(number * 30.0)
+        one = book.arrive(f"single{number}", "", keys("a"), number * 30.0)
+        pins.append(book.end(one, keys("a"), number * 30.0, least_chance=0.2))
+    assert pins[0] is not None and pins[-1] is None
+
+
+# -- the price of a slot -----------------------------------------------------------------------------------------------
+
+
+def test_slots_that_are_needed_are_those_of_the_cheapest_pins_from_the_end() -> None:
+    book, backups = make_book(num_slots=4)
+    for turn in range(12):
+        live(book, "agent", turn * 100.0, turn * 100.0 + 99.6)
+        live(book, "reader", turn * 100.0, turn * 100.0 + 40.0)
+    for name in ("agent", "reader"):
+        save(backups, live(book, name, 1200.0, 1300.0))
+    need(backups, 1)
+    left = {key for name in ("agent", "reader") for key in keys(name) if backups.find(key) is not None}
+    assert left == {*keys("agent"), keys("reader")[0]}
+    book.advance(1300.0)
+    assert book.price > 0
+
+
+def test_the_price_falls_while_no_slot_is_needed() -> None:
+    book, backups = make_book(num_slots=2)
+    save(backups, live(book, "chat", 0.0, 1.0))
+    need(backups, 1)
+    book.advance(1.0)
+    before = book.price
+    book.advance(61.0)
+    assert 0 < book.price == pytest.approx(before / 2)
+
+
+def test_what_is_worth_less_than_a_slot_costs_is_not_pinned() -> None:
+    book, backups = make_book()
+    backups.idle.price = 100.0
+    book.advance(0.0)
+    assert live(book, "chat", 0.0, 0.0) is None and not backups.idle.pins
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
+
+
+def flood(book: SessionBook, tenant: str, number: int) -> None:
+    for index in range(number):
+        live(book, f"{tenant}{index}", 0.0, 1.0, tenant)
+
+
+def count_pinned(backups: BackupTable) -> Counter[str]:
+    return Counter(pin.tenant for pin in backups.idle.pins for _ in pin.keys)
+
+
+def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 8)
+    book, _ = make_book(num_slots=1000)
+    first = book.arrive("chat", "alice", keys("chat"), 0.0)
+    pin = book.end(first, keys("chat"), 1.0)
+    flood(book, "bob", 50)
+    assert len(book._sessions) == 8
+    assert book.arrive("chat", "alice", keys("chat"), 2.0) == first and book.counts.hits == 1
+    assert pin is not None and pin.worth == inf
+    book.check_integrity()
+
+
+def test_a_tenant_pins_at_most_its_part_of_the_slots() -> None:
+    book, backups = make_book(num_slots=8)
+    flood(book, "bob", 4)
+    assert count_pinned(backups) == {"bob": 8}
+    live(book, "chat", 0.0, 1.0, "alice")
+    assert count_pinned(backups) == {"alice": 2, "bob": 4}
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def forgets_the_oldest_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "max", lambda items, key: ("alice", 0), raising=False)
+
+
+def never_outlasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionBook, "advance", lambda book, now: book._update_price(now))
+
+
+def keeps_pins_of_aborted_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionBook, "give_up", lambda book, name: None)
+
+
+def never_lets_the_price_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_PRICE_HALVES_S", inf)
+
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., None]]] = [
+    (forgets_the_oldest_of_all, test_a_tenant_with_many_sessions_forgets_its_own),
+    (never_outlasts, test_requests_that_no_other_follows_are_not_worth_a_copy_in_the_end),
+    (keeps_pins_of_aborted_requests, test_an_aborted_request_unpins_its_session),
+    (never_lets_the_price_fall, test_the_price_falls_while_no_slot_is_needed),
+]
+
+
+@pytest.mark.parametrize(("mutate", "law"), MUTANTS, ids=lambda one: one.__name__)
+def test_the_laws_notice_a_book_that(
+    mutate: Callable[[pytest.MonkeyPatch], None], law: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    arguments: tuple[Hashable, ...] = (monkeypatch,) if law.__code__.co_argcount else ()
+    with pytest.raises((AssertionError, StopIteration)):
+        law(*arguments)
