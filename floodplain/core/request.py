@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType
 
@@ -54,6 +54,18 @@ class Request:
     goals: Goals = NO_GOALS
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False
+
+    def choices(self) -> list[Request]:
+        """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin."""
+        return [self if self.params.n == 1 else self._choice(number) for number in range(self.params.n)]
+
+    def _choice(self, number: int) -> Request:
+        seed = self.params.seed
+        if seed is not None and number:
+            seed = (seed + number) % 2**64
+        name = f"{self.request_id}-c{number}" if number else self.request_id
+        params = replace(self.params, n=1, seed=seed)
+        return replace(self, request_id=name, params=params, is_accepted=self.is_accepted or number > 0)
 
     def check_tokens(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Check the token ids in all fields.

@@ -13,6 +13,9 @@ from floodplain.core.ranges import MAX_COUNT, Range, TokenId
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for at each position, as in the OpenAI API."""
 
+MAX_CHOICES = 128
+"""The most choices of one request, as in the OpenAI API."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM."""
 
@@ -29,6 +32,7 @@ class SamplingParams:
     UserError, which names it, for one out of range.
 
     Attributes:
+        n: Choices: answers to the same prompt, each with a seed of its own.
         max_tokens: Most tokens to generate; None means as many as ``max_model_len`` leaves.
         min_tokens: Fewest tokens before an end-of-sequence token or a stop condition may end the request.
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -49,6 +53,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
     """
 
+    n: int = 1
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -88,6 +93,7 @@ class SamplingParams:
     def _length_checks(self) -> tuple[tuple[bool, str], ...]:
         max_tokens = self.max_tokens
         return (
+            (1 <= self.n <= MAX_CHOICES, f"n must be between 1 and {MAX_CHOICES}, not {self.n}"),
             (max_tokens is None or max_tokens >= 1, f"max_tokens must be at least 1, not {max_tokens}"),
             (self.min_tokens >= 0, f"min_tokens must not be negative, not {self.min_tokens}"),
             (

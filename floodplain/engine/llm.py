@@ -139,26 +139,31 @@ class LLM:
             raise UserError("this LLM is closed: make a new one")
         requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
         for request in requests:
-            self.engine.check(request)
+            self.engine.check(request.choices()[0])
         if self._is_broken:
             raise RuntimeError("this LLM was interrupted in the middle of a step: make a new one")
+        answers = [[_Collector() for _ in range(one.n)] for one in params]
         with self._idle.driven():
-            collectors = self._collect(requests, use_tqdm)
+            self._collect(requests, answers, use_tqdm)
         return [
-            collector.output(request, prompt)
-            for collector, request, (prompt, _) in zip(collectors.values(), requests, prompts, strict=True)
+            _output(request, prompt, collectors)
+            for request, (prompt, _), collectors in zip(requests, prompts, answers, strict=True)
         ]
 
-    def _collect(self, requests: list[Request], use_tqdm: bool) -> dict[SeqId, _Collector]:
+    def _collect(self, requests: list[Request], answers: list[list[_Collector]], use_tqdm: bool) -> None:
+        """Run requests to their ends; a collector for each choice gets its tokens."""
         collectors: dict[SeqId, _Collector] = {}
+        others: dict[SeqId, list[tuple[Request, _Collector]]] = {}
         try:
-            for request in requests:
-                collectors[self.engine.add(request)] = _Collector()
-            self._run_to_end(collectors, use_tqdm)
+            for request, (first, *more) in zip(requests, answers, strict=True):
+                choices = request.choices()
+                seq_id = self.engine.add(choices[0])
+                collectors[seq_id] = first
+                others[seq_id] = list(zip(choices[1:], more, strict=True))
+            self._run_to_end(collectors, others, use_tqdm)
         except BaseException:
             self._abandon(collectors)
             raise
-        return collectors
 
     def _abandon(self, collectors: Iterable[SeqId]) -> None:
         """Abort all requests of an interrupted call, so that the next call finds an empty engine."""
@@ -179,14 +184,23 @@ class LLM:
             arrival_s=time.monotonic(),
         )
 
-    def _run_to_end(self, collectors: dict[SeqId, _Collector], use_tqdm: bool) -> None:
+    def _run_to_end(
+        self,
+        collectors: dict[SeqId, _Collector],
+        others: dict[SeqId, list[tuple[Request, _Collector]]],
+        use_tqdm: bool,
+    ) -> None:
+        """``others``: further choices of each prompt. They begin with the first token of the first choice."""
         from tqdm import tqdm
 
-        with tqdm(total=len(collectors), desc="requests", disable=not use_tqdm) as progress:
+        total = len(collectors) + sum(map(len, others.values()))
+        with tqdm(total=total, desc="requests", disable=not use_tqdm) as progress:
             while self.engine.has_unfinished:
-                for seq_id, delta in self.engine.step():
+                for seq_id, delta in list(self.engine.step()):
                     collectors[seq_id].add(delta)
                     progress.update(delta.finish_reason is not None)
+                    for request, collector in others.pop(seq_id, ()):
+                        collectors[self.engine.add(request)] = collector
                 for seq_id, lifecycle, _ in self.engine.take_finished():
                     collectors[seq_id].lifecycle = lifecycle
 
@@ -207,25 +221,33 @@ class _Collector:
         self._logprobs += delta.logprobs or ()
         self._last = delta
 
-    def output(self, request: Request, prompt: str | None) -> RequestOutput:
-        last = self._last
-        completion = CompletionOutput(
-            index=0,
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._last.num_cached_tokens if self._last else 0
+
+    def completion(self, index: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
             text="".join(self._text),
             token_ids=self._token_ids,
-            finish_reason=last.finish_reason if last else None,
+            finish_reason=self._last.finish_reason if self._last else None,
             logprobs=self._logprobs or None,
             cumulative_logprob=sum(entry.chosen for entry in self._logprobs) if self._logprobs else None,
         )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
-            outputs=[completion],
-            finished=last is not None and last.finish_reason is not None,
-            num_cached_tokens=last.num_cached_tokens if last else 0,
-            lifecycle=self.lifecycle,
-        )
+
+
+def _output(request: Request, prompt: str | None, collectors: Sequence[_Collector]) -> RequestOutput:
+    """The output of a request, from the collectors of its choices; all but the choices is the first one's."""
+    outputs = [collector.completion(index) for index, collector in enumerate(collectors)]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=prompt,
+        prompt_token_ids=list(request.prompt_token_ids),
+        outputs=outputs,
+        finished=all(one.finish_reason is not None for one in outputs),
+        num_cached_tokens=collectors[0].num_cached_tokens,
+        lifecycle=collectors[0].lifecycle,
+    )
 
 
 class IdleSteps:

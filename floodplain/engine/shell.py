@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from floodplain.core.blocks import BlockState
+from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
@@ -192,6 +193,8 @@ class Engine:
         return seq_id
 
     def _with_checked_tokens(self, request: Request) -> Request:
+        if request.params.n != 1:
+            raise RequestRefused("n must be 1 for an engine: add each of request.choices()", field="n")
         params = with_bad_tokens(request.params, self.tokenizer)
         request = request if params is request.params else replace(request, params=params)
         request.check_tokens(self._vocab_size, self.tokenizer.eos_token_ids)

@@ -47,7 +47,6 @@ OFF: Off = {
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "mm_processor_kwargs": ({},),
-    "n": (1,),
     "prompt_logprobs": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),

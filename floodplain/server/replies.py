@@ -37,7 +37,7 @@ DONE = b"data: [DONE]\n\n"
 class ApiReply(ABC):
     """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
 
-    ``shown_prompts`` are the tokens of the prompts, if token ids were asked for.
+    ``shown_prompts`` are the tokens of the prompts, one for each choice, if token ids were asked for.
     """
 
     prefix: ClassVar[str]
@@ -60,19 +60,20 @@ class ApiReply(ABC):
         self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
         self._prompts = shown_prompts
         self._told: set[int] = set()
+        self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
     @abstractmethod
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """One delta of prompt ``index`` as a server-sent event, with the usage so far if every event carries one."""
+        """One delta of choice ``index`` as a server-sent event, with the usage so far if every event carries one."""
 
     @abstractmethod
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
-        """The whole answer, from one joined delta for each prompt."""
+        """The whole answer, from one joined delta for each choice."""
 
     @abstractmethod
     def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
-        """The log-probabilities of a delta of prompt ``index``; None if it has none. Pass deltas in order."""
+        """The log-probabilities of a delta of choice ``index``; None if it has none. Pass deltas in order."""
 
     def usage_event(self, usage: Usage) -> bytes:
         """The last event before ``[DONE]`` of a stream with ``include_usage``."""
@@ -88,7 +89,7 @@ class ApiReply(ABC):
         return f'{self._head}, "choices": [{choice}]{more}{tail}}}\n\n'.encode()
 
     def _new_prompt(self, index: int) -> list[int] | None:
-        """The tokens of a prompt at the first call for it, if they were asked for."""
+        """The tokens of the prompt of a choice at the first call for it, if they were asked for."""
         if self._prompts is None or index in self._told:
             return None
         self._told.add(index)
@@ -160,14 +161,13 @@ class ChatReply(ApiReply):
 
     prefix = "chatcmpl"
     event_kind = "chat.completion.chunk"
-    _role = '"role": "assistant", '
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """One delta as an event. The first event also has the role."""
-        fields = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
-        fields += _listed("token_ids", self._output(delta))
-        self._role = ""
-        return self._write(index, delta, usage, fields, _listed("prompt_token_ids", self._new_prompt(index)))
+        """One delta as an event. The first event of a choice also has the role."""
+        role = "" if index in self._begun else '"role": "assistant", '
+        self._begun.add(index)
+        fields = f'"delta": {{{role}"content": {json.dumps(delta.text)}}}{_listed("token_ids", self._output(delta))}'
+        return self._write(index, delta, usage, fields, _listed("prompt_token_ids", self._new_prompt(0)))
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
         """The whole answer."""
@@ -219,7 +219,7 @@ _NO_LOGPROBS = '"logprobs":null'
 
 
 def write_answer(reply: ApiReply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
-    """The JSON of a whole answer, from one joined delta for each prompt."""
+    """The JSON of a whole answer, from one joined delta for each choice."""
     body = reply.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
     pieces = body.split(_NO_LOGPROBS)
     for index, output in enumerate(outputs):

@@ -174,7 +174,7 @@ class StreamOptions(Body):
 
 
 _SAMPLING_FIELDS = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
     "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
@@ -190,6 +190,7 @@ class GenerationRequest(Body):
     ignores: ClassVar[frozenset[str]] = IGNORED
 
     model: str
+    n: Int | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     temperature: float | None = None
@@ -253,6 +254,8 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Raises UserError if a value is out of its range."""
+        if self.n is not None and self.n * len(self.prompts()) > MAX_PROMPTS:
+            raise UserError(f"n times the number of prompts must be at most {MAX_PROMPTS}: send fewer prompts")
         return self._sampling(COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
 
     def prompts(self) -> Sequence[str | list[int]]:

@@ -24,7 +24,17 @@ from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, WRITERS, ApiReply, ChatReply, CompletionReply, write_answer
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from floodplain.server.streams import Acceptance, EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
+from floodplain.server.streams import (
+    Acceptance,
+    Deltas,
+    EventStream,
+    IndexedDeltas,
+    Tally,
+    gather,
+    merge,
+    share_prompt,
+    unless_hung_up,
+)
 from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
@@ -148,7 +158,7 @@ class OpenAIRoutes:
         if prompts is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         self._ignored_fields.note(body.ignored_fields)
-        shown = prompts if body.return_token_ids else None
+        shown = [prompt for prompt in prompts for _ in range(params.n)] if body.return_token_ids else None
         reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, name, detail, shown)
         return await self._answer(request, body, prompts, params, reply)
 
@@ -197,8 +207,8 @@ class OpenAIRoutes:
             )
             for index, prompt in enumerate(prompts)
         ]
-        streams = [self._engine.generate(one, on_accepted=acceptance.note) for one in requests]
-        tally = Tally(*map(len, prompts))
+        streams = [stream for one in requests for stream in self._choices(one, acceptance)]
+        tally = Tally(*map(len, prompts), num_choices=params.n)
         if body.stream:
             events = _events(merge(streams), reply, tally, body.usage_detail)
             return EventStream(events, acceptance.is_whole, self._ping_s, partial(_end_of_failed, reply.request_id))
@@ -206,6 +216,12 @@ class OpenAIRoutes:
         if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(answer, media_type="application/json")
+
+    def _choices(self, request: EngineRequest, acceptance: Acceptance) -> Sequence[Deltas]:
+        """The streams of a prompt's choices; the first one's acceptance counts for all."""
+        first, *others = request.choices()
+        streams = [self._engine.generate(first, on_accepted=acceptance.note), *map(self._engine.generate, others)]
+        return share_prompt(streams) if others else streams
 
     def _card(self) -> ModelCard:
         engine = self._engine
@@ -225,8 +241,8 @@ def _name_of(body: GenerationRequest, request: Request) -> str:
     return name
 
 
-async def _whole(stream: IndexedDeltas, reply: ApiReply, tally: Tally, num_prompts: int) -> bytes:
-    outputs = await gather(stream, num_prompts, tally)
+async def _whole(stream: IndexedDeltas, reply: ApiReply, tally: Tally, num_choices: int) -> bytes:
+    outputs = await gather(stream, num_choices, tally)
     return await WRITERS.run(write_answer, reply, outputs, tally.usage())
 
 

@@ -23,17 +23,18 @@ IndexedDeltas = AsyncGenerator[tuple[int, OutputDelta], None]
 
 
 class Tally:
-    """Counts the tokens of one HTTP request, from the lengths of its prompts on."""
+    """Counts the tokens of one HTTP request, from the lengths of its prompts on, which have ``num_choices`` each."""
 
-    def __init__(self, *prompt_lengths: int) -> None:
+    def __init__(self, *prompt_lengths: int, num_choices: int = 1) -> None:
         self._prompt_lengths = prompt_lengths
+        self._num_choices = num_choices
         self._output_lengths: Counter[int] = Counter()
         self._cached_lengths: dict[int, int] = {}
 
     def add(self, index: int, delta: OutputDelta) -> None:
-        """Count a delta of prompt ``index``; the first one has the number of cached prompt tokens."""
+        """Count a delta of choice ``index``; a prompt's first one has the number of cached prompt tokens."""
         self._output_lengths[index] += len(delta.token_ids)
-        self._cached_lengths.setdefault(index, delta.num_cached_tokens)
+        self._cached_lengths.setdefault(index // self._num_choices, delta.num_cached_tokens)
 
     def usage(self) -> Usage:
         """The counts of all prompts."""
@@ -41,8 +42,9 @@ class Tally:
         return _usage(sum(self._prompt_lengths), self._output_lengths.total(), cached)
 
     def usage_of(self, index: int) -> Usage:
-        """The counts of one prompt so far."""
-        return _usage(self._prompt_lengths[index], self._output_lengths[index], self._cached_lengths.get(index, 0))
+        """The counts of one choice so far, and of its prompt."""
+        prompt = index // self._num_choices
+        return _usage(self._prompt_lengths[prompt], self._output_lengths[index], self._cached_lengths.get(prompt, 0))
 
 
 def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> Usage:
@@ -52,6 +54,29 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
         total_tokens=num_prompt_tokens + num_output_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
     )
+
+
+def share_prompt(streams: Sequence[Deltas]) -> list[Deltas]:
+    """The streams of one prompt's choices: all but the first begin with its first delta, and so find its blocks."""
+    is_computed = asyncio.Event()
+    return [_setting(streams[0], is_computed), *(_after(is_computed, stream) for stream in streams[1:])]
+
+
+async def _setting(stream: Deltas, event: asyncio.Event) -> Deltas:
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                event.set()
+                yield delta
+    finally:
+        event.set()
+
+
+async def _after(event: asyncio.Event, stream: Deltas) -> Deltas:
+    async with aclosing(stream):
+        await event.wait()
+        async for delta in stream:
+            yield delta
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
@@ -99,9 +124,9 @@ async def _interleave(streams: Sequence[Deltas]) -> IndexedDeltas:
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
-async def gather(stream: IndexedDeltas, num_prompts: int, tally: Tally) -> list[OutputDelta]:
-    """Run the stream to its end, and join the deltas of each prompt into one."""
-    parts: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
+async def gather(stream: IndexedDeltas, num_choices: int, tally: Tally) -> list[OutputDelta]:
+    """Run the stream to its end, and join the deltas of each choice into one."""
+    parts: list[list[OutputDelta]] = [[] for _ in range(num_choices)]
     async with aclosing(stream):
         async for index, delta in stream:
             tally.add(index, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,21 @@ def test_a_seed_gives_the_same_samples_in_any_batch() -> None:
         alone = llm.generate(prompts[0], params, use_tqdm=False)[0].outputs[0].token_ids
         batched = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
     assert alone == batched
+
+
+def test_choices_are_those_of_their_seeds_and_compute_the_prompt_once() -> None:
+    prompts = [{"prompt_token_ids": [5, *range(40)]}, {"prompt_token_ids": [9]}]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    with LLM(MODEL, **FLAGS) as llm:
+        found = llm.generate(prompts, replace(params, n=3), use_tqdm=False)
+        assert llm.stats().num_cached_tokens == 2 * 32
+        assert all(one.finished and [choice.index for choice in one.outputs] == [0, 1, 2] for one in found)
+        for one, prompt in zip(found, prompts, strict=True):
+            alone = [
+                llm.generate(prompt, replace(params, seed=seed), use_tqdm=False)[0].outputs[0] for seed in (5, 6, 7)
+            ]
+            assert [choice.token_ids for choice in one.outputs] == [choice.token_ids for choice in alone]
+            assert len({choice.text for choice in one.outputs}) == 3
 
 
 def test_masks_and_biases_decide_which_tokens_come() -> None:

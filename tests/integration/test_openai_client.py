@@ -80,6 +80,34 @@ def test_several_prompts_get_a_choice_each(client: openai.OpenAI, prompt: Any) -
     assert streamed == ["abab", "cdec"]
 
 
+def test_a_prompt_with_choices_counts_once_and_each_choice_has_its_seed(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    drain_queue(server)
+    done = client.completions.create(model="fake", prompt=["ab", "c"], n=3, seed=7, max_tokens=4)
+    assert [(c.index, c.text) for c in done.choices] == list(
+        enumerate(["hihi", "ijij", "jkjk", "jjjj", "kkkk", "llll"])  # the fake adds the seed to each letter
+    )
+    assert done.usage is not None and (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 24)
+    asked = [server.engine.submitted.get(timeout=HANG_S) for _ in range(6)]
+    facts = sorted((one.prompt_token_ids, one.params.n, one.params.seed, one.is_accepted) for one in asked)
+    assert facts == [(prompt, 1, 7 + i, i > 0) for prompt in ((97, 98), (99,)) for i in range(3)]
+    assert len({one.request_id for one in asked}) == 6 and len({one.arrival_s for one in asked}) == 2
+
+
+def test_every_choice_of_a_streamed_chat_has_its_role_and_index(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.chat.completions.create(
+        model="fake", messages=CHAT, n=3, max_tokens=4, stream=True, stream_options=options
+    )
+    for index in range(3):
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].index == index]
+        assert [delta.role for delta in deltas] == ["assistant", None, None, None]
+        assert "".join(delta.content or "" for delta in deltas) == TEMPLATED[:4]
+    assert last.usage is not None and last.usage.completion_tokens == 12
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {last.usage.prompt_tokens}
+
+
 @pytest.mark.parametrize("includes_usage", [False, True])
 def test_streams_have_the_content_of_the_whole_answer(client: openai.OpenAI, includes_usage: bool) -> None:
     options: Any = {"include_usage": True} if includes_usage else openai.omit
@@ -124,7 +152,7 @@ def test_a_request_has_the_name_that_the_client_gives_it(server: RunningServer, 
         named = httpx.post(url, json={**body, **in_body}, headers=in_header)
         assert (named.json()["id"], named.headers["x-request-id"]) == (f"{kind}-head-1", "head-1")
         assert server.engine.submitted.get(timeout=HANG_S).request_id == f"{kind}-head-1"
-        refused = httpx.post(url, json={**body, "n": 2}, headers=in_header)
+        refused = httpx.post(url, json={**body, "n": 0}, headers=in_header)
         assert (refused.status_code, refused.headers["x-request-id"]) == (400, "head-1")
         odd = httpx.post(url, json=body, headers={"X-Request-Id": "a b"})
         assert odd.status_code == 400 and "X-Request-Id" in odd.json()["error"]["message"]
@@ -185,7 +213,9 @@ def drain_queue(server: RunningServer) -> None:
     ("fields", "status", "param", "code"),
     [
         ({"model": "other"}, 404, "model", "model_not_found"),
-        ({"n": 2}, 400, "n", None),
+        ({"n": 0}, 400, "n", None),
+        ({"n": 129}, 400, "n", None),
+        ({"prompt": ["a", "b", "c"], "n": 100}, 400, "n", None),
         ({"suffix": "x"}, 400, "suffix", None),
         ({"extra_body": {"guided_json": {}}}, 400, "guided_json", None),
         ({"temperature": -1}, 400, "temperature", None),

@@ -145,7 +145,8 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         (ChatRequest, {"messages": [5]}, "messages.0 should be an object, not 5"),
         (ChatRequest, {"messages": "hi"}, "messages should be a valid list, not 'hi'"),
         (ChatRequest, {"messages": []}, "messages should have at least 1 item, not 0"),
-        (ChatRequest, {"n": 2}, "n is not supported: leave it out, or give 1"),
+        (ChatRequest, {"typical_p": 2}, "typical_p is not supported: leave it out, or give 1"),
+        (ChatRequest, {"n": 2.5}, "n should be a valid integer, not 2.5"),
         (ChatRequest, {"response_format": {"type": "json_object"}}, 'leave it out, or give {"type": "text"}'),
         (ChatRequest, {"stop": ["x"] * 20}, "stop should have at most 16 items, not 20"),
         (ChatRequest, {"stop": ["x", 7]}, "stop.1 should be a valid string, not 7"),
@@ -208,6 +209,7 @@ def test_defaults_are_those_of_the_api() -> None:
 
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {
+        "n": 3,
         "max_tokens": 9,
         "min_tokens": 2,
         "temperature": 0.5,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.streams import Tally, gather, merge, unless_hung_up
+from floodplain.server.streams import Tally, gather, merge, share_prompt, unless_hung_up
 from floodplain.web.errors import ApiError
 from tests.support.waiting import HANG_S
 
@@ -62,6 +62,34 @@ def test_merging_keeps_every_stream_whole_and_in_order(lengths: list[int]) -> No
             10 + usage.completion_tokens,
         )
         assert usage.prompt_tokens_details.cached_tokens == 4 * len(lengths)
+
+    run(work)
+
+
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=5))
+def test_choices_begin_with_the_first_delta_of_the_first_one(lengths: list[int]) -> None:
+    async def work() -> None:
+        sources = [Source(n) for n in lengths]
+        tally, order = Tally(10, num_choices=len(lengths)), list[int]()
+        async with aclosing(merge(share_prompt([s.deltas() for s in sources]))) as merged:
+            async for index, delta in merged:
+                tally.add(index, delta)
+                order.append(index)
+        assert order[0] == 0 and [order.count(i) for i in range(len(lengths))] == [n + 1 for n in lengths]
+        assert all(s.is_closed for s in sources)
+        usage = tally.usage()
+        assert (usage.prompt_tokens, usage.completion_tokens) == (10, len(order))
+        assert usage.prompt_tokens_details.cached_tokens == 4
+        assert tally.usage_of(1).prompt_tokens == 10
+
+    run(work)
+
+
+def test_a_failure_of_the_first_choice_ends_all() -> None:
+    async def work() -> None:
+        sources = [Source(0, fails=ValueError("full")), Source(3), Source(0, is_endless=True)]
+        with pytest.raises(ValueError, match="full"):
+            await gather(merge(share_prompt([s.deltas() for s in sources])), 3, Tally(0, num_choices=3))
 
     run(work)
 
