@@ -1,7 +1,9 @@
 """Costs of steps that ship: parts fitted to measured kernels, by device, model and tensor parallelism.
 
-From the kernel tables of LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM
-0.19), priced by ``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``."""
+Yi-34B on an A100 is ``benchmarks/swap_space/yi-34b-a100.json``. The others are from the kernel tables of
+LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM 0.19), priced by
+``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,14 @@ _FITS = {
         0.045, "RTX PRO 6000, at most 128 decodes",
         base_s=0.04402, decode_s=0.00015, context_token_s=1.858e-07, chunk_s=0.001274, prefill_token_s=0.0001349,
         self_pair_s=3.64e-08, prefix_token_s=2.061e-06, prefix_pair_s=7.012e-09,
+    ),
+    ("a100-80gb", "yi-34b-200k", 1): ShippedFit(
+        StepCost(
+            base_s=0.05654, decode_s=0.0001761, context_token_s=1.672e-07, prefill_token_s=0.0003255,
+            self_pair_s=9.256e-09, prefix_token_s=1.672e-07, prefix_pair_s=9.256e-09,
+        ),
+        "derived from steps of Llama-2-70B on two A100 (splitwise-sim) and attention kernels (aiconfigurator-core)",
+        0.071,
     ),
 }  # fmt: skip
 

@@ -68,6 +68,7 @@ class EnginePart(_Part):
     Attributes:
         policy: ``fcfs`` is vLLM's own rule.
         scheduling: ``async`` plans a step while the one before it runs, as vLLM; ``sync`` after it, as our engine.
+        synchronous_swap: AQUA's switch (a baseline): nothing computes while KV of preempted requests is copied.
         utilisation: Part of the device's memory for weights, activations and KV.
         kv_blocks: KV blocks for requests; None predicts them from the memory.
     """
@@ -85,6 +86,7 @@ class EnginePart(_Part):
     block_tokens: Count = 16
     prefix_cache: bool = True
     scheduling: Literal["async", "sync"] = "async"
+    synchronous_swap: bool = False
     utilisation: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_blocks: Count | None = None
 
@@ -94,6 +96,7 @@ class EnginePart(_Part):
         flags = {
             "slice_steps": self.slice, "ttft_goal_s": self.ttft_goal, "tpot_goal_s": self.tpot_goal,
             "max_gap_s": self.max_gap, "line_patience": self.line_patience, "fair_by": self.fair_by,
+            "is_synchronous": self.synchronous_swap,
         }  # fmt: skip
         return settings_for(self.policy, **{name: value for name, value in flags.items() if value is not None})
 
