@@ -28,6 +28,7 @@ VERBS = {
     "coordinator": "keep the leases of memory that engines lend each other",
     "profile": "what a model needs or can spare: its rate within goals, its memory, its steps",
     "simulate": "what a load would do to hardware that is not here, in virtual time",
+    "reproduce": "which claims of the papers come out in virtual time, figure by figure",
     "place": "which model should be on which GPUs, and who may borrow from whom",
     "leases": "who lends what to whom",
     "doctor": "what is installed, measured, emulated and untested here",

@@ -24,7 +24,7 @@ FLOORS = [
     ["runtime"],
     ["lending"],
     ["coordinator", "engine", "plugins", "sim"],
-    ["server", "bench", "cluster", "planner", "profiler"],
+    ["server", "bench", "cluster", "planner", "profiler", "papers"],
     ["demo"],
     ["cli"],
 ]

@@ -1,0 +1,1 @@
+"""Figures of the three papers, simulated: what each claims, and what comes out here."""
