@@ -9,6 +9,7 @@ from typing import Annotated
 
 from floodplain.core.errors import UserError
 from floodplain.core.ranges import MAX_COUNT, Range, TokenId
+from floodplain.core.structure import Structure
 
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for at each position, as in the OpenAI API."""
@@ -46,6 +47,8 @@ class SamplingParams:
         allowed_token_ids: The only tokens that may be chosen; None allows all.
         bad_words: Texts that the output must not have.
         bad_token_ids: Sequences of tokens that the output must not have. The engine adds those of ``bad_words``.
+        structure: What the output must look like up to its end-of-sequence token. Fields that forbid that end, or
+            tokens by their ids, do not go with it.
         seed: Makes the request's own samples reproducible, however it is batched or preempted.
         stop: The request ends before the first of these strings in its text.
         ignore_eos: Go on past end-of-sequence tokens (to replay a trace at its own length).
@@ -67,6 +70,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    structure: Structure | None = None
     seed: Annotated[int, Range(-(2**63), 2**64 - 1)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -141,12 +145,22 @@ class SamplingParams:
             (self.allowed_token_ids != (), "allowed_token_ids must not be empty: leave it out to allow all"),
             (all(self.bad_words), "bad_words must not hold an empty string"),
             (all(self.bad_token_ids), "bad_token_ids must not hold an empty sequence"),
+            (
+                self.structure is None or not self._contradicts_structures,
+                "ignore_eos, min_tokens, allowed_token_ids and bad_words do not go with a structured answer: leave the "
+                "field out, or response_format and structured_outputs",
+            ),
         )
+
+    @property
+    def _contradicts_structures(self) -> bool:
+        is_bound = self.allowed_token_ids is not None or bool(self.bad_words or self.bad_token_ids)
+        return is_bound or self.ignore_eos or self.min_tokens > 0
 
     @property
     def uses_history(self) -> bool:
         """Whether the next token's logits depend on which tokens there were before."""
-        return self.penalises or bool(self.bad_token_ids)
+        return self.penalises or bool(self.bad_token_ids) or self.structure is not None
 
     @property
     def penalises(self) -> bool:

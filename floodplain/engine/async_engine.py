@@ -72,6 +72,11 @@ class AsyncEngine:
         """Most tokens of a request, prompt and output."""
         return self.engine.max_model_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.engine.vocab_size
+
     def stats(self) -> EngineStats:
         """A snapshot of gauges and counters; callable on any thread."""
         return self.engine.stats()

@@ -14,6 +14,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 from floodplain.model.logits import Histories
+from floodplain.model.structure import Grammars
 from floodplain.model.token_history import TokenHistory
 
 IntArray = npt.NDArray[np.int64]
@@ -83,9 +84,15 @@ class BatchRows:
 
 
 class Batches:
-    """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``."""
+    """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``.
 
-    def __init__(self, device: torch.device, *, block_tokens: int, max_model_len: int) -> None:
+    ``grammars`` are those of the model, for structured requests.
+    """
+
+    def __init__(
+        self, device: torch.device, *, block_tokens: int, max_model_len: int, grammars: Grammars | None = None
+    ) -> None:
+        self._grammars = grammars
         self.slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
         self._device = device
         self._block_tokens = block_tokens
@@ -112,7 +119,7 @@ class Batches:
                     row = self.slots.row(chunk.seq_id)
                     self.slots.num_generated[row] = len(chunk.request.known_token_ids)
                     if chunk.request.params.uses_history:
-                        self._histories[chunk.seq_id] = TokenHistory(chunk.request)
+                        self._histories[chunk.seq_id] = TokenHistory(chunk.request, self._grammars)
                 self._params[chunk.seq_id] = chunk.request.params
         if plan.decodes is not self._decodes:
             self._decodes = plan.decodes

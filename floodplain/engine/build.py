@@ -168,6 +168,7 @@ def _make_runner(
         max_model_len=limits.max_model_len,
         on_close=memory.close,
         layer_slots=slots,
+        grammars=parts.grammars,
     )
 
 

@@ -16,6 +16,7 @@ from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
+from floodplain.model.structure import Grammars
 
 
 class ModelRunner:
@@ -23,6 +24,7 @@ class ModelRunner:
 
     Args:
         kv_layers: The KV of each layer, [num_blocks, 2, block_tokens, kv_heads, head_dim].
+        grammars: Of the model, for structured requests.
         on_close: Frees the memory behind ``kv_layers``.
         layer_slots: Slots for streamed layers of ``kv_layers``; None: no layer ever streams.
     """
@@ -38,6 +40,7 @@ class ModelRunner:
         max_model_len: int,
         on_close: Callable[[], None],
         layer_slots: LayerSlots | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._kv_layers = kv_layers if layer_slots is None else layer_slots
@@ -46,7 +49,7 @@ class ModelRunner:
         self._on_close = on_close
         self._swap = swap
         self._layer_slots = layer_slots
-        self._batches = Batches(model.device, block_tokens=block_tokens, max_model_len=max_model_len)
+        self._batches = Batches(model.device, block_tokens=block_tokens, max_model_len=max_model_len, grammars=grammars)
         self._results: deque[StepResult] = deque()
         self._is_closed = False
 
@@ -140,11 +143,12 @@ class StageRunner:
         *,
         block_tokens: int,
         max_model_len: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._kv_layers = kv_layers
         self._sampler = sampler
-        self._batches = Batches(model.device, block_tokens=block_tokens, max_model_len=max_model_len)
+        self._batches = Batches(model.device, block_tokens=block_tokens, max_model_len=max_model_len, grammars=grammars)
 
     @property
     def is_first(self) -> bool:

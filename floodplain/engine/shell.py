@@ -24,6 +24,7 @@ from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.bad_words import with_bad_tokens
+from floodplain.model.structure import grammars_of
 from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
@@ -130,7 +131,7 @@ class Engine:
         self._driver = StepDriver(loop)
         self._is_starved = False  # requests are alive, and nothing runs before blocks come from elsewhere
         self._block_bytes = block_bytes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.clock = clock
         self._processor = OutputProcessor(tokenizer)
         self._alive: dict[SeqId, Sequence] = {}
@@ -197,7 +198,9 @@ class Engine:
             raise RequestRefused("n must be 1 for an engine: add each of request.choices()", field="n")
         params = with_bad_tokens(request.params, self.tokenizer)
         request = request if params is request.params else replace(request, params=params)
-        request.check_tokens(self._vocab_size, self.tokenizer.eos_token_ids)
+        request.check_tokens(self.vocab_size, self.tokenizer.eos_token_ids)
+        if params.structure is not None:
+            grammars_of(self.tokenizer, self.vocab_size).check(params.structure)
         return request
 
     def finish(self, seq_id: SeqId, reason: FinishReason) -> bool:

@@ -28,6 +28,7 @@ from floodplain.memory.kv_layout import PlacedLayers
 from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
+from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import fingerprint_kv, open_model
 
@@ -74,11 +75,23 @@ class StageParts:
         """The layers that it computes."""
         return self.model.held
 
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of structured requests."""
+        return grammars_of(self.tokenizer, self.shape.vocab_size)
+
     def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
         """Make a runner without sequences; ``kv_layers`` as in ``StageRunner``, ``max_model_len`` of the pipeline."""
         sampler = Sampler(self.eos_token_ids, self.config.seed)
         block_tokens = self.config.block_tokens
-        return StageRunner(self.model, kv_layers, sampler, block_tokens=block_tokens, max_model_len=max_model_len)
+        return StageRunner(
+            self.model,
+            kv_layers,
+            sampler,
+            block_tokens=block_tokens,
+            max_model_len=max_model_len,
+            grammars=self.grammars,
+        )
 
 
 @dataclass(frozen=True, slots=True)

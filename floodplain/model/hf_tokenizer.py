@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -76,6 +77,13 @@ class HfTokenizer:
 
         with parsing(path, _FAULT), quiet_panics():
             return cls(*read_gguf_tokenizer(read_fields(path)))
+
+    def serialized(self) -> str:
+        """The tokenizer as JSON of the tokenizers library, without padding and truncation."""
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
 
     @property
     def has_chat_template(self) -> bool:

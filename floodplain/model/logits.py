@@ -1,7 +1,7 @@
 """Changes logits before a token is chosen: masks, biases and penalties of the requests of a batch.
 
-Their order is that of vLLM: allowed tokens, bad words, tokens held back until ``min_tokens``, biases, penalties. A
-batch whose requests ask for nothing has no step, and costs nothing.
+Their order is that of vLLM: structures, allowed tokens, bad words, tokens held back until ``min_tokens``, biases,
+penalties. A batch whose requests ask for nothing has no step, and costs nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def make_steps(
     biases = [(row, token_id, bias) for row in rows for token_id, bias in params[row].logit_bias]
     penalised = [row for row in rows if params[row].penalises]
     held = [one for one in held if one[2]]
+    structured = [row for row in rows if params[row].structure is not None]
     steps: list[LogitsStep] = []
+    if structured:
+        steps.append(partial(_follow_structures, structured))
     if allowed:
         steps.append(partial(_allow, allowed))
     if bad:
@@ -48,6 +51,15 @@ def make_steps(
     if penalised:
         steps.append(_Penalties(params, penalised, device))
     return tuple(steps)
+
+
+def _follow_structures(rows: list[int], logits: torch.Tensor, num_generated: IntArray, histories: Histories) -> None:
+    states = [state for row in rows if (state := histories[row].structure) is not None]
+    bits = np.stack([state.mask() for state in states]).view(np.uint8)
+    allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little").view(np.bool_)
+    index = torch.tensor(rows, device=logits.device)
+    excluded = torch.from_numpy(~allowed).to(logits.device)
+    logits[index] = logits[index].masked_fill(excluded, -torch.inf)
 
 
 def _allow(rows: list[tuple[int, list[int]]], logits: torch.Tensor, num_generated: IntArray, _: Histories) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a sequence has had, and how often: what penalties and bad words depend on."""
+"""Which tokens a sequence has had, and how often: what penalties, bad words and structures depend on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
+from floodplain.model.structure import Grammars, StructureState
 
 IntArray = npt.NDArray[np.int64]
 
@@ -19,11 +21,20 @@ class TokenHistory:
     It is a function of the tokens alone, so it survives whatever happens to their KV, and another engine that gets the
     request with its known tokens makes an equal one. A token costs constant time.
 
+    Args:
+        grammars: Of the model; needed for a request with a structure.
+
     Attributes:
+        structure: Which tokens its structure allows next; None without one.
         tail: The last tokens of the output, as many as the longest bad word needs.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, grammars: Grammars | None = None) -> None:
+        self.structure: StructureState | None = None
+        if request.params.structure is not None:
+            if grammars is None:
+                raise InvariantError("a structured request reached an engine without grammars")
+            self.structure = grammars.begin(request.params.structure, request.known_token_ids)
         longest = max(map(len, request.params.bad_token_ids), default=1)
         self.tail: deque[int] = deque(maxlen=longest - 1)
         self._places: dict[int, int] = {}
@@ -31,7 +42,7 @@ class TokenHistory:
         self._counts: IntArray = np.zeros(64, dtype=np.int64)
         for token_id in request.prompt_token_ids:
             self._place(token_id)
-        self.extend(request.known_token_ids)
+        self._count(request.known_token_ids)
 
     @property
     def token_ids(self) -> IntArray:
@@ -45,6 +56,11 @@ class TokenHistory:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the output."""
+        self._count(token_ids)
+        if self.structure is not None:
+            self.structure.extend(token_ids)
+
+    def _count(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             place = self._place(token_id)  # may replace the arrays
             self._counts[place] += 1

@@ -49,11 +49,9 @@ OFF: Off = {
     "mm_processor_kwargs": ({},),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
@@ -99,13 +97,20 @@ OFF_IN_MESSAGES: Off = {
     "tool_call_id": (),
     "tool_calls": ([],),
 }
+OFF_IN_STRUCTURES: Off = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False, True),
+    "disable_fallback": (False, True),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+}
 OFF_IN_STREAM_OPTIONS: Off = {"include_obfuscation": (False,)}
 
 
 def _accepted_values() -> dict[str, str]:
     """The values of each refused field as text; none where the endpoints differ."""
     texts: dict[str, str] = {}
-    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_MESSAGES, OFF_IN_STREAM_OPTIONS):
+    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_MESSAGES, OFF_IN_STRUCTURES, OFF_IN_STREAM_OPTIONS):
         for name, values in table.items():
             text = " or ".join(map(json.dumps, values))
             texts[name] = text if texts.get(name, text) == text else ""

@@ -30,6 +30,11 @@ class ServingEngine(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
     def failure(self) -> BaseException | None:
         """The exception that ended the step loop, on which the server stops; None while there is none."""
         ...

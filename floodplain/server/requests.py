@@ -18,6 +18,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
+from floodplain.core.structure import ANY_OBJECT, Structure, StructureKind
+from floodplain.model.structure import structure_of_choices, structure_of_schema
 from floodplain.server.fields import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -27,6 +29,7 @@ from floodplain.server.fields import (
     OFF_IN_COMPLETIONS,
     OFF_IN_MESSAGES,
     OFF_IN_STREAM_OPTIONS,
+    OFF_IN_STRUCTURES,
     Body,
     Off,
 )
@@ -173,6 +176,58 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseSchema(Body):
+    """The JSON schema of an answer. It is always followed strictly."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict"})
+
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """What the text of an answer is: any text, any JSON object, or an object of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: ResponseSchema | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure; None for any text. Raises UserError if the schema is missing, or there is one too many."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise UserError('response_format needs json_schema if its type is "json_schema", and only then')
+        if self.json_schema is not None:
+            return structure_of_schema(self.json_schema.json_schema)
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's spelling of a structure: one of its fields."""
+
+    off: ClassVar[Off] = OFF_IN_STRUCTURES
+
+    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: Annotated[str, Field(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Annotated[str, Field(min_length=1)] | None = None
+    json_object: Literal[True] | None = None
+
+    @property
+    def structure(self) -> Structure:
+        """The structure. Raises UserError unless exactly one field is given."""
+        found = [] if self.json_schema is None else [_schema(self.json_schema)]
+        found += [] if self.regex is None else [Structure(StructureKind.REGEX, self.regex)]
+        found += [] if self.choice is None else [structure_of_choices(self.choice)]
+        found += [] if self.grammar is None else [Structure(StructureKind.GRAMMAR, self.grammar)]
+        found += [] if self.json_object is None else [ANY_OBJECT]
+        if len(found) != 1:
+            raise UserError("structured_outputs needs exactly one of json, regex, choice, grammar and json_object")
+        return found[0]
+
+
+def _schema(schema: dict[str, Any] | str) -> Structure:
+    return Structure(StructureKind.JSON_SCHEMA, schema) if isinstance(schema, str) else structure_of_schema(schema)
+
+
 _SAMPLING_FIELDS = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
@@ -203,6 +258,8 @@ class GenerationRequest(Body):
     logit_bias: Annotated[dict[TokenName, float], Field(max_length=MAX_BIASES)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Int | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
@@ -241,7 +298,14 @@ class GenerationRequest(Body):
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structure=self._structure(), **chosen)
+
+    def _structure(self) -> Structure | None:
+        asked = [one.structure for one in (self.response_format, self.structured_outputs) if one is not None]
+        found = [one for one in asked if one is not None]
+        if len(found) > 1:
+            raise UserError("response_format and structured_outputs mean the same: give one of them")
+        return found[0] if found else None
 
 
 class CompletionRequest(GenerationRequest):

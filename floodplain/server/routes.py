@@ -17,6 +17,8 @@ from fastapi import APIRouter, Request, Response
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
+from floodplain.core.structure import Structure
+from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.auth import Client
 from floodplain.server.fields import UNSUPPORTED_FIELDS, IgnoredFields
@@ -112,6 +114,9 @@ REQUEST_FIELDS = RequestFields(
 """The fields of both endpoints, and those of ``SamplingParams``, because its errors name them."""
 
 
+STRUCTURES = Workers(1, "structures")
+"""Compiles the grammars of structured answers."""
+
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected."""
 
@@ -191,6 +196,8 @@ class OpenAIRoutes:
         params: SamplingParams,
         reply: ApiReply,
     ) -> Response:
+        if params.structure is not None:
+            await STRUCTURES.run(self._grammars().check, params.structure)
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority, goals = client.priority(body.priority), client.goals(body.goals)
         acceptance = Acceptance(len(prompts))
@@ -221,7 +228,13 @@ class OpenAIRoutes:
         """The streams of a prompt's choices; the first one's acceptance counts for all."""
         first, *others = request.choices()
         streams = [self._engine.generate(first, on_accepted=acceptance.note), *map(self._engine.generate, others)]
+        structure = request.params.structure
+        if structure is not None:
+            streams = [_unless_cut(stream, structure, self._grammars()) for stream in streams]
         return share_prompt(streams) if others else streams
+
+    def _grammars(self) -> Grammars:
+        return grammars_of(self._engine.tokenizer, self._engine.vocab_size)
 
     def _card(self) -> ModelCard:
         engine = self._engine
@@ -231,6 +244,17 @@ class OpenAIRoutes:
         if name != self._engine.model_name:
             message = f"there is no model {name!r} here: use {self._engine.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _unless_cut(stream: Deltas, structure: Structure, grammars: Grammars) -> Deltas:
+    """Pass a structured answer on. Raises ApiError 500 if it ended early, because its grammar became too complex."""
+    token_ids: list[int] = []
+    async with aclosing(stream):
+        async for delta in stream:
+            token_ids += delta.token_ids
+            if delta.finish_reason is not None and not await STRUCTURES.run(grammars.is_whole, structure, token_ids):
+                raise ApiError(500, "the answer's structure became too complex to follow: simplify it")
+            yield delta
 
 
 def _name_of(body: GenerationRequest, request: Request) -> str:

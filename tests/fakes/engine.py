@@ -68,6 +68,7 @@ class FakeEngine:
 
     model_name = "fake"
     max_model_len = 4096
+    vocab_size = 300
 
     def __init__(self, *, max_waiting: int | None = None, num_free_tokens: int | None = None) -> None:
         self.tokenizer = ByteTokenizer()

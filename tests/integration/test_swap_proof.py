@@ -21,6 +21,7 @@ from floodplain import SamplingParams
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence as Seq
+from floodplain.core.structure import ANY_OBJECT
 from floodplain.core.tiers import Direction, Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine.build import build_engine
@@ -51,6 +52,7 @@ WAYS_TO_CHOOSE: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.5,
      "bad_token_ids": ((101,), (97, 98))},
     {"temperature": 1.0, "seed": 7, "min_p": 0.02},
+    {"temperature": 0.0, "ignore_eos": False, "structure": ANY_OBJECT},
 )  # fmt: skip
 
 
@@ -178,7 +180,7 @@ def storm(seed: int, **flags: Any) -> Iterator[Storm]:
 def requests() -> list[Request]:
     """Prompts of 1 to 99 tokens, a third of which begin with one of four prefixes.
 
-    Every fourth has stop strings, another fourth is sampled by a seed, and one depends on all of its tokens so far.
+    Some have stop strings, are sampled by a seed, depend on all of their tokens so far, or are JSON.
     """
     dice = Random(11)
     prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(4)]
@@ -186,7 +188,8 @@ def requests() -> list[Request]:
     for index in range(NUM_REQUESTS):
         prompt = tuple(dice.randrange(256) for _ in range(dice.randrange(1, 52)))
         params = SamplingParams(
-            max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **WAYS_TO_CHOOSE[index % len(WAYS_TO_CHOOSE)]
+            **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 2}
+            | WAYS_TO_CHOOSE[index % len(WAYS_TO_CHOOSE)]
         )
         prompt = dice.choice(prefixes) + prompt if index % 3 == 0 else prompt
         made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))

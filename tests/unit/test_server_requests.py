@@ -21,11 +21,22 @@ from floodplain.server.fields import (
     OFF_IN_COMPLETIONS,
     OFF_IN_MESSAGES,
     OFF_IN_STREAM_OPTIONS,
+    OFF_IN_STRUCTURES,
     Body,
     IgnoredFields,
     Off,
 )
-from floodplain.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart, UsageDetail
+from floodplain.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    ResponseFormat,
+    ResponseSchema,
+    StreamOptions,
+    StructuredOutputs,
+    TextPart,
+    UsageDetail,
+)
 from floodplain.server.routes import REQUEST_FIELDS
 from floodplain.web.errors import error_body
 
@@ -147,7 +158,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         (ChatRequest, {"messages": []}, "messages should have at least 1 item, not 0"),
         (ChatRequest, {"typical_p": 2}, "typical_p is not supported: leave it out, or give 1"),
         (ChatRequest, {"n": 2.5}, "n should be a valid integer, not 2.5"),
-        (ChatRequest, {"response_format": {"type": "json_object"}}, 'leave it out, or give {"type": "text"}'),
+        (ChatRequest, {"response_format": {"type": "xml"}}, "response_format.type should be 'text', 'json_object' or"),
         (ChatRequest, {"stop": ["x"] * 20}, "stop should have at most 16 items, not 20"),
         (ChatRequest, {"stop": ["x", 7]}, "stop.1 should be a valid string, not 7"),
         (ChatRequest, {"stop": ["a" * 1024, "b" * 1025]}, "stop.1 should have at most 1024 characters"),
@@ -231,7 +242,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     }
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p", **fields})
     assert request.sampling() == SamplingParams(**fields)
-    assert set(SamplingParams.__dataclass_fields__) == {*fields, "bad_token_ids"}
+    assert set(SamplingParams.__dataclass_fields__) == {*fields, "bad_token_ids", "structure"}
 
 
 @pytest.mark.parametrize(
@@ -321,11 +332,14 @@ def test_the_documented_table_is_that_of_the_code() -> None:
         "/v1/chat/completions": ([ChatRequest], OFF_IN_CHATS, frozenset()),
         "a message": ([Message], OFF_IN_MESSAGES, IGNORED_IN_MESSAGES),
         "a part of a message": ([TextPart], {}, IGNORED_IN_PARTS),
+        "response_format": ([ResponseFormat], {}, frozenset()),
+        "its `json_schema": ([ResponseSchema], {}, ResponseSchema.ignores),
+        "structured_outputs": ([StructuredOutputs], OFF_IN_STRUCTURES, frozenset()),
         "stream_options": ([StreamOptions], OFF_IN_STREAM_OPTIONS, frozenset()),
     }
     shared = {*CompletionRequest.model_fields} & {*ChatRequest.model_fields}
     for place, (kinds, off, ignored) in places.items():
-        served = set.intersection(*({*kind.model_fields} for kind in kinds))
+        served = set.intersection(*({one.alias or name for name, one in kind.model_fields.items()} for kind in kinds))
         served -= shared if place.startswith("/v1") else set()
         documented = [set(re.findall("`([a-z_]+)`", cell)) for cell in cells[place]]
         assert documented == [served, set(ignored), set(off)]

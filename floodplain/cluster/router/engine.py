@@ -67,7 +67,7 @@ class ClusterEngine:
         source = open_model(config.model, config.seed)
         if is_pipeline:
             cut_model(config, source.config.shape, processes.num_slots)
-        self.tokenizer = source.load_tokenizer()
+        self.tokenizer, self.vocab_size = source.load_tokenizer(), source.config.shape.vocab_size
         self._launcher = Launcher(processes, self._note_change)
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
@@ -78,7 +78,7 @@ class ClusterEngine:
         migrates, on_finished = relief == "migrate", self._note_finished
         self.router = Router(
             silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule,
-            vocab_size=source.config.shape.vocab_size,
+            vocab_size=self.vocab_size,
         )  # fmt: skip
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):

@@ -1,0 +1,143 @@
+"""Structured answers of random models: they have their structure, also after preemptions, elsewhere, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jsonschema_rs
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from floodplain import LLM, SamplingParams
+from floodplain.core.errors import UserError
+from floodplain.core.structure import ANY_OBJECT, MAX_STRUCTURE_CHARS, Structure, StructureKind
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.model import structure as structure_module
+from floodplain.model.structure import Grammars, structure_of_choices, structure_of_schema
+from floodplain.model.tokenizer import ByteTokenizer
+from tests.fakes.engine import serving
+from tests.support.examples import examples
+
+MODEL = "dummy:tiny-llama"
+FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_model_len": 512}
+VOCAB = 300
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CHOICES = ["yes", 'n"o', "a|b", "\\d+"]
+STRUCTURES: dict[str, tuple[Structure, Callable[[str], bool]]] = {
+    "schema": (structure_of_schema(SCHEMA), lambda text: jsonschema_rs.is_valid(SCHEMA, json.loads(text))),
+    "choice": (structure_of_choices(CHOICES), lambda text: text in CHOICES),
+    "regex": (
+        Structure(StructureKind.REGEX, r"(ab|[0-9]{2}x){1,3}"),
+        lambda text: re.fullmatch(r"(ab|[0-9]{2}x){1,3}", text) is not None,
+    ),
+    "grammar": (
+        Structure(StructureKind.GRAMMAR, 'start: "<" word ">"\nword: /[a-c]{1,4}/'),
+        lambda text: re.fullmatch(r"<[a-c]{1,4}>", text) is not None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_answers_of_a_random_model_have_their_structure(name: str) -> None:
+    structure, is_right = STRUCTURES[name]
+    prompts = [{"prompt_token_ids": [index]} for index in range(12)]
+    with LLM(MODEL, **FLAGS) as llm:
+        params = SamplingParams(temperature=1.5, seed=3, max_tokens=300, structure=structure)
+        answers = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+    assert all(answer.finish_reason == "stop" and is_right(answer.text) for answer in answers), answers
+    assert len({answer.text for answer in answers}) > 1
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(name=st.sampled_from(sorted(STRUCTURES)), data=st.data())
+def test_a_state_that_begins_with_known_tokens_has_the_masks_of_one_that_grew(name: str, data: st.DataObject) -> None:
+    grammars = Grammars(ByteTokenizer(VOCAB), VOCAB)
+    grown, output = grammars.begin(STRUCTURES[name][0], ()), list[int]()
+    for _ in range(40):
+        allowed = np.unpackbits(grown.mask().view(np.uint8), bitorder="little")[:VOCAB].nonzero()[0].tolist()
+        resumed = grammars.begin(STRUCTURES[name][0], output)
+        assert resumed.mask().tolist() == grown.mask().tolist()
+        token = data.draw(st.sampled_from(allowed))
+        if token == 256:
+            assert STRUCTURES[name][1](ByteTokenizer(VOCAB).decode(output))
+            return
+        output.append(token)
+        grown.extend((token,))
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (structure_of_schema({"type": "foo"}), "response_format has a json_schema that cannot be followed: .*foo"),
+        (Structure(StructureKind.REGEX, "a(b"), "structured_outputs has a regex that cannot be followed: "),
+        (Structure(StructureKind.GRAMMAR, "start: foo"), "cannot be followed: .*foo"),
+        (Structure(StructureKind.JSON_SCHEMA, "{"), "response_format has a json_schema"),
+    ],
+)
+def test_a_structure_that_cannot_be_followed_is_one_line(structure: Structure, message: str) -> None:
+    with pytest.raises(UserError, match=message) as problem:
+        Grammars(ByteTokenizer(VOCAB), VOCAB).check(structure)
+    assert "\n" not in str(problem.value)
+
+
+def test_a_structure_has_a_bounded_size() -> None:
+    with pytest.raises(UserError, match="more than 65536: simplify it"):
+        Structure(StructureKind.REGEX, "a" * (MAX_STRUCTURE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"ignore_eos": True}, {"min_tokens": 1}, {"allowed_token_ids": (1,)}, {"bad_words": ("a",)}]
+)
+def test_fields_that_contradict_a_structure_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="do not go with a structured answer"):
+        SamplingParams(structure=ANY_OBJECT, **fields)
+
+
+class Person(BaseModel):
+    name: Literal["Ann", "Bob"]
+    age: Literal[7, 8]
+
+
+def test_clients_get_objects_of_their_classes_and_errors_that_name_the_field() -> None:
+    chat: list[Any] = [{"role": "user", "content": "who?"}]
+    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=512))
+    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
+        parsed = client.chat.completions.parse(model=MODEL, messages=chat, response_format=Person, n=2, seed=1)
+        assert all(isinstance(choice.message.parsed, Person) for choice in parsed.choices)
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
+        with pytest.raises(openai.BadRequestError, match="response_format has a json_schema"):
+            client.chat.completions.create(model=MODEL, messages=chat, response_format=bad)
+        for extra, expected in (({"choice": ["up", "down"]}, {"up", "down"}), ({"regex": "[ab]"}, {"a", "b"})):
+            done = client.completions.create(
+                model=MODEL, prompt="x", extra_body={"structured_outputs": extra}, max_tokens=9, stream=True
+            )
+            assert "".join(chunk.choices[0].text for chunk in done) in expected
+        with pytest.raises(openai.BadRequestError, match="exactly one of json, regex"):
+            client.completions.create(model=MODEL, prompt="x", extra_body={"structured_outputs": {}})
+
+
+def test_an_answer_whose_grammar_is_given_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structure_module, "MAX_LEXER_STATES", 1)
+    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=512))
+    structure = {"structured_outputs": {"regex": "(ab|cd|[0-9]{3}x)*e{7}"}}  # in no other test: it is compiled here
+    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
+        client = client.with_options(max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="became too complex to follow"):
+            client.completions.create(model=MODEL, prompt="x", extra_body=structure, max_tokens=99)
