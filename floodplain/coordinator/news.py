@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from floodplain.leases.states import Lease, LeaseState
+from floodplain.leases.states import Lease, concerned
 from floodplain.lending.wire import News
 from floodplain.web.errors import ApiError
 
@@ -129,23 +129,3 @@ def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
         told.set_result(None)
     else:
         told.set_exception(error)
-
-
-_HAS_NEWS: Mapping[LeaseState, tuple[str, ...]] = {
-    LeaseState.GRANTED: (),  # the answer to its request tells the consumer
-    LeaseState.HELD: (),
-    LeaseState.RECALLED: ("consumer",),
-    LeaseState.REFUSED: ("producer",),
-    LeaseState.RELEASED: ("producer",),
-    LeaseState.EXPIRED: ("producer", "consumer"),
-    LeaseState.SETTLED: (),  # the producer has reported this itself
-    LeaseState.LOST: ("consumer",),
-}
-
-
-def concerned(leases: Iterable[Lease]) -> set[str]:
-    """Return names of the members that should ask for their leases now, not at the next heartbeat.
-
-    One must free bytes, or one waits to see bytes free.
-    """
-    return {getattr(lease, end) for lease in leases for end in _HAS_NEWS[lease.state]}

@@ -10,7 +10,7 @@ seen. A stale message changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, NewType
@@ -203,3 +203,23 @@ def judge_copy(told: Lease, known: Lease) -> Outcome:
     if told.revision == known.revision:
         return Outcome.STALE if told == known else Outcome.CONFLICT
     return Outcome.APPLIED if told.revision > known.revision else Outcome.STALE
+
+
+_HAS_NEWS: Mapping[LeaseState, tuple[str, ...]] = {
+    _S.GRANTED: (),  # the answer to its request tells the consumer
+    _S.HELD: (),
+    _S.RECALLED: ("consumer",),
+    _S.REFUSED: ("producer",),
+    _S.RELEASED: ("producer",),
+    _S.EXPIRED: ("producer", "consumer"),
+    _S.SETTLED: (),  # the producer has reported this itself
+    _S.LOST: ("consumer",),
+}
+
+
+def concerned(leases: Iterable[Lease]) -> set[str]:
+    """Return names of the members that should ask for their leases now, not at the next heartbeat.
+
+    One must free bytes, or one waits to see bytes free.
+    """
+    return {getattr(lease, end) for lease in leases for end in _HAS_NEWS[lease.state]}

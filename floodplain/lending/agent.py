@@ -45,6 +45,14 @@ LAST_WORDS_S = 5.0
 """The most that an ending process waits for the exchange under way, and for each of its last ones."""
 
 
+def pause_s(membership: Membership, ttl_s: float) -> float:
+    """Return the longest time in seconds between two exchanges of a member."""
+    wanted_s = BEAT_S if membership.has_leases else IDLE_BEAT_S
+    if membership.expects_bytes:
+        wanted_s = RETURN_BEAT_S
+    return max(RETURN_BEAT_S, min(wanted_s, ttl_s / BEATS_PER_TTL))
+
+
 class LeaseAgent:
     """``start`` it, ``retire`` it when its process has freed what it borrowed, and ``close`` it.
 
@@ -151,7 +159,7 @@ class LeaseAgent:
         try:
             self._begin()
             while not self._is_ending.wait(MIN_GAP_S):
-                self._has_more.wait(self._pause_s())
+                self._has_more.wait(pause_s(self.membership, self._ttl_s))
                 self._has_more.clear()
                 self._exchange()
             self._news.close()
@@ -196,12 +204,6 @@ class LeaseAgent:
             logger.warning("%s ends without a goodbye, so its leases go on for a TTL: %s", self.membership.name, error)
         finally:
             self._client.close()
-
-    def _pause_s(self) -> float:
-        wanted_s = BEAT_S if self.membership.has_leases else IDLE_BEAT_S
-        if self.membership.expects_bytes:
-            wanted_s = RETURN_BEAT_S
-        return max(RETURN_BEAT_S, min(wanted_s, self._ttl_s / BEATS_PER_TTL))
 
     def _exchange(self) -> None:
         try:

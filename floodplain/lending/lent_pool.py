@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.lending.membership import LentDevice
+from floodplain.lending.pool_lender import report_load
 from floodplain.memory.backend import Backend
 from floodplain.memory.kv_pool import KVPool
 from floodplain.policy.lending import PoolLoad
@@ -113,15 +114,7 @@ class LentPool:
 
     def report(self, now: float) -> PoolLoad:
         """Return the load at ``now``. Requests in swap space count as waiting; loading ones do not."""
-        state, ledger = self._loop.state, self._ledger
-        return PoolLoad(
-            now=now,
-            num_waiting=len(state.waiting) + len(state.swapped),
-            num_used_blocks=ledger.num_blocks - ledger.num_available,
-            num_blocks=ledger.num_blocks,
-            full_blocks=self.full_blocks,
-            num_arrived=self._loop.num_submitted,
-        )
+        return report_load(self._loop, self.full_blocks, now)
 
     def give_way(self, to_bytes: int) -> None:
         """Shrink the pool towards ``to_bytes``; idle prefixes in the pages that go are dropped."""

@@ -13,6 +13,7 @@ from typing import Protocol
 from floodplain.core.sizes import format_size
 from floodplain.lending.membership import Membership
 from floodplain.policy.lending import LendingDecision, LendingPolicy, PoolLoad
+from floodplain.runtime.loop import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,22 @@ class Northbound(Protocol):
 
         The bytes ought to be free. If they are not, nothing changes, and the call is repeated later.
         """
+
+
+def report_load(loop: Loop, full_blocks: int, now: float) -> PoolLoad:
+    """Return the load of an engine whose pool has ``full_blocks`` while nothing is lent.
+
+    Requests in swap space count as waiting; loading ones do not.
+    """
+    state, ledger = loop.state, loop.state.ledger
+    return PoolLoad(
+        now=now,
+        num_waiting=len(state.waiting) + len(state.swapped),
+        num_used_blocks=ledger.num_blocks - ledger.num_available,
+        num_blocks=ledger.num_blocks,
+        full_blocks=full_blocks,
+        num_arrived=loop.num_submitted,
+    )
 
 
 LOAD_LOOK_S = 0.05

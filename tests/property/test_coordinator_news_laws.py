@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.coordinator.news import NewsMarks, concerned
-from floodplain.leases.states import OWED, Lease, LeaseId, LeaseState
+from floodplain.coordinator.news import NewsMarks
+from floodplain.leases.states import OWED, Lease, LeaseId, LeaseState, concerned
 
 NAMES = [f"m{i}" for i in range(6)]
 STEPS = st.lists(
