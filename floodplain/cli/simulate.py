@@ -142,19 +142,12 @@ def _describe(runs: Sequence[Run]) -> str:
 
 
 def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
-    """What tenants got, and how long recalls of lent memory took."""
-    from floodplain.observe.table import format_number, format_table
+    """What tenants and lenders got, what became of leases, and how long recalls of lent memory took."""
+    from floodplain.observe.table import format_number
 
-    parts = []
-    if facts["tenants"]:
-        rows = [
-            [
-                tenant,
-                *(format_number(None if got[key] is None else got[key] * factor) for _, key, factor in TENANT_ROWS),
-            ]
-            for tenant, got in facts["tenants"].items()
-        ]
-        parts.append(format_table([name, *(heading for heading, _, _ in TENANT_ROWS)], rows))
+    parts = [_describe_groups(name, facts[key]) for key in ("tenants", "lenders") if facts.get(key)]
+    if "leases" in facts:
+        parts.append(f"{name}: {_describe_leases(facts['leases'])}")
     if recalls_s := facts["recalls_s"]:
         mean, longest = format_number(sum(recalls_s) / len(recalls_s)), format_number(max(recalls_s))
         parts.append(f"{name}: lent memory was recalled {len(recalls_s)} times, in {mean} s, at most {longest} s")
@@ -162,6 +155,26 @@ def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
         stall = format_number(facts["stream_stall_s"])
         parts.append(f"{name}: up to {streamed} layers streamed, and compute waited {stall} s for copies")
     return parts
+
+
+def _describe_groups(name: str, groups: Mapping[str, Any]) -> str:
+    from floodplain.observe.table import format_number, format_table
+
+    rows = [
+        [group, *(format_number(None if got[key] is None else got[key] * factor) for _, key, factor in TENANT_ROWS)]
+        for group, got in groups.items()
+    ]
+    return format_table([name, *(heading for heading, _, _ in TENANT_ROWS)], rows)
+
+
+def _describe_leases(leases: Mapping[str, Any]) -> str:
+    from floodplain.core.sizes import format_size
+
+    outcomes = ", ".join(
+        f"{leases['leases'][name]} {name} ({format_size(leases['bytes'][name])})" for name in leases["leases"]
+    )
+    moved = format_size(leases["moved_to_host_bytes"])
+    return f"leases: {outcomes}; KV of {moved} moved to host memory, {leases['forced']} leases freed before it had"
 
 
 def _describe_errors(errors: Mapping[str, Any]) -> str:

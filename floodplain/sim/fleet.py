@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 from floodplain.core.backups import BackupTable
@@ -45,24 +46,46 @@ class Fleet:
         recalls_s: Seconds from each recall of lent memory until it was free.
     """
 
-    def __init__(self, scenario: Scenario, machine: Machine) -> None:
-        self.environment, self.timeline = Environment(), Timeline()
+    def __init__(
+        self,
+        scenario: Scenario,
+        machine: Machine,
+        environment: Environment | None = None,
+        on_start: Callable[[int, SimulatedEngine], Callable[[], None]] | None = None,
+    ) -> None:
+        self.environment, self.timeline = environment or Environment(), Timeline()
+        self._on_start = on_start
         self.refused: dict[str, str] = {}
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
         self.engines: list[SimulatedEngine] = []
         self._events, self._next_sample_s = blake2b(digest_size=16), 0.0
-        self._slots = [self._start() for _ in range(scenario.num_instances)]
+        self._slots = [self._start(slot) for slot in range(scenario.num_instances)]
         for fault in scenario.faults:
-            self.environment.schedule(fault.at, lambda slot=fault.instance: self._stop(slot))  # type: ignore[misc]
-            self.environment.schedule(fault.at + fault.down, lambda slot=fault.instance: self._restart(slot))  # type: ignore[misc]
+            if fault.server is None:
+                self.fail(fault.instance, fault.at, fault.down)
 
     def serve(self, requests: Iterable[Request]) -> None:
         """Submit all requests at their arrival times, and serve them to their ends."""
-        for request in requests:
-            self.environment.schedule(request.arrival_s, lambda request=request: self._submit(request))  # type: ignore[misc]
+        self.expect(requests)
         self.environment.run()
+
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Submit all requests at their arrival times."""
+        for request in requests:
+            self._cluster.num_coming += 1
+            self.environment.schedule(request.arrival_s, partial(self._submit, request))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests have arrived and ended."""
+        return self._cluster.is_idle
+
+    def fail(self, slot: int, at_s: float, down_s: float) -> None:
+        """Have an instance die at a time, and an empty one take its place ``down_s`` seconds later."""
+        self.environment.schedule(at_s, partial(self._stop, slot))
+        self.environment.schedule(at_s + down_s, partial(self._restart, slot))
 
     def lives_of(self, request: Request) -> list[Lifecycle]:
         """The lifecycles of a request, one for each instance that had it; none if it was refused."""
@@ -78,6 +101,7 @@ class Fleet:
         return sum(map(read, self.engines))
 
     def _submit(self, request: Request) -> None:
+        self._cluster.num_coming -= 1
         try:
             self.engines[0].loop.check(request)
         except RequestRefused as error:
@@ -85,19 +109,21 @@ class Fleet:
         else:
             self._cluster.submit(request)
 
-    def _start(self) -> tuple[int, VirtualInstance]:
+    def _start(self, slot: int) -> _Life:
         engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
         self.engines.append(engine)
-        return self._cluster.join(engine.instance), engine.instance
+        on_death = self._on_start(slot, engine) if self._on_start is not None else _nothing
+        return _Life(self._cluster.join(engine.instance), engine.instance, on_death)
 
     def _stop(self, slot: int) -> None:
-        epoch, instance = self._slots[slot]
-        self._cluster.leave(epoch)
-        for request in instance.stop():
+        life = self._slots[slot]
+        self._cluster.leave(life.epoch)
+        life.on_death()
+        for request in life.instance.stop():
             self._cluster.submit(request)
 
     def _restart(self, slot: int) -> None:
-        self._slots[slot] = self._start()
+        self._slots[slot] = self._start(slot)
 
     def note(self, number: int, plan: StepPlan, decodes: object, now: float) -> None:
         """Add a step of an instance to the digest; ``decodes`` is None if they are those of its step before."""
@@ -118,6 +144,19 @@ class Fleet:
             total["used"] += state.ledger.num_blocks - state.ledger.num_available
             total["blocks"] += state.ledger.num_blocks
         return TimelineSample(now, total["running"], total["waiting"], total["swapped"], total["used"], total["blocks"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """An instance from its start to its death."""
+
+    epoch: int
+    instance: VirtualInstance
+    on_death: Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
 
 
 class SimulatedEngine:

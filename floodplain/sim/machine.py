@@ -53,8 +53,9 @@ def resolve_machine(scenario: Scenario) -> Machine:
     block_bytes = engine.block_tokens * shape.kv_bytes_per_token(_DTYPE_BYTES) // scenario.num_shards
     longest = min(engine.max_model_len or shape.max_position, num_blocks * engine.block_tokens)
     cost, cost_source = _find_cost(scenario)
-    host = scenario.swap or (SwapPart(memory=1) if scenario.lender else None)  # KV of a recall goes there, or is lost
-    named = {Tier.PEER: scenario.lender, Tier.HOST: host}
+    near = scenario.lender or scenario.borrow
+    host = scenario.swap or (SwapPart(memory=1) if near else None)  # KV of a recall goes there, or is lost
+    named = {Tier.PEER: near, Tier.HOST: host}
     parts = {tier: part for tier, part in named.items() if part is not None}
     blocks = {tier: part.memory // scenario.num_shards // block_bytes for tier, part in parts.items()}
     return Machine(

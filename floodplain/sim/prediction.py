@@ -47,8 +47,8 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
     machine = resolve_machine(scenario)
     requests = _make_requests(scenario, rows)
     goals = scenario.workload.goodput or goals_from(_serve_alone(scenario, machine, requests))
-    fleet, start_s = Fleet(scenario, machine), time.process_time()
-    fleet.serve(requests)
+    start_s = time.process_time()
+    fleet, leases = _serve(scenario, machine, requests)
     cpu_s = time.process_time() - start_s
     lives = [_joined(fleet.lives_of(request)) for request in requests if request.request_id not in fleet.refused]
     records = [_record(fleet, request) for request in requests]
@@ -65,9 +65,32 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
             "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
             "tenants": _by_tenant(scenario, requests, records, goals),
+            **leases,
         },
     }
     return Prediction(machine, lives, result)
+
+
+def _serve(scenario: Scenario, machine: Machine, requests: Sequence[Request]) -> tuple[Fleet, dict[str, Any]]:
+    """The fleet that has served the requests; if it borrowed, also facts of the leases and of the lenders."""
+    if not scenario.lenders:
+        fleet = Fleet(scenario, machine)
+        fleet.serve(requests)
+        return fleet, {}
+    from floodplain.sim.neighbourhood import Neighbourhood  # imports torch
+
+    of_lenders = {name: _make_requests(part, None) for name, part in scenario.lenders.items()}
+    world = Neighbourhood(scenario, machine)
+    world.serve(requests, of_lenders)
+    got = {name: _group_result(part, world.lenders[name], of_lenders[name]) for name, part in scenario.lenders.items()}
+    return world.fleet, {"leases": world.leasing.result(), "lenders": got}
+
+
+def _group_result(scenario: Scenario, fleet: Fleet, requests: Sequence[Request]) -> dict[str, Any]:
+    """What the users of a lender got: the keys of a result that are about requests."""
+    goals = scenario.workload.goodput or goals_from(_serve_alone(scenario, resolve_machine(scenario), requests))
+    result = benchmark_result([_record(fleet, request) for request in requests], _info(scenario, goals))
+    return {key: result[key] for key in TENANT_KEYS}
 
 
 def _steps(engine: SimulatedEngine) -> list[ExpandingStep]:

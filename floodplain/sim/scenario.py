@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import parse_size
@@ -19,11 +19,15 @@ from floodplain.cost.devices import DEVICES, Device, device_named
 from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
 from floodplain.files.yaml_file import parse_yaml, read_yaml_mapping
+from floodplain.leases.states import NAME
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
 from floodplain.workload.spec import WorkloadSpec
 
-MAX_BYTES, MAX_DEPTH = 2**20, 4
+MAX_BYTES, MAX_DEPTH = 2**20, 6
+INSTANCE = "instance"
+"""Engines of a scenario are named after this, and their numbers."""
+_NOT_A_LENDERS = ("borrow", "lenders", "coordinator", "servers", "lender", "tenants", "expansion")
 MAX_SWEEP = 1000
 """The most runs of a sweep."""
 
@@ -113,15 +117,49 @@ class LenderPart(_Part):
 
     memory: Bytes
     link: LinkName = "nvlink4"
-    busy: tuple[tuple[Annotated[float, Field(ge=0, le=1e9)], Annotated[float, Field(ge=0, le=1e9)]], ...] = ()
+    busy: Annotated[Intervals, AfterValidator(_rising)] = ()
 
-    @field_validator("busy")
-    @classmethod
-    def _rises(cls, busy: Any) -> Any:
-        times = [when for interval in busy for when in interval]
-        if any(b <= a for a, b in pairwise(times)):
-            raise ValueError("times must rise: [[START, END], ...]")
-        return busy
+
+Intervals = tuple[tuple[Annotated[float, Field(ge=0, le=1e9)], Annotated[float, Field(ge=0, le=1e9)]], ...]
+
+
+def _rising(intervals: Intervals) -> Intervals:
+    times = [when for interval in intervals for when in interval]
+    if any(b <= a for a, b in pairwise(times)):
+        raise ValueError("times must rise: [[START, END], ...]")
+    return intervals
+
+
+class BorrowPart(_Part):
+    """What each instance may lease of ``lenders`` for swap space, through the coordinator.
+
+    Attributes:
+        memory: The most.
+        link: To a lender.
+        lease: Bytes of one lease.
+        idle: Seconds after which a lease that no request needs is returned; 0 keeps all, as ``--lease-idle``.
+    """
+
+    memory: Bytes
+    link: LinkName = "nvlink4"
+    lease: Bytes = 32 * 2**20
+    idle: Annotated[float, Field(ge=0, le=1e6)] = 30.0
+
+
+class CoordinatorPart(_Part):
+    """The coordinator that grants leases.
+
+    Attributes:
+        ttl: Seconds of silence after which a member is considered dead.
+        deadline: Seconds that a borrower gets at a recall.
+        down: Intervals (start, end) in which no coordinator answers.
+        pairs: For each borrower the lenders that it may borrow from; None: all may borrow from all.
+    """
+
+    ttl: Seconds = 10.0
+    deadline: Seconds = 10.0
+    down: Annotated[Intervals, AfterValidator(_rising)] = ()
+    pairs: dict[str, tuple[str, ...]] | None = None
 
 
 class ExpansionPart(_Part):
@@ -138,10 +176,11 @@ class ExpansionPart(_Part):
 
 
 class FaultPart(_Part):
-    """An instance dies at a time, and an empty one takes its place ``down`` seconds later."""
+    """An instance dies at a time, or all of a server; empty ones take their places ``down`` seconds later."""
 
     at: Annotated[float, Field(ge=0, le=1e9)]
     instance: Annotated[int, Field(ge=0, strict=True)] = 0
+    server: Annotated[int, Field(ge=0, strict=True)] | None = None
     down: Seconds = 30.0
 
 
@@ -156,6 +195,10 @@ class _File(_Part):
     lender: LenderPart | None = None
     expansion: ExpansionPart | None = None
     faults: tuple[FaultPart, ...] = ()
+    borrow: BorrowPart | None = None
+    lenders: dict[str, dict[str, Any]] = {}
+    coordinator: CoordinatorPart = CoordinatorPart()
+    servers: tuple[tuple[str, ...], ...] = ()
     workload: dict[str, Any] = {}
     tenants: dict[str, dict[str, Any]] = {}
 
@@ -164,8 +207,9 @@ class _File(_Part):
 class Scenario:
     """A checked scenario.
 
-    ``tenants`` have a load each, by API key; without any, all requests are of ``workload``. ``written`` is the content
-    as it was read, for results.
+    ``tenants`` have a load each, by API key; without any, all requests are of ``workload``. ``lenders`` are scenarios
+    of engines that lend to the instances. ``servers`` have the names of the engines that fail together: ``instance-0``,
+    and ``NAME-0`` of a lender. ``written`` is the content as it was read, for results.
     """
 
     shape: ModelShape
@@ -178,13 +222,23 @@ class Scenario:
     lender: LenderPart | None
     expansion: ExpansionPart | None
     faults: tuple[FaultPart, ...]
+    borrow: BorrowPart | None
+    lenders: Mapping[str, Scenario]
+    coordinator: CoordinatorPart
+    servers: tuple[tuple[str, ...], ...]
     workload: WorkloadSpec
     tenants: Mapping[str, WorkloadSpec]
     written: Mapping[str, Any]
 
     def alone(self) -> Scenario:
         """The scenario with one instance and nothing that disturbs it."""
-        return replace(self, num_instances=1, faults=())
+        return replace(self, num_instances=1, faults=(), lenders={})
+
+    @property
+    def engine_names(self) -> list[str]:
+        """Names of all engines: those of the instances, and those of each lender."""
+        groups = {INSTANCE: self, **self.lenders}
+        return [f"{name}-{place}" for name, part in groups.items() for place in range(part.num_instances)]
 
 
 def read_scenario(path: Path | None, sets: Sequence[str] = (), defaults: Sequence[str] = ()) -> Scenario:
@@ -215,12 +269,13 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         raise UserError(f"{source}: engine.{error}") from None
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+    lenders = {name: _make_lender(name, content, file, source, folder) for name, content in file.lenders.items()}
     if late := [fault.instance for fault in file.faults if fault.instance >= file.instances]:
         raise UserError(f"{source}: faults: there is no instance {late[0]}: they count from 0 to {file.instances - 1}")
     if shape.num_kv_heads % file.tensor_parallel and file.tensor_parallel % shape.num_kv_heads:
         raise UserError(f"{source}: tensor_parallel: {shape.num_kv_heads} KV heads do not divide evenly")
     places = {name: folder / value for name, value in file.cost if isinstance(value, Path)}
-    return Scenario(
+    scenario = Scenario(
         shape=shape,
         device=device,
         num_shards=file.tensor_parallel,
@@ -231,10 +286,59 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         lender=file.lender,
         expansion=file.expansion,
         faults=file.faults,
+        borrow=file.borrow,
+        lenders=lenders,
+        coordinator=file.coordinator,
+        servers=file.servers,
         workload=workload,
         tenants=tenants,
         written=dict(content),
     )
+    try:
+        _check_lending(scenario)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    return scenario
+
+
+def _make_lender(name: str, content: Mapping[str, Any], file: _File, source: str, folder: Path) -> Scenario:
+    """The scenario of a lender; its device is that of the instances unless it says another."""
+    where = f"{source}: lenders.{name}"
+    if NAME.problem(name) is not None or name == INSTANCE:
+        raise UserError(f"{where}: a lender's name has letters, digits, '.', '_' and '-', and is not {INSTANCE!r}")
+    if refused := [key for key in _NOT_A_LENDERS if key in content]:
+        raise UserError(f"{where}.{refused[0]}: a lender has no such key: it lends, and so it cannot borrow")
+    return make_scenario({"device": file.device} | dict(content), where, folder)
+
+
+def _check_lending(scenario: Scenario) -> None:
+    """UserError if lenders, the coordinator's pairs, servers and their faults do not fit together."""
+    names, borrowers = scenario.engine_names, [f"{INSTANCE}-{place}" for place in range(scenario.num_instances)]
+    if (scenario.borrow is None) != (not scenario.lenders):
+        raise UserError("borrow and lenders go together: who borrows, and who lends")
+    if scenario.borrow is not None and scenario.lender is not None:
+        raise UserError("lender: borrow says what is lent: leave one of them out")
+    for consumer, producers in (scenario.coordinator.pairs or {}).items():
+        _check_names(f"coordinator.pairs.{consumer}", (consumer, *producers), names)
+        if consumer not in borrowers:
+            raise UserError(f"coordinator.pairs.{consumer}: it lends, and so it cannot borrow: lenders would be cyclic")
+        if wrong := [name for name in producers if name in borrowers]:
+            raise UserError(f"coordinator.pairs.{consumer}: {wrong[0]} borrows, and so it cannot lend")
+    placed = [name for server in scenario.servers for name in server]
+    for place, server in enumerate(scenario.servers):
+        _check_names(f"servers.{place}", server, names)
+    if twice := [name for name in placed if placed.count(name) > 1]:
+        raise UserError(f"servers: {twice[0]} is on two of them")
+    for place, fault in enumerate(scenario.faults):
+        if fault.server is not None and "instance" in fault.model_fields_set:
+            raise UserError(f"faults.{place}: an instance fails, or a server: leave one of them out")
+        if fault.server is not None and fault.server >= len(scenario.servers):
+            raise UserError(f"faults.{place}.server: there is no server {fault.server}: servers has them from 0 on")
+
+
+def _check_names(path: str, names: Sequence[str], known: Sequence[str]) -> None:
+    if wrong := [name for name in names if name not in known]:
+        raise UserError(f"{path}: there is no {wrong[0]}; there are {', '.join(known)}")
 
 
 def sweep_of(texts: Sequence[str]) -> list[tuple[str, ...]]:
@@ -292,7 +396,8 @@ def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> Workl
 
 
 def _check_links(file: _File) -> None:
-    for name, part in (("swap", file.swap), ("lender", file.lender), ("expansion", file.expansion)):
+    parts = {"swap": file.swap, "lender": file.lender, "borrow": file.borrow, "expansion": file.expansion}
+    for name, part in parts.items():
         if part is not None and isinstance(part.link, str) and part.link not in LINKS:
             raise UserError(f"{name}.link: no link is called {part.link!r}; there are {', '.join(LINKS)}")
 
@@ -310,7 +415,7 @@ def _first_fault(error: ValidationError) -> str:
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:
     parts: dict[str, type[_Part]] = {
         "cost": CostPart, "engine": EnginePart, "swap": SwapPart, "lender": LenderPart, "expansion": ExpansionPart,
-        "faults": FaultPart,
+        "faults": FaultPart, "borrow": BorrowPart, "coordinator": CoordinatorPart,
     }  # fmt: skip
     owner = parts.get(str(place[0]), _File) if len(place) > 1 else _File
     return list(owner.model_fields)

@@ -1,0 +1,70 @@
+"""The instances of a scenario, the lenders beside them, and the coordinator between them, in one virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from floodplain.core.request import Request
+from floodplain.sim.fleet import Fleet, SimulatedEngine
+from floodplain.sim.instance import Environment
+from floodplain.sim.leasing import Leasing
+from floodplain.sim.machine import Machine, resolve_machine
+from floodplain.sim.scenario import INSTANCE, FaultPart, Scenario
+
+SLICE_S = 1.0
+"""Seconds between two looks at whether all requests have ended: engines look at their leases until then."""
+
+
+class Neighbourhood:
+    """A fleet that borrows, and fleets that lend to it.
+
+    Attributes:
+        fleet: The instances.
+        lenders: Of each lender.
+        leasing: The leases between them.
+    """
+
+    def __init__(self, scenario: Scenario, machine: Machine) -> None:
+        assert scenario.borrow is not None
+        self._environment = environment = Environment()
+        self.leasing = Leasing(environment, scenario.coordinator, scenario.borrow)
+        self.lenders: dict[str, Fleet] = {}
+        for name, part in scenario.lenders.items():
+            self.lenders[name] = self._open_lender(name, part)
+
+        def borrow(slot: int, engine: SimulatedEngine) -> Callable[[], None]:
+            name, block_bytes = f"{INSTANCE}-{slot}", machine.block_bytes
+            return self.leasing.borrow(name, engine.loop, engine.instance, engine.links, block_bytes)
+
+        self.fleet = Fleet(scenario, machine, environment, borrow)
+        for fault in scenario.faults:
+            if fault.server is not None:
+                self._fail(scenario.servers[fault.server], fault)
+
+    def serve(self, requests: Iterable[Request], of_lenders: Mapping[str, Iterable[Request]]) -> None:
+        """Submit the requests of the instances and of each lender at their arrival times, and serve them all."""
+        self.fleet.expect(requests)
+        for name, fleet in self.lenders.items():
+            fleet.expect(of_lenders[name])
+        end_s = 0.0
+        while not all(fleet.is_idle for fleet in (self.fleet, *self.lenders.values())):
+            end_s += SLICE_S
+            self._environment.run(end_s)
+        self.leasing.coordinator.is_over = True
+
+    def _open_lender(self, group: str, part: Scenario) -> Fleet:
+        machine = resolve_machine(part)
+
+        def lend(slot: int, engine: SimulatedEngine) -> Callable[[], None]:
+            return self.leasing.lend(f"{group}-{slot}", engine.loop, engine.instance, machine.block_bytes)
+
+        return Fleet(part, machine, self._environment, lend)
+
+    def _fail(self, server: Iterable[str], fault: FaultPart) -> None:
+        """Have all engines of a server die, and what lenders there have lent be lost."""
+        for name in server:
+            group, _, slot = name.rpartition("-")
+            fleet = self.fleet if group == INSTANCE else self.lenders[group]
+            fleet.fail(int(slot), fault.at, fault.down)
+            if group != INSTANCE:
+                self._environment.schedule(fault.at, lambda name=name: self.leasing.lose(name))  # type: ignore[misc]
