@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             on_ready=say_ready,
             limits=limits,
             ping_s=server_config.ping_interval,
+            tool_call_parser=server_config.tool_call_parser,
             extend=extend,
         )
         server.serve_on(sock)

@@ -141,15 +141,29 @@ class HfTokenizer:
         """The tokens of a short text, used as the context before another token."""
         return self.encode("a", add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template; of all, if it has several; empty without one."""
+        found = self._tokenizer.chat_template or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """The text of a conversation up to where the answer begins, by the model's template; encode it as it is.
 
-        Raises UserError if the model has no chat template, or the template refuses these messages.
+        ``tools`` are functions that the model may call, as in the OpenAI API.
+
+        Raises UserError if the model has no chat template, or the template refuses these messages or knows no tools.
         """
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")
+        if tools and "tools" not in self.chat_template:
+            raise UserError(
+                'tools: the model\'s chat template does not show any: leave them out, or tool_choice "none"'
+            )
         with template_errors():
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            )
         return str(text)
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,6 +17,8 @@ class ByteTokenizer:
     special_token_ids = frozenset({256})
     is_byte_level = True
     has_chat_template = True
+    chat_template = "<tool_call>"
+    """Its calls have the form of Hermes."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -47,10 +50,11 @@ class ByteTokenizer:
         """The text of one token."""
         return self.decode([token_id])
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Lines of ``role: content``."""
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Lines of ``role: content``, behind a line of tools if there are any."""
+        shown = f"tools: {json.dumps(tools)}\n" if tools else ""
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return f"{turns}assistant:"
+        return f"{shown}{turns}assistant:"
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The bytes of lines of ``role: content``."""

@@ -38,11 +38,13 @@ def create_app(
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
     ping_s: float = PING_S,
+    tool_call_parser: str = "auto",
     extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``. ``keys`` of None: ``/v1`` needs no key.
 
     ``drain`` is turned on when the server stops. A stream gets a comment after ``ping_s`` seconds of silence; 0: never.
+    ``tool_call_parser`` is a key of ``tool_parsers.FORMS``, or ``auto``.
     """
 
     drain = drain or DrainSwitch()
@@ -62,7 +64,7 @@ def create_app(
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, **without)
     app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app, REQUEST_FIELDS)
-    app.include_router(OpenAIRoutes(engine, ping_s).router())
+    app.include_router(OpenAIRoutes(engine, ping_s, tool_call_parser).router())
     registry = _add_service_routes(app, engine)
     if extend is not None:
         extend(app, registry)
@@ -114,13 +116,16 @@ class Server(StoppableServer):
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         ping_s: float = PING_S,
+        tool_call_parser: str = "auto",
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys, ping_s=ping_s, extend=extend)
+        app = create_app(
+            engine, drain=self._drain, keys=keys, ping_s=ping_s, tool_call_parser=tool_call_parser, extend=extend
+        )
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 

@@ -21,7 +21,7 @@ Off = Mapping[str, tuple[Any, ...]]
 
 IGNORED = frozenset(
     {
-        "include_reasoning", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "include_reasoning", "metadata", "prompt_cache_key", "prompt_cache_retention",
         "safety_identifier", "service_tier", "session_id", "store", "stream_interval", "user",
     }
 )  # fmt: skip
@@ -82,8 +82,6 @@ OFF_IN_CHATS: Off = {
     "prediction": (),
     "reasoning_effort": ("none",),
     "return_prompt_text": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -94,8 +92,6 @@ OFF_IN_MESSAGES: Off = {
     "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 OFF_IN_STRUCTURES: Off = {
     "disable_additional_properties": (False,),

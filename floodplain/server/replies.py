@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -29,6 +29,7 @@ from floodplain.server.responses import (
     TopLogprob,
     Usage,
 )
+from floodplain.server.turns import Turn
 from floodplain.web.workers import Workers
 
 DONE = b"data: [DONE]\n\n"
@@ -60,7 +61,6 @@ class ApiReply(ABC):
         self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
         self._prompts = shown_prompts
         self._told: set[int] = set()
-        self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
     @abstractmethod
@@ -79,11 +79,13 @@ class ApiReply(ABC):
         """The last event before ``[DONE]`` of a stream with ``include_usage``."""
         return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
 
-    def _write(self, index: int, delta: OutputDelta, usage: Usage | None, fields: str, more: str = "") -> bytes:
-        """One event; ``fields`` go into its choice, ``more`` beside it."""
+    def _write(
+        self, index: int, delta: OutputDelta, usage: Usage | None, fields: str, more: str = "", *, calls: bool = False
+    ) -> bytes:
+        """One event; ``fields`` go into its choice, ``more`` beside it. ``calls``: the choice has calls of tools."""
         logprobs = self.logprobs(index, delta)
         scores = "null" if logprobs is None else logprobs.model_dump_json()
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        reason = "null" if delta.finish_reason is None else f'"{_finish_reason(delta, calls=calls)}"'
         choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
         tail = self._tail if usage is None else f', "usage": {usage.model_dump_json()}'
         return f'{self._head}, "choices": [{choice}]{more}{tail}}}\n\n'.encode()
@@ -103,8 +105,8 @@ def _listed(name: str, token_ids: list[int] | None) -> str:
     return "" if token_ids is None else f', "{name}": {json.dumps(token_ids)}'
 
 
-def _finish_reason(output: OutputDelta) -> FinishReasonName:
-    return "length" if output.finish_reason == "length" else "stop"
+def _finish_reason(output: OutputDelta, *, calls: bool = False) -> FinishReasonName:
+    return "length" if output.finish_reason == "length" else "tool_calls" if calls else "stop"
 
 
 class CompletionReply(ApiReply):
@@ -162,25 +164,32 @@ class ChatReply(ApiReply):
     prefix = "chatcmpl"
     event_kind = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        name: str,
+        detail: UsageDetail = UsageDetail.NONE,
+        shown_prompts: Sequence[Sequence[int]] | None = None,
+        make_turn: Callable[[], Turn] = lambda: Turn(None),
+    ) -> None:
+        super().__init__(model, tokenizer, name, detail, shown_prompts)
+        self._make_turn = make_turn
+        self._turns: dict[int, Turn] = {}
+
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
         """One delta as an event. The first event of a choice also has the role."""
-        role = "" if index in self._begun else '"role": "assistant", '
-        self._begun.add(index)
-        fields = f'"delta": {{{role}"content": {json.dumps(delta.text)}}}{_listed("token_ids", self._output(delta))}'
-        return self._write(index, delta, usage, fields, _listed("prompt_token_ids", self._new_prompt(0)))
+        turn, role = self._turns.get(index), {}
+        if turn is None:
+            turn, role = self._turns.setdefault(index, self._make_turn()), {"role": "assistant"}
+        message = json.dumps(role | turn.delta(delta.text, is_last=delta.finish_reason is not None))
+        fields = f'"delta": {message}{_listed("token_ids", self._output(delta))}'
+        more = _listed("prompt_token_ids", self._new_prompt(0))
+        return self._write(index, delta, usage, fields, more, calls=turn.has_calls)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
         """The whole answer."""
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=output.text),
-                logprobs=self.logprobs(index, output),
-                finish_reason=_finish_reason(output),
-                token_ids=self._output(output),
-            )
-            for index, output in enumerate(outputs)
-        ]
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return ChatCompletion(
             id=self.request_id,
             created=self._created,
@@ -188,6 +197,17 @@ class ChatReply(ApiReply):
             choices=choices,
             usage=usage,
             prompt_token_ids=self._new_prompt(0),
+        )
+
+    def _choice(self, index: int, output: OutputDelta) -> ChatChoice:
+        turn = self._make_turn()
+        message = AssistantMessage(**turn.whole(output.text))
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self.logprobs(index, output),
+            finish_reason=_finish_reason(output, calls=turn.has_calls),
+            token_ids=self._output(output),
         )
 
     def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:

@@ -33,6 +33,7 @@ from floodplain.server.fields import (
     Body,
     Off,
 )
+from floodplain.server.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, call_structure, check_choice
 from floodplain.web.errors import BRANCH
 from floodplain.web.gate import REQUEST_ID
 
@@ -138,8 +139,10 @@ class Message(Body):
     off: ClassVar[Off] = OFF_IN_MESSAGES
     ignores: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
     @property
     def ignored_fields(self) -> set[str]:
@@ -147,10 +150,20 @@ class Message(Body):
         parts = self.content if isinstance(self.content, list) else ()
         return {f"messages.{name}" for part in (self, *parts) for name in part.ignored}
 
-    def templated(self) -> dict[str, str]:
-        """The message in the form of chat templates: ``developer`` is a newer name of ``system``."""
-        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+    def templated(self, place: str) -> dict[str, Any]:
+        """The message at a place of the body in the form of chat templates: ``developer`` is ``system``'s newer name.
+
+        Raises UserError if it lacks its content, or has fields of another role.
+        """
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise UserError(f"{place}.content is required for the role {self.role}")
+        if self.tool_calls and self.role != "assistant":
+            raise UserError(f"{place}.tool_calls: only an assistant makes calls, not the role {self.role}")
+        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.templated(place) for call in self.tool_calls]
+        return fields | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
 COMPLETION_MAX_TOKENS = 16
@@ -340,6 +353,18 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def templated(self) -> list[dict[str, Any]]:
+        """The messages in the form of chat templates. Raises UserError, with its place, for one that has none."""
+        return [message.templated(f"messages.{index}") for index, message in enumerate(self.messages)]
+
+    @property
+    def calls(self) -> ToolChoice:
+        """Which calls the answer may or must have: by default any, if there are tools."""
+        return self.tool_choice or ("auto" if self.tools else "none")
 
     @property
     def ignored_fields(self) -> frozenset[str]:
@@ -348,9 +373,8 @@ class ChatRequest(GenerationRequest):
 
     @classmethod
     def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:
-        """Tools, if they must not be called: they are not shown to the model either."""
-        choices = {"tools": "tool_choice", "functions": "function_call"}
-        return frozenset(name for name, choice in choices.items() if fields.get(choice) == "none")
+        """Functions, if they must not be called."""
+        return frozenset({"functions"} if fields.get("function_call") == "none" else ())
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Raises UserError if one is out of its range or two fields contradict each other."""
@@ -360,7 +384,17 @@ class ChatRequest(GenerationRequest):
             raise UserError(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}")
         if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
             raise UserError(f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}")
+        check_choice(self.tools or (), self.calls)
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise UserError("max_tokens and max_completion_tokens mean the same: give one of them")
         return self._sampling(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
+
+    def _structure(self) -> Structure | None:
+        """As for completions; calls that must be made are one, too."""
+        found = super()._structure()
+        if self.calls == "none":
+            return found
+        if found is not None:
+            raise UserError('response_format and structured_outputs need tool_choice "none", or no tools')
+        return call_structure(self.tools or (), self.calls, self.parallel_tool_calls is not False)

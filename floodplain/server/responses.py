@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-FinishReasonName = Literal["stop", "length"]
+FinishReasonName = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
@@ -79,12 +79,28 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class MadeFunction(BaseModel):
+    """A function that the model calls, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(BaseModel):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: MadeFunction
+
+
 class AssistantMessage(BaseModel):
-    """The model's turn."""
+    """The model's turn; ``content`` is None if it has only calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[MadeCall] | None = None
 
 
 class ChatChoice(BaseModel):

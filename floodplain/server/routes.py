@@ -6,9 +6,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ from floodplain.server.streams import (
     share_prompt,
     unless_hung_up,
 )
+from floodplain.server.tool_parsers import BARE_LIST, CallParser, ForcedCall, form_of
+from floodplain.server.turns import Turn
 from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
@@ -87,7 +89,8 @@ class PromptReader:
         return tokens
 
     def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
-        text = self._tokenizer.render_chat([message.templated() for message in body.messages])
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
+        text = self._tokenizer.render_chat(body.templated(), tools)
         return self._encode(text, add_special_tokens=False), body.ignored_fields
 
 
@@ -127,10 +130,13 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 class OpenAIRoutes:
-    """The endpoints under ``/v1``. A stream gets a comment after ``ping_s`` seconds of silence; 0: never."""
+    """The endpoints under ``/v1``. A stream gets a comment after ``ping_s`` seconds of silence; 0: never.
 
-    def __init__(self, engine: ServingEngine, ping_s: float) -> None:
-        self._engine, self._ping_s = engine, ping_s
+    ``tool_call_parser`` is a key of ``FORMS``, or ``auto``.
+    """
+
+    def __init__(self, engine: ServingEngine, ping_s: float, tool_call_parser: str = "auto") -> None:
+        self._engine, self._ping_s, self._tool_call_parser = engine, ping_s, tool_call_parser
         self._created = int(time.time())
         self._ignored_fields = IgnoredFields()
 
@@ -180,8 +186,28 @@ class OpenAIRoutes:
         prompt, ignored_fields = chat
         self._ignored_fields.note(ignored_fields)
         shown = [prompt] if body.return_token_ids else None
-        reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown)
+        params, make_turn = self._read_calls(body, params)
+        reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown, make_turn)
         return await self._answer(request, body, [prompt], params, reply)
+
+    def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
+        """Sampling parameters under which calls of tools can be seen, and a function that makes turns that find them.
+
+        Raises UserError if the model's form of calls is not known.
+        """
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        match body.calls:
+            case "none":
+                return params, lambda: Turn(None)
+            case "required":
+                return params, lambda: Turn(CallParser(BARE_LIST), max_calls)
+            case "auto":
+                form = form_of(self._tool_call_parser, self._engine.tokenizer.chat_template)
+                if form.opens in self._engine.tokenizer.special_tokens:
+                    params = replace(params, skip_special_tokens=False)
+                return params, lambda: Turn(CallParser(form), max_calls)
+            case named:
+                return params, lambda: Turn(ForcedCall(named.function.name), max_calls)
 
     def _reader(self, request: Request) -> PromptReader:
         return PromptReader(

@@ -8,6 +8,7 @@ from pathlib import Path
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.server.auth import KEY_LINE
+from floodplain.server.tool_parsers import FORMS
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 PING_S = 15.0
@@ -29,6 +30,9 @@ class ServerConfig:
         PING_S,
         "seconds of silence after which a stream gets a comment, so that no proxy cuts it; 0: never",
         metavar="S",
+    )
+    tool_call_parser: str = flag(
+        "auto", "how the model writes calls of tools; auto: as its chat template shows", choices=("auto", *FORMS)
     )
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")

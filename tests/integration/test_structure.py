@@ -141,3 +141,51 @@ def test_an_answer_whose_grammar_is_given_up_is_an_error(monkeypatch: pytest.Mon
         client = client.with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError, match="became too complex to follow"):
             client.completions.create(model=MODEL, prompt="x", extra_body=structure, max_tokens=99)
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"side": {"$ref": "#/$defs/Side"}},
+                "required": ["side"],
+                "additionalProperties": False,
+                "$defs": {"Side": {"enum": ["left", "right"]}},
+            },
+        },
+    }
+    for name in ("turn", "go")
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+def test_calls_that_must_be_made_are_made_streamed_or_not(choice: Any) -> None:
+    chat: list[Any] = [
+        {"role": "user", "content": "where?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "go", "arguments": '{"side": "left"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "a wall"},
+    ]
+    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=1024))
+    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
+        how: dict[str, Any] = {"model": MODEL, "messages": chat, "tools": TOOLS, "tool_choice": choice, "seed": 4}
+        done = client.chat.completions.create(**how, parallel_tool_calls=False)
+        (call,) = done.choices[0].message.tool_calls or ()
+        assert call.type == "function" and (choice == "required" or call.function.name == "go")
+        assert json.loads(call.function.arguments)["side"] in ("left", "right")
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == (None, "tool_calls")
+        names, arguments, reasons = list[str](), "", list[str]()
+        for chunk in client.chat.completions.create(**how, parallel_tool_calls=False, stream=True):
+            reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+            for piece in chunk.choices[0].delta.tool_calls or ():
+                assert piece.index == 0 and piece.function is not None
+                names += [piece.function.name] if piece.function.name else []
+                arguments += piece.function.arguments or ""
+        assert (names, arguments, reasons) == ([call.function.name], call.function.arguments, ["tool_calls"])

@@ -265,6 +265,19 @@ def test_chat_template(tokenizer: HfTokenizer) -> None:
         tokenizer.apply_chat_template([{"role": "x", "content": ""}])
 
 
+def test_tools_are_shown_by_the_template_or_refused(folder: Path) -> None:
+    tokenizer, tools = HfTokenizer.from_folder(folder), [{"type": "function", "function": {"name": "fly"}}]
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(UserError, match="tools: the model's chat template does not show any"):
+        tokenizer.render_chat(chat, tools)
+    tokenizer._tokenizer.chat_template = (
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}"
+    )
+    assert (tokenizer.render_chat(chat, tools), tokenizer.render_chat(chat)) == ("flya", "a")
+    tokenizer._tokenizer.chat_template = {"default": "b", "tool_use": "with {{ tools | length }}"}
+    assert (tokenizer.render_chat(chat, tools), tokenizer.render_chat(chat)) == ("with 1", "b")
+
+
 @pytest.mark.parametrize(
     ("template", "quoted"),
     [

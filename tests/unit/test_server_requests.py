@@ -107,17 +107,24 @@ def test_fields_that_cannot_change_tokens_are_ignored_at_any_value(value: Any) -
         assert (hinted.ignored_fields, plain.ignored_fields) == (IGNORED, frozenset())
     part = {"type": "text", "text": "c", "cache_control": value}
     chat = ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": [part], "name": value}]})
-    assert chat.messages[0].templated() == {"role": "user", "content": "c"}
+    assert chat.messages[0].templated("") == {"role": "user", "content": "c"}
     assert chat.ignored_fields == {"messages.name", "messages.cache_control"}
 
 
-def test_tools_that_must_not_be_called_are_ignored_and_others_refused() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    chat = ChatRequest.model_validate({**CHAT, "tools": tools, "tool_choice": "none"})
-    assert (chat.ignored_fields, chat.model_dump()) == ({"tools"}, ChatRequest.model_validate(CHAT).model_dump())
-    ChatRequest.model_validate({**CHAT, "functions": tools, "function_call": "none"})
-    for more in ({}, {"tool_choice": "auto"}, {"tool_choice": None}, {"function_call": "none"}):
-        assert error_of(ChatRequest, {**CHAT, "tools": tools, **more})["param"] == "tools"
+def test_functions_that_must_not_be_called_are_ignored_and_others_refused() -> None:
+    functions = [{"name": "f"}]
+    ChatRequest.model_validate({**CHAT, "functions": functions, "function_call": "none"})
+    for more in ({}, {"function_call": "auto"}, {"tool_choice": "none"}):
+        assert error_of(ChatRequest, {**CHAT, "functions": functions, **more})["param"] in (
+            "functions",
+            "function_call",
+        )
+
+
+def test_the_choice_of_tools_is_any_with_tools_and_none_without() -> None:
+    assert ChatRequest.model_validate(CHAT).calls == "none"
+    assert ChatRequest.model_validate({**CHAT, "tools": [TOOL]}).calls == "auto"
+    assert ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "none"}).calls == "none"
 
 
 def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +138,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (ChatRequest, {"messages": [{"role": "user", "content": None}]}, "messages.0.content should be a string or a"),
-        (ChatRequest, {"messages": [{"role": "user", "content": None}]}, "not null"),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content should be a string or a"),
         (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "not 5"),
         (
             ChatRequest,
@@ -146,8 +152,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
             "0.content should have at least 1 item",
         ),
         (ChatRequest, {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 should be"),
-        (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0.content is required"),
-        (ChatRequest, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role should be 'system'"),
+        (ChatRequest, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role should be 'system'"),
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": "x", "wait": 1}]},
@@ -211,6 +216,60 @@ def test_a_refusal_names_the_field_that_is_to_change(error: UserError, param: st
     """Clients shorten the prompt on ``context_length_exceeded``: no other error has it."""
     status, body = error_body(error, REQUEST_FIELDS)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, 'tool_choice is "required", and tools is empty'),
+        ({"tools": [TOOL, TOOL]}, "tools: two functions have the same name"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice names 'g', which is none of tools",
+        ),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, 'need tool_choice "none", or no tools'),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True},
+            "ignore_eos, min_tokens, allowed_token_ids and bad_words do not go with a structured answer",
+        ),
+    ],
+)
+def test_tools_that_contradict_are_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        ChatRequest.model_validate({**CHAT, **fields}).sampling()
+
+
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user"}, "messages.3.content is required for the role user"),
+        ({"role": "tool", "content": None}, "messages.3.content is required for the role tool"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [CALL]},
+            "messages.3.tool_calls: only an assistant makes calls, not the role user",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
+            "messages.3.tool_calls: the arguments of the call 'c' are not JSON",
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_a_turn_is_one_line(message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        Message.model_validate(message).templated("messages.3")
+
+
+def test_calls_and_their_results_reach_the_template() -> None:
+    made = Message.model_validate({"role": "assistant", "tool_calls": [CALL]}).templated("")
+    assert made["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    result = Message.model_validate({"role": "tool", "content": "5", "tool_call_id": "c"}).templated("")
+    assert result == {"role": "tool", "content": "5", "tool_call_id": "c"}
 
 
 def test_defaults_are_those_of_the_api() -> None:
@@ -320,7 +379,7 @@ def test_stream_options_decide_which_events_carry_a_usage(options: dict[str, boo
 def test_a_message_of_parts_is_their_text_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = Message.model_validate({"role": "developer", "content": parts})
-    assert message.templated() == {"role": "system", "content": "a\nb"}
+    assert message.templated("") == {"role": "system", "content": "a\nb"}
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:

@@ -1,0 +1,123 @@
+"""Functions that a model may call: how clients describe them, and what they send back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from floodplain.core.errors import UserError
+from floodplain.core.structure import Structure
+from floodplain.model.structure import structure_of_schema
+from floodplain.server.fields import Body
+
+MAX_TOOLS = 128
+"""The most functions of a request, as in the OpenAI API."""
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    """A function: its name, what it does, and the JSON schema of its arguments."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool. There are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    """A function's name, and its arguments as JSON."""
+
+    name: ToolName
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an earlier turn of the model."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def templated(self, place: str) -> dict[str, Any]:
+        """The call in the form of chat templates, whose arguments are not text. UserError unless they are JSON."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            raise UserError(f"{place}.tool_calls: the arguments of the call {self.id!r} are not JSON") from None
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedChoice(Body):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _named(value: object) -> object:
+    """Refuse other texts by what is accepted: a union would list the faults of each branch."""
+    if isinstance(value, str) and value not in ("none", "auto", "required"):
+        raise ValueError('should be "none", "auto", "required" or an object that names a function')
+    return value
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_named)]
+
+
+def call_structure(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool) -> Structure | None:
+    """Return the structure of an answer that must be calls; None if it may be text.
+
+    One function that is named: its arguments. Any: a list of objects with ``name`` and ``parameters``.
+    """
+    if isinstance(choice, NamedChoice):
+        (found,) = [tool.function for tool in tools if tool.function.name == choice.function.name]
+        return structure_of_schema(found.parameters or {"type": "object"})
+    if choice != "required":
+        return None
+    definitions: dict[str, Any] = {}
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_call(t, definitions) for t in tools]},
+    }
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return structure_of_schema(schema | ({"$defs": definitions} if definitions else {}))
+
+
+def _call(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call. Definitions move to where references of the whole schema find them."""
+    parameters = dict(tool.function.parameters or {"type": "object"})
+    definitions.update(parameters.pop("$defs", {}))
+    properties = {"name": {"const": tool.function.name}, "parameters": parameters}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Raise UserError, which names the field, if a choice names no tool, or tools have the same name."""
+    names = [tool.function.name for tool in tools]
+    if len({*names}) < len(names):
+        raise UserError("tools: two functions have the same name")
+    if choice == "required" and not names:
+        raise UserError('tool_choice is "required", and tools is empty')
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        raise UserError(f"tool_choice names {choice.function.name!r}, which is none of tools")
