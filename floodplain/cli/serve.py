@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)
 
         def say_ready() -> None:
-            url, model = url_of(sock), engine.model_name
+            url, model = url_of(sock), (*server_config.served_model_name, engine.model_name)[0]
             is_json = args.format == "json"
             announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
 
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
             drain_timeout_s=server_config.drain_timeout,
             on_ready=say_ready,
             limits=limits,
-            ping_s=server_config.ping_interval,
-            tool_call_parser=server_config.tool_call_parser,
+            config=server_config,
             extend=extend,
         )
         server.serve_on(sock)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
+from starlette.middleware.cors import CORSMiddleware
 
 from floodplain import __version__
 from floodplain.server.auth import KeyRing
@@ -18,7 +19,8 @@ from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
 from floodplain.server.routes import ERRORS, REQUEST_FIELDS, OpenAIRoutes
-from floodplain.server.settings import PING_S
+from floodplain.server.settings import DEFAULTS, ServerConfig
+from floodplain.server.text_routes import TextRoutes
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import DrainSwitch, Gate
 from floodplain.web.limits import ConnectionLimits
@@ -37,14 +39,12 @@ def create_app(
     *,
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
-    ping_s: float = PING_S,
-    tool_call_parser: str = "auto",
+    config: ServerConfig = DEFAULTS,
     extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``. ``keys`` of None: ``/v1`` needs no key.
 
-    ``drain`` is turned on when the server stops. A stream gets a comment after ``ping_s`` seconds of silence; 0: never.
-    ``tool_call_parser`` is a key of ``tool_parsers.FORMS``, or ``auto``.
+    ``drain`` is turned on when the server stops. Of ``config``, what concerns answers is used.
     """
 
     drain = drain or DrainSwitch()
@@ -64,21 +64,28 @@ def create_app(
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, **without)
     app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app, REQUEST_FIELDS)
-    app.include_router(OpenAIRoutes(engine, ping_s, tool_call_parser).router())
-    registry = _add_service_routes(app, engine)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    names = config.served_model_name or (engine.model_name,)
+    app.include_router(OpenAIRoutes(engine, names, config.ping_interval, config.tool_call_parser).router())
+    app.include_router(TextRoutes(engine, names).router())
+    registry = _add_service_routes(app, engine, names[0])
     if extend is not None:
         extend(app, registry)
     return app
 
 
-def _add_service_routes(app: FastAPI, engine: ServingEngine) -> CollectorRegistry:
-    metrics = ServingMetrics(engine.model_name, engine.stats)
+def _add_service_routes(app: FastAPI, engine: ServingEngine, model_name: str) -> CollectorRegistry:
+    metrics = ServingMetrics(model_name, engine.stats)
     engine.subscribe(metrics.observe)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
 
     @app.get("/health", responses=ERRORS)
     @app.get("/ready", responses=ERRORS)
+    @app.get("/ping", responses=ERRORS)
     async def health() -> Health:
         """Whether requests that come now are served."""
         if engine.failure is not None:
@@ -115,17 +122,14 @@ class Server(StoppableServer):
         drain_timeout_s: float,
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
-        ping_s: float = PING_S,
-        tool_call_parser: str = "auto",
+        config: ServerConfig = DEFAULTS,
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(
-            engine, drain=self._drain, keys=keys, ping_s=ping_s, tool_call_parser=tool_call_parser, extend=extend
-        )
+        app = create_app(engine, drain=self._drain, keys=keys, config=config, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 

@@ -166,6 +166,11 @@ class Message(Body):
         return fields | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
+def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in the form of chat templates. Raises UserError, with its place, for one that has none."""
+    return [message.templated(f"messages.{index}") for index, message in enumerate(messages)]
+
+
 COMPLETION_MAX_TOKENS = 16
 """``max_tokens`` of a completion request that gives none, as in the OpenAI API."""
 
@@ -356,10 +361,6 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-
-    def templated(self) -> list[dict[str, Any]]:
-        """The messages in the form of chat templates. Raises UserError, with its place, for one that has none."""
-        return [message.templated(f"messages.{index}") for index, message in enumerate(self.messages)]
 
     @property
     def calls(self) -> ToolChoice:

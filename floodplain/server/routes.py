@@ -19,9 +19,9 @@ from floodplain.core.request import Request as EngineRequest
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.structure import Structure
 from floodplain.model.structure import Grammars, grammars_of
-from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.auth import Client
 from floodplain.server.fields import UNSUPPORTED_FIELDS, IgnoredFields
+from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, WRITERS, ApiReply, ChatReply, CompletionReply, write_answer
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit, UsageDetail
@@ -43,56 +43,6 @@ from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
 from floodplain.web.workers import Workers
-
-LONG_TEXTS = Workers(1, "long-texts")
-"""Tokenises large bodies, which may take seconds, one at a time."""
-
-SHORT_TEXTS = Workers(1, "short-texts")
-"""Tokenises all other bodies, so that they do not wait for large ones."""
-
-
-class PromptReader:
-    """Reads the prompts of one body on a worker's thread. After a cancellation it does not begin further texts."""
-
-    def __init__(self, tokenizer: Tokenizer, limit: PromptLimit, *, is_long: bool) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
-
-    async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
-
-        Raises:
-            RequestRefused: By its length, a text has too many tokens; it is not tokenised.
-            UserError: A text has no tokens.
-        """
-        return [await self._read(prompt) for prompt in prompts]
-
-    async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
-        """The tokens of a conversation, and the fields of its body that were ignored.
-
-        Raises as ``read_prompts``, or UserError if the template refuses it.
-        """
-        return await self._workers.run(self._encode_chat, body)
-
-    async def _read(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._workers.run(self._encode, prompt)
-        return prompt
-
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        least = self._tokenizer.least_tokens(text)
-        self._limit.check(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
-        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if not tokens:
-            raise UserError("prompt must hold at least one token")
-        return tokens
-
-    def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
-        text = self._tokenizer.render_chat(body.templated(), tools)
-        return self._encode(text, add_special_tokens=False), body.ignored_fields
-
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +80,17 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 class OpenAIRoutes:
-    """The endpoints under ``/v1``. A stream gets a comment after ``ping_s`` seconds of silence; 0: never.
+    """The endpoints under ``/v1``.
 
-    ``tool_call_parser`` is a key of ``FORMS``, or ``auto``.
+    Args:
+        names: The names of the model.
+        ping_s: A stream gets a comment after so many seconds of silence; 0: never.
+        tool_call_parser: A key of ``FORMS``, or ``auto``.
     """
 
-    def __init__(self, engine: ServingEngine, ping_s: float, tool_call_parser: str = "auto") -> None:
-        self._engine, self._ping_s, self._tool_call_parser = engine, ping_s, tool_call_parser
+    def __init__(self, engine: ServingEngine, names: Sequence[str], ping_s: float, tool_call_parser: str) -> None:
+        self._engine, self._names, self._ping_s = engine, names, ping_s
+        self._tool_call_parser = tool_call_parser
         self._created = int(time.time())
         self._ignored_fields = IgnoredFields()
 
@@ -153,29 +107,29 @@ class OpenAIRoutes:
         return router
 
     async def list_models(self) -> ModelList:
-        """The model that is served."""
-        return ModelList(data=[self._card()])
+        """The model that is served, under each of its names."""
+        return ModelList(data=[self._card(name) for name in self._names])
 
     async def show_model(self, name: str) -> ModelCard:
         """The model that is served, by name."""
-        self._check_model(name)
-        return self._card()
+        check_model(name, self._names)
+        return self._card(name)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one prompt, or several."""
-        self._check_model(body.model)
+        check_model(body.model, self._names)
         params, detail, name = body.sampling(), body.usage_detail, _name_of(body, request)
         prompts = await unless_hung_up(request.receive, self._reader(request).read_prompts(body.prompts()))
         if prompts is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         self._ignored_fields.note(body.ignored_fields)
         shown = [prompt for prompt in prompts for _ in range(params.n)] if body.return_token_ids else None
-        reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, name, detail, shown)
+        reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
         return await self._answer(request, body, prompts, params, reply)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        self._check_model(body.model)
+        check_model(body.model, self._names)
         params, detail, name = body.sampling(), body.usage_detail, _name_of(body, request)
         tokenizer = self._engine.tokenizer
         if not tokenizer.has_chat_template:
@@ -187,7 +141,7 @@ class OpenAIRoutes:
         self._ignored_fields.note(ignored_fields)
         shown = [prompt] if body.return_token_ids else None
         params, make_turn = self._read_calls(body, params)
-        reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown, make_turn)
+        reply = ChatReply(body.model, tokenizer, name, detail, shown, make_turn)
         return await self._answer(request, body, [prompt], params, reply)
 
     def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
@@ -262,14 +216,15 @@ class OpenAIRoutes:
     def _grammars(self) -> Grammars:
         return grammars_of(self._engine.tokenizer, self._engine.vocab_size)
 
-    def _card(self) -> ModelCard:
-        engine = self._engine
-        return ModelCard(id=engine.model_name, created=self._created, max_model_len=engine.max_model_len)
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(id=name, created=self._created, max_model_len=self._engine.max_model_len)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._engine.model_name:
-            message = f"there is no model {name!r} here: use {self._engine.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Raise ApiError 404 for a name that is none of the model's."""
+    if name not in names:
+        message = f"there is no model {name!r} here: use {' or '.join(map(repr, names))}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _unless_cut(stream: Deltas, structure: Structure, grammars: Grammars) -> Deltas:

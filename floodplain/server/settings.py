@@ -34,6 +34,12 @@ class ServerConfig:
     tool_call_parser: str = flag(
         "auto", "how the model writes calls of tools; auto: as its chat template shows", choices=("auto", *FORMS)
     )
+    served_model_name: tuple[str, ...] = flag(
+        (), "names under which requests may ask for the model, the first for metrics (default: MODEL)", metavar="NAME"
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "origins whose pages may send requests (CORS), such as https://chat.example; * allows all", metavar="ORIGIN"
+    )
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 
@@ -47,3 +53,6 @@ class ServerConfig:
         if self.share_prefixes and self.api_key_file is None:
             raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
         check_connection_flags(self.max_connections, self.keep_alive_timeout)
+
+
+DEFAULTS = ServerConfig()

@@ -86,7 +86,7 @@ class HeldBody:
         self._budget.num_held_bytes -= self._num_bytes
 
 
-PROBES = frozenset({"/health", "/ready"})
+PROBES = frozenset({"/health", "/ping", "/ready"})
 """Paths that balancers and orchestrators probe."""
 
 PUBLIC_PATHS = PROBES | frozenset({"/version", "/metrics", "/openapi.json"})

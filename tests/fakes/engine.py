@@ -16,7 +16,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.server.app import Server
 from floodplain.server.auth import KeyRing
-from floodplain.server.settings import PING_S
+from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.waiting import HANG_S
@@ -174,7 +174,7 @@ class FakeEngine:
 class RunningServer:
     """A server on its own thread; ``url`` is its address, and ``stop`` has the effect of a signal."""
 
-    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float, ping_s: float) -> None:
+    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float, config: ServerConfig) -> None:
         self.engine = engine
         self._sock = bind("127.0.0.1", 0)
         self._sock.listen()
@@ -187,7 +187,7 @@ class RunningServer:
             drain_timeout_s=drain_timeout_s,
             on_ready=self._note_ready,
             limits=limit_connections(None),
-            ping_s=ping_s,
+            config=config,
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
@@ -224,10 +224,14 @@ class RunningServer:
 
 @contextmanager
 def serving(
-    engine: FakeEngine, *, keys: KeyRing | None = None, drain_timeout_s: float = 5.0, ping_s: float = PING_S
+    engine: FakeEngine,
+    *,
+    keys: KeyRing | None = None,
+    drain_timeout_s: float = 5.0,
+    config: ServerConfig = DEFAULTS,
 ) -> Iterator[RunningServer]:
     """Yield a server that takes requests; it has ended when the context is left."""
-    server = RunningServer(engine, keys, drain_timeout_s, ping_s)
+    server = RunningServer(engine, keys, drain_timeout_s, config)
     server.start()
     try:
         yield server

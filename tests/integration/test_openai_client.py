@@ -15,6 +15,7 @@ from floodplain.core.errors import QueueFull
 from floodplain.core.goals import Goals
 from floodplain.core.request import Request
 from floodplain.engine.outputs import OutputDelta
+from floodplain.server.settings import ServerConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving
 from tests.support.waiting import HANG_S
 
@@ -295,7 +296,7 @@ class HeldEngine(FakeEngine):
 def test_a_waiting_stream_has_its_head_and_comments_which_the_client_skips() -> None:
     engine = HeldEngine()
     body = {"model": "fake", "prompt": "ab", "max_tokens": 3, "stream": True}
-    with serving(engine, ping_s=0.01) as running, client_of(running) as client:
+    with serving(engine, config=ServerConfig(ping_interval=0.1)) as running, client_of(running) as client:
         waiting = client.completions.create(model="fake", prompt="!", stream=True)
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
             assert (answer.status_code, answer.headers["x-accel-buffering"]) == (200, "no")

@@ -1,0 +1,75 @@
+"""Reads the prompts of bodies on workers' threads: texts become tokens there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from floodplain.core.errors import UserError
+from floodplain.model.hf_tokenizer import Message
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.server.requests import ChatRequest, PromptLimit, templated
+from floodplain.web.workers import Workers
+
+LONG_TEXTS = Workers(1, "long-texts")
+"""Tokenises large bodies, which may take seconds, one at a time."""
+
+SHORT_TEXTS = Workers(1, "short-texts")
+"""Tokenises all other bodies, so that they do not wait for large ones."""
+
+
+class PromptReader:
+    """Reads the prompts of one body on a worker's thread. After a cancellation it does not begin further texts."""
+
+    def __init__(self, tokenizer: Tokenizer, limit: PromptLimit, *, is_long: bool) -> None:
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
+
+    async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
+
+        Raises:
+            RequestRefused: By its length, a text has too many tokens; it is not tokenised.
+            UserError: A text has no tokens.
+        """
+        return [await self._read(prompt) for prompt in prompts]
+
+    async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
+        """The tokens of a conversation, and the fields of its body that were ignored.
+
+        Raises as ``read_prompts``, or UserError if the template refuses it.
+        """
+        return await self._workers.run(self._encode_chat, body)
+
+    async def read_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of one text, which may have none."""
+        return await self._workers.run(partial(self._encode, text, add_special_tokens=add_special_tokens))
+
+    async def read_turns(self, turns: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation in the form of chat templates. Raises as ``read_chat``."""
+        return await self._workers.run(self._encode_turns, turns, tools)
+
+    async def _read(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = await self._workers.run(self._encode, prompt)
+            if not tokens:
+                raise UserError("prompt must hold at least one token")
+            return tokens
+        return prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        least = self._tokenizer.least_tokens(text)
+        self._limit.check(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
+        return self._encode_turns(templated(body.messages), tools), body.ignored_fields
+
+    def _encode_turns(self, turns: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        text = self._tokenizer.render_chat(turns, tools)
+        tokens = self._encode(text, add_special_tokens=False)
+        if not tokens:
+            raise UserError("prompt must hold at least one token")
+        return tokens
