@@ -89,7 +89,7 @@ def _resolve_own(
     required = [action for action in actions.values() if action.required]
     for action in required:  # another source may set it
         action.required = False
-    typed, unknown = _given(parser, actions, argv)
+    typed, unknown = _given(parser, actions, _without_model_flag(actions, argv))
     if unknown:
         known = [option for action in actions.values() for option in action.option_strings]
         wrong = unknown[0].partition("=")[0]  # the value may be a secret
@@ -109,6 +109,16 @@ def _resolve_own(
     ]
     resolved = {dest: values.get(dest, action.default) for dest, action in actions.items()}
     return argparse.Namespace(**resolved, sources=sources)
+
+
+def _without_model_flag(actions: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
+    """Arguments whose ``--model NAME``, which people know from other servers, is the argument MODEL."""
+    tokens = [part for token in argv for part in (token.split("=", 1) if token.startswith("--model=") else (token,))]
+    action = actions.get("model")
+    if action is None or action.option_strings or "--model" not in tokens[:-1]:
+        return list(argv)
+    at = tokens.index("--model")
+    return [tokens[at + 1], *tokens[:at], *tokens[at + 2 :]]
 
 
 def _given(

@@ -40,7 +40,12 @@ def _flag(
 class EngineFlags:
     """The flags, not checked. Sizes are bytes; the command line reads ``256MiB`` or ``4GB``."""
 
-    model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
+    model: str = field(
+        metadata={
+            "positional": True,
+            "help": "name of the Hugging Face hub (@REVISION may follow), folder, .gguf file, smollm2, or dummy:NAME",
+        }
+    )
     policy: str = _flag(DEFAULT_POLICY, "who runs next if not all requests fit", POLICIES)
     slice: int | None = _flag(None, f"least steps that a request stays on the device (default: {_SLICES})")
     ttft_goal: float | None = _flag(

@@ -65,6 +65,13 @@ def test_what_is_not_given_is_the_dataclass_default() -> None:
     assert parse(*MINIMUM) == Sample(model="m", base_url="http://x")
 
 
+@pytest.mark.parametrize("flag", [("--model", "m"), ("--model=m",)])
+def test_model_may_be_given_as_a_flag(flag: tuple[str, ...]) -> None:
+    assert parse(*flag, "--base-url", "http://x") == parse("--base-url", "http://x", *flag) == parse(*MINIMUM)
+    with pytest.raises(UserError, match="unknown argument"):
+        parse(*flag, *MINIMUM)
+
+
 def test_a_flag_of_two_dataclasses_serves_both() -> None:
     args = resolve(sample_parser(), [*MINIMUM, "--seed", "5"], {})
     assert dataclass_from(args, Sample).seed == dataclass_from(args, Other).seed == 5

@@ -12,7 +12,7 @@ from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.fingerprint import digest_fields
-from floodplain.model.weights.peek import packaged_smollm2, unknown_model
+from floodplain.model.weights.peek import find_model, packaged_smollm2, unknown_model
 
 __all__ = ["ModelSource", "fingerprint_kv", "open_model", "packaged_smollm2"]
 
@@ -33,8 +33,8 @@ class ModelSource(WeightSource, Protocol):
 def open_model(model: str, seed: int = 0) -> ModelSource:
     """Open a model: read its configuration, not yet its weights. ``seed`` is of a dummy's weights.
 
-    ``model`` is a Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``. Raises UserError if it is none
-    of these, cannot be read, or is not supported.
+    ``model`` is a name of the Hugging Face hub, a folder as there, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
+    Raises UserError if it is none of these, cannot be read, or is not supported.
     """
     if model == "smollm2":
         return _open_gguf(packaged_smollm2(), "smollm2")
@@ -42,7 +42,7 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
         from floodplain.model.weights.dummy import DummyModel
 
         return DummyModel(model.removeprefix("dummy:"), seed)
-    path = Path(model)
+    path = find_model(model)
     if is_folder(path):
         from floodplain.model.weights.hf_folder import HfFolder
 

@@ -10,8 +10,9 @@ from floodplain.cost.model_shape import ModelShape, shape_named
 from floodplain.files.parsing import parsing, read_json_object
 from floodplain.files.reading import is_file, is_folder
 from floodplain.model.tokenizer_view import VOCABULARIES
+from floodplain.model.weights.hub import hub_folder, is_hub_id
 
-_FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
+_FORMS = "a name of the Hugging Face hub, a folder, a .gguf file, smollm2, or dummy:NAME"
 
 
 def peek_shape(model: str) -> ModelShape:
@@ -21,12 +22,22 @@ def peek_shape(model: str) -> ModelShape:
     """
     if model.startswith("dummy:"):
         return shape_named(model.removeprefix("dummy:"))
-    path = packaged_smollm2() if model == "smollm2" else Path(model)
+    path = find_model(model)
     if is_folder(path):
         return _shape_of_folder(path)
     if path.suffix == ".gguf" and is_file(path):
         return _shape_of_gguf(path, "smollm2" if model == "smollm2" else path.stem)
     raise unknown_model(model)
+
+
+def find_model(model: str) -> Path:
+    """The path of a model that is no dummy. One of the hub is downloaded, if it is not in the cache. UserError."""
+    if model == "smollm2":
+        return packaged_smollm2()
+    path = Path(model)
+    if is_hub_id(model) and not path.exists():
+        return hub_folder(model)
+    return path
 
 
 def _shape_of_folder(folder: Path) -> ModelShape:
