@@ -75,3 +75,10 @@ class Burst:
             start_s += duration_s + pause_s
         drawn = lengths.draw(len(times), rng)
         return [TraceRow(when, *pair) for when, pair in zip(times, drawn, strict=True)]
+
+
+def poisson_rows(lengths: Lengths, rate: float, count: int, seed: int, start_s: float = 0.0) -> list[TraceRow]:
+    """``count`` requests at a steady rate, in order of arrival; the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    times = start_s + np.sort(rng.uniform(0, count / rate, count))
+    return [TraceRow(float(when), *pair) for when, pair in zip(times, lengths.draw(count, rng), strict=True)]

@@ -24,14 +24,16 @@ PAGE, DATA, IMAGES = "papers.md", "papers.json", "images"
 HEADINGS = ("claim", "paper", "ours", "ratio", "verdict", "Floodplain's own way")
 MANY_POINTS = 100
 """Curves with more points have no markers."""
+WIDTH_INCHES = 6.0
 _RULE = """\
 Each figure is simulated with the paper's models, GPUs, workload and baselines. Nothing here was measured on those GPUs.
 
-A claim is *reproduced* if ours differs from it by a factor of at most {tolerance}, at the value that is taken for what
-the paper does not tell. It is reproduced *only with* an assumption if another value of that comes as near, if the claim
-lies between the results of two values, or if a parameter was fitted to it. Ours is the mean over the seeds {seeds}. In
-brackets are the least and the largest result: of the values tried, else of the seeds. The last column is the same
-number under Floodplain's own way, where there is one."""
+A claim is *reproduced* if ours differs from it by a factor of at most {tolerance}, at the value that is taken for
+what the paper does not tell; for *at least* and *at most* only one side counts. It is reproduced *only with* an
+assumption if another value of that comes as near, if the claim lies between the results of two values, or if a
+parameter was fitted to it. Ours is the mean over the seeds {seeds}. In brackets are the least and the largest
+result: of the values tried, else of the seeds. The last column is the same number under Floodplain's own way, where
+there is one."""
 
 
 def write_page(folder: Path, findings: Sequence[Finding], seeds: Sequence[int]) -> None:
@@ -108,10 +110,10 @@ def _overview(finding: Finding) -> list[str]:
 def _section(finding: Finding) -> str:
     figure = finding.figure
     rows = "\n".join(f"- {text}" for text in figure.assumptions)
-    parts = [f"### {figure.name}", f"{figure.shows}. {figure.setting}", _table(HEADINGS, claim_rows(finding.claims))]
+    parts = [f"### {figure.name}", f"{figure.shows}. {figure.setting}.", _table(HEADINGS, claim_rows(finding.claims))]
     if figure.unknown:
-        tried = ", ".join(figure.unknown.values)
-        parts.append(f"The paper does not tell the {figure.unknown.name}: tried are {tried}; ours is {figure.default}.")
+        tried = "\n".join(f"- {label}{' (ours)' if label == figure.default else ''}" for label in figure.unknown.values)
+        parts.append(f"The paper does not tell the {figure.unknown.name}; tried are\n\n{tried}")
     parts += [f"![{figure.name}]({picture_path(finding).as_posix()})", f"Assumptions that are ours:\n\n{rows}"]
     return "\n\n".join(parts)
 
@@ -143,27 +145,30 @@ def _number(value: float, unit: str) -> str:
 def draw(finding: Finding) -> Drawing:
     """The picture of a figure: the default of what the paper does not tell, with the first seed."""
     picture = finding.picture
+    names = list(dict.fromkeys(name for curves in picture.panels.values() for name in curves))
     with styled():
-        drawing, panels = make_figure(finding.figure.name, finding.figure.shows, len(picture.panels), panel_inches=1.8)
-        drawing.set_size_inches(7.0, drawing.get_size_inches()[1])
+        drawing, panels = make_figure(finding.figure.name, finding.figure.shows, len(picture.panels))
+        drawing.set_size_inches(WIDTH_INCHES, drawing.get_size_inches()[1])
         for panel, (label, curves) in zip(panels, picture.panels.items(), strict=True):
             panel.set_ylabel(label)
-            _draw_curves(panel, curves)
+            _draw_curves(panel, curves, names)
         panels[-1].set_xlabel(picture.x_label)
-        handles = {
+        legend = {
             text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)
         }
-        if len(handles) > 1:
-            drawing.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)))
+        if len(legend) > 1:
+            drawing.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
     return drawing
 
 
-def _draw_curves(panel: Axes, curves: Curves) -> None:
+def _draw_curves(panel: Axes, curves: Curves, names: Sequence[str]) -> None:
+    """Draw one panel; a name has the same colour in all panels."""
     bars = {name: curve for name, curve in curves.items() if curve[0] and isinstance(curve[0][0], str)}
     if bars:
-        _draw_bars(panel, bars)
-    for number, (name, (places, values)) in enumerate(curves.items()):
+        _draw_bars(panel, bars, names)
+    for name, (places, values) in curves.items():
         if name not in bars:
+            number = names.index(name)
             marker = MARKERS[number % len(MARKERS)] if len(values) <= MANY_POINTS else None
             panel.plot(
                 places, values, label=name, color=COLOURS[number % len(COLOURS)], marker=marker, markersize=3.5,
@@ -172,12 +177,12 @@ def _draw_curves(panel: Axes, curves: Curves) -> None:
     panel.set_ylim(bottom=0)
 
 
-def _draw_bars(panel: Axes, bars: Curves) -> None:
-    places = list(dict.fromkeys(place for names, _ in bars.values() for place in names))
+def _draw_bars(panel: Axes, bars: Curves, names: Sequence[str]) -> None:
+    places = list(dict.fromkeys(place for labels, _ in bars.values() for place in labels))
     width = 0.8 / len(bars)
-    for number, (name, (names, values)) in enumerate(bars.items()):
-        lefts = [places.index(place) + (number - (len(bars) - 1) / 2) * width for place in names]
-        panel.bar(lefts, values, width, label=name, color=COLOURS[number % len(COLOURS)])
+    for number, (name, (labels, values)) in enumerate(bars.items()):
+        lefts = [places.index(label) + (number - (len(bars) - 1) / 2) * width for label in labels]
+        panel.bar(lefts, values, width, label=name, color=COLOURS[names.index(name) % len(COLOURS)])
     panel.set_xticks(range(len(places)), [str(place) for place in places])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.sim.prediction import predict
-from floodplain.sim.scenario import make_scenario
+from floodplain.sim.scenario import Scenario, make_scenario
 from floodplain.workload.traces import TraceRow
 
 _GOALS = {"goodput": ["ttft:1000"]}
@@ -25,10 +25,14 @@ class Served:
     result: Mapping[str, Any]
 
 
-def serve_rows(scenario: Mapping[str, Any], rows: Sequence[TraceRow]) -> Served:
-    """Serve ``rows`` in a scenario, as its file would say it. UserError if it is not valid."""
-    checked = make_scenario({"workload": _GOALS} | dict(scenario), "figure", Path())
-    result = predict(checked, rows).result
+def scenario_of(content: Mapping[str, Any]) -> Scenario:
+    """A scenario as its file would say it. UserError if it is not valid."""
+    return make_scenario({"workload": _GOALS} | dict(content), "figure", Path())
+
+
+def serve_rows(scenario: Mapping[str, Any] | Scenario, rows: Sequence[TraceRow]) -> Served:
+    """Serve ``rows`` in a scenario. UserError if it is not valid."""
+    result = predict(scenario if isinstance(scenario, Scenario) else scenario_of(scenario), rows).result
     ttfts, spans = result["ttfts"], [sum(gaps) for gaps in result["itls"]]
     return Served(
         ttft_s=tuple(ttfts),
