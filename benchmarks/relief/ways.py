@@ -20,7 +20,6 @@ from benchmarks.relief.cells import (
     TOKEN_BYTES,
     Cell,
 )
-from benchmarks.relief.regrouping import GroupLink, Regrouping
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepTimer
@@ -38,6 +37,7 @@ from floodplain.policy.relief import (
 )
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.regrouping import GroupLink, Regrouping
 from floodplain.sim.serving import VirtualDevice
 
 SWAP_POOLS = 4

@@ -8,9 +8,6 @@ from random import Random
 
 import pytest
 
-from benchmarks.relief import regrouping
-from benchmarks.relief.regrouping import GroupLink, Regrouping, Transition
-from benchmarks.relief.stages import VirtualModel, VirtualStages
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -22,9 +19,12 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
+from floodplain.sim import regrouping
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.instance import Environment
+from floodplain.sim.regrouping import GroupLink, Regrouping, Transition
 from floodplain.sim.serving import VirtualDevice, serve
+from floodplain.sim.stages import VirtualModel, VirtualStages
 from tests.support.pipeline_run import run_pipeline
 
 MODEL = VirtualModel(

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 
-from benchmarks.relief.stages import VirtualModel, VirtualStages
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import Request
 from floodplain.policy.drop import GroupLoad, plan_drop, plan_largest
@@ -21,6 +20,7 @@ from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming
 from floodplain.runtime.handover import HeldBlocks, Record, take_records
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.instance import DUMMY_TOKEN
+from floodplain.sim.stages import VirtualModel, VirtualStages
 
 
 @dataclass(frozen=True, slots=True)
