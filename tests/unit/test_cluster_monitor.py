@@ -98,7 +98,7 @@ def test_a_drop_is_made_only_if_more_streams_make_more_tokens(is_base: bool) -> 
     now, tokens = 0.0, 0
     for steps, size in enumerate((1, 2, 3, 4) * 10):
         now, tokens = now + (0.1 if is_base else 0.1 * size), tokens + size
-        cluster.monitor._steps.note(9, Progress(now, steps + 1, tokens, size))
+        cluster.monitor.rule.steps.note(9, Progress(now, steps + 1, tokens, size))
     cluster.give(60)
     cluster.pass_time(2, used=100, waiting=26)
     assert cluster.prepared() == ({1, 2} if is_base else set())
@@ -137,7 +137,7 @@ def test_without_prices_groups_merge_if_memory_stays_short(is_priced: bool) -> N
         group.state, plan.kept = GroupState.PIPELINED, (range(6), range(6, 12))
         for epoch, part in zip(epochs, ("leading", "grouped"), strict=True):
             cluster.table.roster.expect(epoch).part = part
-    cluster.monitor._timing._num_drops = 1  # counts as a drop by the monitor
+    cluster.monitor.rule._timing._num_drops = 1  # counts as a drop by the monitor
     cluster.sent.clear()
     cluster.pass_time(12, used=100, waiting=2)
     assert cluster.prepared() == (set() if is_priced else {1, 2, 3, 4})

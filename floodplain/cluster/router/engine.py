@@ -195,7 +195,7 @@ class ClusterEngine:
             router.table, router.sums, router.group_controller, shape, is_priced=is_priced, most_stages=most_stages,
             on_overload=self._note_overload,
         )  # fmt: skip
-        router.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
+        router.requests.on_opened = lambda _: monitor.rule.arrivals.note_arrival(time.monotonic())
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class ClusterEngine:
 
     def _note_finished(self, lifecycle: Lifecycle) -> None:
         if self.router.monitor is not None:
-            self.router.monitor.arrivals.note_end(len(lifecycle.token_times_s))
+            self.router.monitor.rule.arrivals.note_end(len(lifecycle.token_times_s))
         for callback in self._subscribers:
             callback(lifecycle)
 

@@ -1,14 +1,15 @@
 """Watches the load of a router's instances, and decides when groups drop layers and when they restore them. No I/O.
 
-``policy.drop_timing`` decides when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. If nothing more
-can be dropped and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
+``policy.relief_rule`` decides when and whether it pays, ``policy.drop`` which instances. If nothing more can be dropped
+and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf
 
 from floodplain.cluster.groups.controller import GroupController
@@ -20,22 +21,9 @@ from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
 from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
-from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
-from floodplain.policy.relief import (
-    LONG_S,
-    RECENT_S,
-    ArrivalMeter,
-    DropCost,
-    Lever,
-    Offer,
-    Overload,
-    Progress,
-    ReliefDecision,
-    StepMeter,
-    choose_relief,
-    exchanged_bytes,
-    expect_s,
-)
+from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTimingSettings
+from floodplain.policy.relief import DropCost, Progress, exchanged_bytes
+from floodplain.policy.relief_rule import Priced, ReliefLoad, ReliefRule, timing_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +32,6 @@ FIRST_REMAP_S_PER_BYTE = 2.5e-10
 FIRST_BANDWIDTH = 1e9
 """Assumed bytes of KV per second between members."""
 SETTINGS = DropTimingSettings()
-MOST_DROPS = 2
-"""Most drops between two restores if a drop need not pay: the second merges groups. The price of a merge is unknown."""
 NOTICE_S = 10.0
 """Least seconds between two notices to an autoscaler."""
 
@@ -73,9 +59,8 @@ class Monitor:
         on_overload: Called with each notice for an autoscaler.
 
     Attributes:
-        arrivals: Meter of requests, which the caller updates.
+        rule: Decides; the caller updates its meter of arrivals.
         load: The load at the last ``look``; None before the first.
-        decision: The last decision of ``policy.relief``; None if there was none.
     """
 
     def __init__(
@@ -90,16 +75,12 @@ class Monitor:
         on_overload: Callable[[Notice], None],
         settings: DropTimingSettings = SETTINGS,
     ) -> None:
-        self.arrivals = ArrivalMeter()
+        timing = timing_of(settings, is_priced=is_priced)
+        self.rule = ReliefRule(timing, is_priced=is_priced, most_stages=most_stages)
         self.load: ClusterLoad | None = None
-        self.decision: ReliefDecision | None = None
         self.num_notices = 0
         self._table, self._sums, self._group_controller, self._shape = table, sums, group_controller, shape
-        self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
-        self._settings = settings
-        self._timing = DropTiming(settings if is_priced else replace(settings, most_drops=MOST_DROPS))
-        self._steps = StepMeter()
-        self._short_since_s: float | None = None
+        self._on_overload, self._settings = on_overload, settings
         self._noticed_s = self._priced_s = -inf
 
     def look(self, now: float) -> None:
@@ -108,13 +89,12 @@ class Monitor:
             return
         load = self.load = self._find_load(now)
         self._learn(now)
-        is_short = load.num_head_blocks > 0 and load.num_missing_blocks > 0
-        self._short_since_s = (self._short_since_s or now) if is_short else None
-        pays = not is_short or load.is_grouped or not self._is_priced or self._pays(load, now)
-        moment = self._timing.decide(load, self._transition_s(load) if pays else inf)
+        before, moment = self.rule.priced, self.rule.decide(self._find_relief_load(load))
+        if self.rule.priced is not before and self.rule.priced is not None:
+            self._log_price(self.rule.priced, now)
         if moment.move is DropMove.RESTORE:
             self._restore_all()
-        is_stuck = is_short and load.is_grouped and not load.is_changing
+        is_stuck = self.rule.short_since_s is not None and load.is_grouped and not load.is_changing
         if moment.move is DropMove.DROP:
             is_stuck = not self._drop(moment.need_blocks)
         if is_stuck:
@@ -150,45 +130,30 @@ class Monitor:
             if one.part is None:
                 stats = self._sums.latest(one.epoch)
                 progress = Progress(now, stats.num_steps, stats.num_generated_tokens, stats.num_running)
-                self._steps.note(one.epoch, progress)
+                self.rule.steps.note(one.epoch, progress)
             else:
-                self._steps.forget(one.epoch)
+                self.rule.steps.forget(one.epoch)
 
-    # -- whether it pays ----------------------------------------------------------------------------------------------
+    # -- what a drop costs --------------------------------------------------------------------------------------------
 
-    def _pays(self, load: ClusterLoad, now: float) -> bool:
-        step, heads = self._steps.step(), self._find_heads()
-        if step is None or len(heads) < 2:
-            return False
-        num_running = sum(self._sums.latest(one.epoch).num_running for one in heads) / len(heads)
-        if not num_running:
-            return False
-        output = self.arrivals.output_tokens
-        num_stages = min(self._most_stages, len(heads))
-        sizes = self._sizes()
-        pools = [one.facts.num_blocks for one in heads][:num_stages]
-        grown = sizes.group_blocks(pools) / sum(pools)
-        rate = len(heads) * step.tokens_per_s(num_running)
-        num_groups = len(heads) / num_stages
-        pipelined = num_groups * step.pipeline_tokens_per_s(grown * num_stages * num_running, num_stages)
-        cost = self._cost(load, num_stages)
-        overload = Overload(
-            waiting_tokens=self._count_absent(heads) * output,
-            resident_tokens=num_running * len(heads) * output / 2,
-            arriving_tokens_per_s=self.arrivals.tokens_per_s(now, RECENT_S),
-            later_tokens_per_s=min(self.arrivals.tokens_per_s(now, LONG_S), rate),
-            lasts_s=expect_s(now - (self._short_since_s or now)),
+    def _find_relief_load(self, load: ClusterLoad) -> ReliefLoad:
+        heads = self._find_heads()
+        return ReliefLoad(
+            load,
+            tuple(one.facts.num_blocks for one in heads),
+            sum(self._sums.latest(one.epoch).num_running for one in heads),
+            self._count_absent(heads),
+            self._sizes(),
+            partial(self._cost, load),
         )
-        offers = [Offer(Lever.WAIT, rate), Offer(Lever.HOST, rate)]
-        offers.append(Offer(Lever.DROP, pipelined, cost.pause_s, cost.remap_s))
-        self.decision = choose_relief(overload, offers)
-        if now - self._priced_s >= NOTICE_S:
-            self._priced_s = now
-            prices = ", ".join(f"{lever} {price:.0f}" for lever, price in self.decision.prices.items())
-            logger.info(
-                "memory is short: %s, token-seconds of %s; %s, %s", self.decision.reason.value, prices, overload, step
-            )
-        return self.decision.lever is Lever.DROP
+
+    def _log_price(self, priced: Priced, now: float) -> None:
+        if now - self._priced_s < NOTICE_S:
+            return
+        self._priced_s = now
+        prices = ", ".join(f"{lever} {price:.0f}" for lever, price in priced.decision.prices.items())
+        reason = priced.decision.reason.value
+        logger.info("memory is short: %s, token-seconds of %s; %s, %s", reason, prices, priced.overload, priced.step)
 
     def _cost(self, load: ClusterLoad, num_stages: int) -> DropCost:
         counts, sizes = self._group_controller.counts, self._sizes()
@@ -198,10 +163,6 @@ class Monitor:
             remap_s = counts.usable_s / counts.num_changes["dropped"]
         kv_bytes = load.num_used_blocks * sizes.block_bytes * sizes.num_layers
         return DropCost(remap_s, exchanged_bytes(kv_bytes, num_stages), FIRST_BANDWIDTH)
-
-    def _transition_s(self, load: ClusterLoad) -> float:
-        cost = self._cost(load, min(self._most_stages, max(2, len(self._find_heads()))))
-        return cost.remap_s + cost.exchange_s
 
     def _sizes(self) -> DropSizes:
         facts = next(iter(self._table.roster)).facts
@@ -216,8 +177,8 @@ class Monitor:
         loads = [*self._single_loads(), *self._group_loads()]
         if len(loads) < 2:
             return False
-        sizes = self._sizes()
-        plan = plan_drop(loads, need_blocks, sizes, self._most_stages) or plan_largest(loads, sizes, self._most_stages)
+        sizes, most_stages = self._sizes(), self.rule.most_stages
+        plan = plan_drop(loads, need_blocks, sizes, most_stages) or plan_largest(loads, sizes, most_stages)
         is_begun = False
         for epochs in () if plan is None else plan.groups:
             try:
@@ -247,7 +208,7 @@ class Monitor:
                 self._group_controller.restore(group.number)
 
     def _note_overload(self, load: ClusterLoad, now: float) -> None:
-        short_s = now - (self._short_since_s or now)
+        short_s = now - (self.rule.short_since_s or now)
         if now - self._noticed_s < NOTICE_S or short_s < self._settings.overload_s:
             return
         self._noticed_s = now
