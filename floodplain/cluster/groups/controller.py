@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from floodplain.cluster.groups.plan import GroupPlan, MovingRequest, plan_merge
+from floodplain.cluster.groups.plan import GroupPlan, MovingRequest
 from floodplain.cluster.groups.table import Change, Group, GroupTable, find_max_model_len
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
 from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError
+from floodplain.core.group_merge import plan_merge
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
 

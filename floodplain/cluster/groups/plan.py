@@ -11,62 +11,12 @@ from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
-from floodplain.core.errors import InvariantError, UserError
-from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, cut_merge, size_group
+from floodplain.core.errors import InvariantError
+from floodplain.core.group_merge import Merge, no_merge
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
 from floodplain.core.tiers import find_slot
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """The plan of a merge; tuples are indexed by place in the new group.
-
-    Attributes:
-        kept: Layers that each member keeps.
-        held: Layers that each member has before.
-        holders: The place whose report has each member's rows: its old leader's, or its own.
-        sources: For each place and layer of the model: the place that has this layer's KV of the place's rows.
-    """
-
-    kept: tuple[range, ...]
-    held: tuple[range, ...]
-    holders: tuple[int, ...]
-    sources: tuple[tuple[int, ...], ...]
-
-
-def plan_merge(
-    epochs: Sequence[int], old: Mapping[tuple[int, ...], Sequence[range]], num_layers: int
-) -> tuple[tuple[int, ...], Merge]:
-    """(epochs in the order of the pipeline, the plan).
-
-    ``epochs`` are in any order. ``old`` has the epochs of each old group, the leader first, and the layers of each of
-    its members. Raises ``UserError`` if they cannot share the layers.
-    """
-    kept_of = {epoch: part for members, kept in old.items() for epoch, part in zip(members, kept, strict=True)}
-    held = [kept_of.get(epoch, range(num_layers)) for epoch in epochs]
-    cut = cut_merge(held, num_layers)
-    if cut is None:
-        raise UserError(f"instances {sorted(epochs)} cannot share {num_layers} layers by dropping more: restore first")
-    order = tuple(epochs[member] for member in cut.order)
-    members_of = {epoch: members for members in old for epoch in members}
-    place_of = {epoch: place for place, epoch in enumerate(order)}
-    sources = [
-        tuple(
-            next(
-                place_of[one] for one in members_of.get(epoch, (epoch,)) if layer in kept_of.get(one, range(num_layers))
-            )
-            for layer in range(num_layers)
-        )
-        for epoch in order
-    ]
-    return order, Merge(
-        kept=cut.kept,
-        held=tuple(held[member] for member in cut.order),
-        holders=tuple(place_of[members_of.get(epoch, (epoch,))[0]] for epoch in order),
-        sources=tuple(sources),
-    )
-
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -154,7 +104,7 @@ class GroupPlan:
         reports = [self.report_of(place) for place in range(len(self.epochs))]
         layer_block_bytes = 2 * shape.kv_size * DTYPE_BYTES[facts.dtype] * facts.block_tokens
         memories = [_memory_of(one, layer_block_bytes) for one in reports]
-        merge = self.merge or _no_merge(split_layers(shape.num_layers, memories, head_layers(shape)), shape.num_layers)
+        merge = self.merge or no_merge(split_layers(shape.num_layers, memories, head_layers(shape)), shape.num_layers)
         self.merge, self.kept = merge, merge.kept
         found = [
             (entry, HeldRow(place, blocks), row.num_computed)
@@ -276,12 +226,6 @@ class GroupPlan:
         if self.sizes is None:
             raise InvariantError(f"group {self.number} is not divided yet")
         return self.sizes
-
-
-def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:
-    places = tuple(range(len(kept)))
-    held = tuple(range(num_layers) for _ in places)
-    return Merge(tuple(kept), held, places, tuple((place,) * num_layers for place in places))
 
 
 def _memory_of(report: wire.Prepared, layer_block_bytes: int) -> StageMemory:
