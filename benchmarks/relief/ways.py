@@ -23,7 +23,7 @@ from benchmarks.relief.cells import (
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepTimer
-from floodplain.policy.drop_timing import ClusterLoad, DropTiming
+from floodplain.policy.drop_timing import ClusterLoad, DropTimingSettings
 from floodplain.policy.registry import make_policy
 from floodplain.policy.relief import (
     DropCost,
@@ -35,6 +35,7 @@ from floodplain.policy.relief import (
     exchanged_bytes,
     expect_s,
 )
+from floodplain.policy.relief_rule import ReliefRule
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from floodplain.sim.regrouping import GroupLink, Regrouping
@@ -62,7 +63,8 @@ def _join(cluster: VirtualCluster, cell: Cell, way: str) -> Regrouping | None:
     environment, model = cluster.environment, cell.model
     if way.startswith("drop"):
         link = GroupLink(cell.link, REMAP_S_PER_BYTE)
-        groups = Regrouping(cluster, model, link, NUM_INSTANCES, DropTiming(), restores=way == "drop")
+        rule = ReliefRule(DropTimingSettings(), is_priced=False, most_stages=NUM_INSTANCES)
+        groups = Regrouping(cluster, model, link, NUM_INSTANCES, rule, restores=way == "drop")
         environment.schedule(0.0, groups.look)
         return groups
     if way == "pipeline":

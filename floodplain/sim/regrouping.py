@@ -1,9 +1,9 @@
 """Drop and restore in virtual time: instances become a group, and single instances again; each step is timed.
 
 As in the engine (KunServe, sections 4.1, 4.2, 4.4): members pause at a boundary, pages are remapped, the group accepts
-new requests at once, and running requests resume when their KV has been copied; copied KV is
-unmapped then. Restore: parameters are pulled while the group runs, it pauses, pages are remapped, KV is copied back.
-Simpler than the engine: layers are cut evenly, and the group keeps its blocks until it pauses.
+new requests at once, and running requests resume when their KV has been copied; copied KV is unmapped then. Restore:
+parameters are pulled while the group runs, it pauses, pages are remapped, KV is copied back. Simpler than the engine:
+the group keeps its blocks until it pauses.
 """
 
 from __future__ import annotations
@@ -12,15 +12,69 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from typing import Protocol
 
+from floodplain.core.errors import UserError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.request import Request
-from floodplain.policy.drop import GroupLoad, plan_drop, plan_largest
-from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming
+from floodplain.core.group_merge import Merge
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.request import Request, SeqId
+from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
+from floodplain.policy.drop_timing import ClusterLoad, DropMove
+from floodplain.policy.relief import DropCost, Progress, exchanged_bytes
+from floodplain.policy.relief_rule import ReliefLoad, ReliefRule
 from floodplain.runtime.handover import HeldBlocks, Record, take_records
-from floodplain.sim.cluster import VirtualCluster
-from floodplain.sim.instance import DUMMY_TOKEN
-from floodplain.sim.stages import VirtualModel, VirtualStages
+from floodplain.sim.cluster import VirtualCluster, VirtualEngine
+from floodplain.sim.group_plan import Moving, merge_of, plan_handover, without_kv
+from floodplain.sim.instance import DUMMY_TOKEN, Environment
+
+
+class GroupEngine(VirtualEngine, Protocol):
+    """An engine whose requests can be handed over."""
+
+    def submit(self, request: Request) -> SeqId:
+        """Submit a request that arrives now and computes all of its known tokens."""
+        ...
+
+    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
+        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
+        ...
+
+    def pause(self, then: Callable[[], object]) -> None:
+        """Stop planning for good, and call ``then`` when no step and no copy is outstanding."""
+        ...
+
+    def advance(self) -> None:
+        """Plan what can be planned now; for more memory."""
+        ...
+
+
+class GroupModel(Protocol):
+    """A model on equal instances: makes the engines of single ones and of groups.
+
+    ``num_blocks`` is the pool of an instance that has all layers; ``head_cost`` the work of a pipeline's last stage
+    beside its layers, in layers.
+    """
+
+    @property
+    def sizes(self) -> DropSizes: ...  # noqa: D102 - of layers and blocks
+
+    @property
+    def num_blocks(self) -> int: ...  # noqa: D102
+
+    @property
+    def block_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def head_cost(self) -> float: ...  # noqa: D102
+
+    def make_single(self, environment: Environment) -> GroupEngine:
+        """An instance with all layers."""
+        ...
+
+    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> GroupEngine:
+        """A pipeline of members that keep these layers, with a pool of so many blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +92,59 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One drop or restore, for a trace.
+    """One drop, or the return of one instance to all layers.
 
     Attributes:
         when_s: Time of the decision.
         is_drop: True for a drop, False for a restore.
         usable_s: Seconds until new requests could run again.
         whole_s: Seconds until the last request had its KV.
+        instances: Members of the new group, the leader first; the restored instance.
+        num_blocks: Blocks of the new pool, and
+        num_blocks_before: of the pools that it replaces (a restore: of the group's).
+        kv_bytes: KV that crossed links.
+        parameter_bytes: Parameters that crossed links.
+        num_recomputed: Requests that lost their KV.
     """
 
     when_s: float
     is_drop: bool
     usable_s: float
     whole_s: float
+    instances: tuple[int, ...]
+    num_blocks: int
+    num_blocks_before: int
+    kv_bytes: float
+    parameter_bytes: float
+    num_recomputed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """A group, or a single instance: its members, the leader first, the layers that each has, and its engine."""
+
+    members: tuple[int, ...]
+    kept: tuple[range, ...]
+    engine: GroupEngine
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.members) == 1
+
+    @property
+    def num_blocks(self) -> int:
+        return self.engine.loop.state.ledger.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change that has been decided: when, whether it is a drop, its instances, and the blocks of its pools before."""
+
+    when_s: float
+    is_drop: bool
+    instances: tuple[int, ...]
+    num_blocks_before: int
+    parameter_bytes: float = 0.0
 
 
 class Regrouping:
@@ -61,212 +155,270 @@ class Regrouping:
         model: The model of all instances.
         link: The link between instances.
         num_instances: Instances at first, each alone.
-        timing: Decides when to drop and restore.
+        rule: Decides when to drop and restore.
         restores: Whether groups are restored.
         period_s: Seconds between two calls of ``look``.
 
     Attributes:
         transitions: All transitions, in order.
         drop_loads: The load at each decision to drop.
+        num_moving: Requests that have left an engine, and whose KV has not reached the next one.
     """
 
     def __init__(
         self,
         cluster: VirtualCluster,
-        model: VirtualModel,
+        model: GroupModel,
         link: GroupLink,
         num_instances: int,
-        timing: DropTiming,
+        rule: ReliefRule,
         *,
         restores: bool = True,
         period_s: float = 0.25,
     ) -> None:
         self.transitions: list[Transition] = []
         self.drop_loads: list[ClusterLoad] = []
-        self._cluster, self._model, self._link, self._timing = cluster, model, link, timing
+        self.num_moving = 0
+        self._cluster, self._model, self._link, self._rule = cluster, model, link, rule
         self._restores, self._period_s = restores, period_s
-        self._stages: dict[int, int] = {}
+        self._groups: dict[int, _Group] = {}
+        self._live: dict[str, None] = {}
         self._num_instances = num_instances
         self._num_changing = 0
-        for _ in range(num_instances):
-            self._join(model.make_stages(cluster.environment, 1, model.num_blocks), 1)
+        for number in range(num_instances):
+            self._join_single(number, model.make_single(cluster.environment))
+
+    def note_arrival(self, request: Request) -> None:
+        """Count a request that arrives now; only prices need it."""
+        self._rule.arrivals.note_arrival(self._cluster.environment.now)
+        self._live[request.request_id] = None
 
     def look(self) -> None:
         """Measure the load and decide; repeats every ``period_s`` until all requests and transitions have ended."""
         environment = self._cluster.environment
-        load = self._see()
-        moment = self._timing.decide(load, self._transition_s(load.num_used_blocks))
+        self._learn()
+        load = self._find_load()
+        moment = self._rule.decide(load)
         if moment.move is DropMove.DROP:
-            self.drop_loads.append(load)
-            loads, sizes = self._loads(), self._model.sizes
-            plan = plan_drop(loads, moment.need_blocks, sizes) or plan_largest(loads, sizes)
-            for group in plan.groups if plan is not None else ():
-                self._gather(group, environment.now)
+            self.drop_loads.append(load.blocks)
+            self._drop(moment.need_blocks)
         elif moment.move is DropMove.RESTORE and self._restores:
-            for epoch in [epoch for epoch, num_stages in self._stages.items() if num_stages > 1]:
+            for epoch in [epoch for epoch, group in self._groups.items() if not group.is_single]:
                 self._num_changing += 1
-                pull_s = self._dropped_bytes(self._stages[epoch]) / self._link.bandwidth
+                pull_s = self._dropped_bytes(self._groups[epoch].kept) / self._link.bandwidth
                 environment.schedule(environment.now + pull_s, partial(self._scatter, epoch, environment.now))
         if self._num_changing or not self._cluster.is_idle:
             environment.schedule(environment.now + self._period_s, self.look)
 
     # -- load ------------------------------------------------------------------------------------------------------
 
-    def _see(self) -> ClusterLoad:
-        states = [engine.loop.state for engine in self._cluster.engines.values()]
+    def _learn(self) -> None:
+        for group in self._groups.values():
+            state = group.engine.loop.state
+            counters = state.counters
+            progress = Progress(
+                self._cluster.environment.now, counters.num_steps, counters.num_generated_tokens, len(state.running)
+            )
+            if group.is_single:
+                self._rule.steps.note(group.members[0], progress)
+            else:
+                for member in group.members:
+                    self._rule.steps.forget(member)
+        for request_id in list(self._live):
+            lives = self._cluster.stories.get(request_id)
+            if lives and lives[-1].events[-1][1] is EventKind.FINISHED:
+                del self._live[request_id]
+                self._rule.arrivals.note_end(sum(len(life.token_times_s) for life in lives))
+
+    def _find_load(self) -> ReliefLoad:
+        states = [group.engine.loop.state for group in self._groups.values()]
         block_tokens, num_blocks = self._model.block_tokens, sum(state.ledger.num_blocks for state in states)
         used = num_blocks - sum(state.ledger.num_available for state in states)
         waiting = [seq for state in states for seq in state.sequences.values() if not seq.blocks]
-        return ClusterLoad(
+        blocks = ClusterLoad(
             now=self._cluster.environment.now,
             num_used_blocks=used,
             num_head_blocks=sum(-(-len(seq.tokens) // block_tokens) for seq in waiting),
             num_blocks=num_blocks,
             undropped_blocks=self._num_instances * self._model.num_blocks,
-            is_grouped=any(num_stages > 1 for num_stages in self._stages.values()),
+            is_grouped=any(not group.is_single for group in self._groups.values()),
             is_changing=self._num_changing > 0,
         )
+        num_running = sum(len(state.running) for state in states)
+        own_blocks, drop_cost = (self._model.num_blocks,) * len(states), partial(self._find_cost, used)
+        return ReliefLoad(blocks, own_blocks, num_running, len(waiting), self._model.sizes, drop_cost)
 
-    def _loads(self) -> list[GroupLoad]:
+    def _find_loads(self) -> list[GroupLoad]:
         loads = []
-        for epoch, num_stages in self._stages.items():
-            state = self._cluster.engines[epoch].loop.state
-            demands = (-(-len(seq.tokens) // self._model.block_tokens) for seq in state.sequences.values())
-            loads.append(GroupLoad((epoch,) * num_stages, (self._model.num_blocks,) * num_stages, sum(demands)))
+        for group in self._groups.values():
+            sequences = group.engine.loop.state.sequences.values()
+            demand = sum(-(-len(seq.tokens) // self._model.block_tokens) for seq in sequences)
+            loads.append(GroupLoad(group.members, (self._model.num_blocks,) * len(group.members), demand))
         return loads
 
-    def _transition_s(self, num_used_blocks: int) -> float:
-        """The estimated seconds of a drop in pairs."""
-        kv_bytes = num_used_blocks / self._num_instances * self._model.block_tokens * self._model.token_bytes
-        return self._dropped_bytes(2) * self._link.remap_s_per_byte + kv_bytes / 2 / self._link.bandwidth
+    def _find_cost(self, num_used_blocks: int, num_stages: int) -> DropCost:
+        """The estimated cost of a drop into groups of so many stages."""
+        kv_bytes = num_used_blocks / self._num_instances * self._model.block_tokens * self._token_bytes
+        num_layers, layer_bytes = self._model.sizes.num_layers, self._model.sizes.layer_bytes
+        remap_s = (num_layers - num_layers / num_stages) * layer_bytes * self._link.remap_s_per_byte
+        return DropCost(remap_s, exchanged_bytes(kv_bytes, num_stages), self._link.bandwidth)
 
-    def _dropped_bytes(self, num_stages: int) -> float:
+    @property
+    def _token_bytes(self) -> float:
         sizes = self._model.sizes
-        return (sizes.num_layers - sizes.num_layers / num_stages) * sizes.layer_bytes
+        return sizes.num_layers * sizes.block_bytes / self._model.block_tokens
+
+    def _dropped_bytes(self, kept: Sequence[range]) -> int:
+        """Parameters that the member with the fewest layers lacks."""
+        return (self._model.sizes.num_layers - min(map(len, kept))) * self._model.sizes.layer_bytes
 
     # -- drop ------------------------------------------------------------------------------------------------------
 
-    def _join(self, engine: VirtualStages, num_stages: int) -> None:
-        self._stages[self._cluster.join(engine)] = num_stages
+    def _drop(self, need_blocks: int) -> None:
+        loads, sizes, most_stages = self._find_loads(), self._model.sizes, self._rule.most_stages
+        plan = plan_drop(loads, need_blocks, sizes, most_stages) or plan_largest(loads, sizes, most_stages)
+        for instances in plan.groups if plan is not None else ():
+            self._gather(instances)
 
-    def _gather(self, epochs: Sequence[int], decided_s: float) -> None:
-        """Pause the members; when all are paused, start the group."""
+    def _gather(self, instances: Sequence[int]) -> None:
+        """Pause the members; when all are paused, start the group. Does nothing if they cannot share the layers."""
+        parts = {epoch: group for epoch, group in self._groups.items() if group.members[0] in instances}
+        old = {group.members: group.kept for group in parts.values() if not group.is_single}
+        try:
+            order, merge = merge_of(instances, old, self._model.sizes, self._model.num_blocks, self._model.head_cost)
+        except UserError:
+            return
         self._num_changing += 1
-        num_stages = sum(self._stages.pop(epoch) for epoch in set(epochs))
-        parts = [self._cluster.leave(epoch) for epoch in dict.fromkeys(epochs)]
-        members = [part for part in parts if isinstance(part, VirtualStages)]
-        running = set(range(len(members)))
+        num_blocks = sum(group.num_blocks for group in parts.values())
+        change = _Change(self._cluster.environment.now, True, order, num_blocks)
+        members = sorted((self._leave(epoch) for epoch in parts), key=lambda group: order.index(group.members[0]))
+        running = set(members)
 
-        def on_paused(index: int) -> None:
-            running.discard(index)
+        def on_paused(member: _Group) -> None:
+            running.discard(member)
             if not running:
-                self._remap(num_stages, partial(self._begin_group, members, num_stages, decided_s))
+                self._remap(merge.kept, partial(self._begin_group, members, merge, change))
 
-        for index, member in enumerate(members):
-            member.pause(partial(on_paused, index))
+        for member in members:
+            member.engine.pause(partial(on_paused, member))
 
-    def _remap(self, num_stages: int, then: Callable[[], object]) -> None:
-        remap_s = self._dropped_bytes(num_stages) * self._link.remap_s_per_byte
+    def _join_single(self, number: int, engine: GroupEngine) -> None:
+        self._join(_Group((number,), (range(self._model.sizes.num_layers),), engine))
+
+    def _join(self, group: _Group) -> None:
+        self._groups[self._cluster.join(group.engine)] = group
+
+    def _leave(self, epoch: int) -> _Group:
+        self._cluster.leave(epoch)
+        return self._groups.pop(epoch)
+
+    def _remap(self, kept: Sequence[range], then: Callable[[], object]) -> None:
+        remap_s = self._dropped_bytes(kept) * self._link.remap_s_per_byte
         self._cluster.environment.schedule(self._cluster.environment.now + remap_s, then)
 
-    def _begin_group(self, members: Sequence[VirtualStages], num_stages: int, decided_s: float) -> None:
-        records = [(home, record) for home, one in enumerate(members) for record in take_records(one.loop)]
-        first_blocks = self._fit(records, len(members), num_stages)
-        group = self._model.make_stages(self._cluster.environment, num_stages, first_blocks)
-        whole_s = self._hand_over(group, records, num_stages, decided_s, is_drop=True)
-        self._join(group, num_stages)
-        self._cluster.environment.schedule(whole_s, partial(self._grow, group, num_stages))
+    def _begin_group(self, members: Sequence[_Group], merge: Merge, change: _Change) -> None:
+        model, places = self._model, {instance: place for place, instance in enumerate(change.instances)}
+        records = [(places[one.members[0]], record) for one in members for record in self._take(one.engine)]
+        sizes, moves = plan_handover(merge, model.sizes, model.num_blocks, records, self._token_bytes)
+        engine = model.make_group(self._cluster.environment, merge.kept, sizes.num_quanta)
+        whole_s = self._hand_over(engine, moves, change, sizes.num_settled_quanta)
+        self._join(_Group(change.instances, merge.kept, engine))
+        self._cluster.environment.schedule(whole_s, partial(self._grow, engine, sizes.num_settled_quanta))
 
-    def _fit(self, records: list[tuple[int, Record]], num_members: int, num_stages: int) -> int:
-        """Blocks of a group while KV to be sent is still mapped. The youngest requests lose their KV until all fit."""
-        sizes, pool = self._model.sizes, self._model.num_blocks
-        kept = -(-sizes.num_layers // num_stages)
-        youngest_first = sorted(range(len(records)), key=lambda index: -records[index][1].request.arrival_s)
-        while True:
-            used = [0] * num_members
-            for home, record in records:
-                used[home] += len(record.sources)
-            held = max(used) * kept + (pool - max(used)) * sizes.num_layers
-            num_bytes = held * sizes.block_bytes + (sizes.num_layers - kept) * sizes.layer_bytes
-            num_blocks = num_bytes // (kept * sizes.block_bytes)
-            if sum(used) <= num_blocks:
-                return num_blocks
-            index = next(index for index in youngest_first if records[index][1].sources)
-            home, record = records[index]
-            records[index] = (home, replace(record, num_computed=0, sources=()))
-
-    def _grow(self, group: VirtualStages, num_stages: int) -> None:
-        ledger = group.loop.state.ledger
-        num_blocks = self._model.sizes.group_blocks([self._model.num_blocks] * num_stages)
+    def _grow(self, engine: GroupEngine, num_blocks: int) -> None:
+        ledger = engine.loop.state.ledger
         ledger.add_memory(range(ledger.num_blocks, num_blocks))
-        group.advance()
+        engine.advance()
+
+    def _take(self, engine: GroupEngine) -> list[Record]:
+        """All requests of a paused engine."""
+        for seq in engine.loop.state.running:
+            seq.lifecycle.record(EventKind.PREEMPTED, self._cluster.environment.now)
+        records = take_records(engine.loop)
+        self.num_moving += len(records)
+        return records
 
     # -- restore ---------------------------------------------------------------------------------------------------
 
     def _scatter(self, epoch: int, decided_s: float) -> None:
-        num_stages = self._stages.pop(epoch)
-        group = self._cluster.leave(epoch)
-        assert isinstance(group, VirtualStages)
-        group.pause(lambda: self._remap(num_stages, partial(self._end_group, group, num_stages, decided_s)))
+        group = self._leave(epoch)
+        group.engine.pause(lambda: self._remap(group.kept, partial(self._end_group, group, decided_s)))
 
-    def _end_group(self, group: VirtualStages, num_stages: int, decided_s: float) -> None:
+    def _end_group(self, group: _Group, decided_s: float) -> None:
         """Each request goes to the member with the most room; requests without room are recomputed."""
-        model, room = self._model, [self._model.num_blocks] * num_stages
-        rows: list[list[tuple[int, Record]]] = [[] for _ in range(num_stages)]
-        for record in take_records(group.loop):
-            home = max(range(num_stages), key=lambda one: (room[one], -one))
-            num_blocks = -(-(record.num_tokens + 1) // model.block_tokens)
+        num_layers, room = self._model.sizes.num_layers, [self._model.num_blocks] * len(group.members)
+        rows: list[list[Moving]] = [[] for _ in room]
+        for record in self._take(group.engine):
+            home = max(range(len(room)), key=lambda one: (room[one], -one))
+            num_blocks = -(-(record.num_tokens + 1) // self._model.block_tokens)
             is_fitting = bool(record.sources) and num_blocks <= room[home]
             room[home] -= num_blocks
-            rows[home].append((home, record if is_fitting else replace(record, num_computed=0, sources=())))
-        for home in range(num_stages):
-            engine = model.make_stages(self._cluster.environment, 1, model.num_blocks)
+            num_absent = num_layers - len(group.kept[home])
+            kv_bytes = record.num_computed * self._token_bytes * num_absent / num_layers
+            rows[home].append(Moving(record, (), {0: kv_bytes}) if is_fitting else Moving(without_kv(record)))
+        for home, number in enumerate(group.members):
+            engine = self._model.make_single(self._cluster.environment)
             self._num_changing += home > 0
-            self._hand_over(engine, rows[home], num_stages, decided_s, is_drop=False)
-            self._join(engine, 1)
+            ids = count()  # new ids: pages move, bytes do not
+            moves = [replace(one, blocks=tuple(islice(ids, len(one.record.sources)))) for one in rows[home]]
+            parameter_bytes = (num_layers - len(group.kept[home])) * self._model.sizes.layer_bytes
+            change = _Change(decided_s, False, (number,), group.num_blocks, parameter_bytes)
+            self._hand_over(engine, moves, change, self._model.num_blocks)
+            self._join_single(number, engine)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def _hand_over(
-        self,
-        engine: VirtualStages,
-        records: Sequence[tuple[int, Record]],
-        num_stages: int,
-        decided_s: float,
-        *,
-        is_drop: bool,
-    ) -> float:
-        """Start requests without KV at once; each other request when its member's link has copied its KV.
+    def _hand_over(self, engine: GroupEngine, moves: Sequence[Moving], change: _Change, num_blocks: int) -> float:
+        """Start requests without KV at once; each other request when links have carried its KV.
 
         Args:
             engine: The engine that gets them; it has not started.
-            records: (number of the member whose link the KV uses, record) of each request.
-            num_stages: Stages of the group that begins or ends.
-            decided_s: Time of the decision.
-            is_drop: Whether the group begins.
+            moves: The requests; those of one link are copied in this order.
+            change: What they are part of.
+            num_blocks: Of the engine's pool, once all KV is there.
 
         Returns:
             The time when the last one has its KV.
         """
         now, ledger = self._cluster.environment.now, engine.loop.state.ledger
-        moving = [(home, record) for home, record in records if record.sources]
-        ids = map(BlockId, count())  # new ids: pages move, bytes do not
-        held = HeldBlocks(ledger, {row: list(islice(ids, len(one.sources))) for row, (_, one) in enumerate(moving)})
+        with_kv = [one for one in moves if one.blocks]
+        held = HeldBlocks(ledger, {row: list(map(BlockId, one.blocks)) for row, one in enumerate(with_kv)})
         _note_held(engine, held)
-        whole_s = [now] * num_stages
-        for row, (home, record) in enumerate(moving):
-            num_bytes = record.num_computed * self._model.token_bytes * (num_stages - 1) / num_stages
-            whole_s[home] += num_bytes / self._link.bandwidth
-            self._cluster.environment.schedule(whole_s[home], partial(self._adopt, engine, held, row, record))
-        self._cluster.environment.schedule(max(whole_s), self._end_change)
-        self.transitions.append(Transition(decided_s, is_drop, now - decided_s, max(whole_s) - decided_s))
-        for _, record in records:
-            if not record.sources:
-                request = _go_on(record)
+        free_s: dict[int, float] = {}
+        last_s = now
+        for row, one in enumerate(with_kv):
+            whole_s = now
+            for place, num_bytes in one.link_bytes.items():
+                free_s[place] = free_s.get(place, now) + num_bytes / self._link.bandwidth
+                whole_s = max(whole_s, free_s[place])
+            last_s = max(last_s, whole_s)
+            self._cluster.environment.schedule(whole_s, partial(self._adopt, engine, held, row, one.record))
+        self._cluster.environment.schedule(last_s, self._end_change)
+        self.transitions.append(
+            Transition(
+                change.when_s,
+                change.is_drop,
+                now - change.when_s,
+                last_s - change.when_s,
+                change.instances,
+                num_blocks,
+                change.num_blocks_before,
+                sum(sum(one.link_bytes.values()) for one in with_kv),
+                change.parameter_bytes,
+                sum(
+                    one.record.num_tokens > len(one.record.request.prompt_token_ids) and not one.blocks for one in moves
+                ),
+            )
+        )
+        for one in moves:
+            if not one.blocks:
+                self.num_moving -= 1
+                request = _go_on(one.record)
                 self._cluster.note(request, engine.lifecycles, engine.submit(request))
-        return max(whole_s)
+        return last_s
 
-    def _adopt(self, engine: VirtualStages, held: HeldBlocks, row: int, record: Record) -> None:
+    def _adopt(self, engine: GroupEngine, held: HeldBlocks, row: int, record: Record) -> None:
+        self.num_moving -= 1
         request = _go_on(record)
         blocks = held.take(row)
         _note_held(engine, held)
@@ -277,12 +429,15 @@ class Regrouping:
         self._num_changing -= 1
 
 
-def _note_held(engine: VirtualStages, held: HeldBlocks) -> None:
+def _note_held(engine: GroupEngine, held: HeldBlocks) -> None:
     """Tell the loop how many blocks are held: requests may wait for them while nothing else runs."""
     engine.loop.state.num_returning_blocks = held.num_blocks
 
 
 def _go_on(record: Record) -> Request:
     """The request for its next engine: tokens generated so far are known tokens."""
-    num_known = record.num_tokens - len(record.request.prompt_token_ids)
-    return replace(record.request, known_token_ids=(DUMMY_TOKEN,) * num_known, is_accepted=True)
+    return replace(record.request, known_token_ids=(DUMMY_TOKEN,) * _count_known(record), is_accepted=True)
+
+
+def _count_known(record: Record) -> int:
+    return record.num_tokens - len(record.request.prompt_token_ids)

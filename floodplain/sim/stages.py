@@ -32,6 +32,7 @@ class VirtualStages:
         loop: The step loop of the leader.
         lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Seconds that each stage computed.
+        on_step: Called with each plan and the time of its start.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class VirtualStages:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = [0.0] * loop.state.config.depth
+        self.on_step: Callable[[StepPlan, float], None] | None = None
         self._environment = environment
         self._stage_times = stage_times
         self._driver = StepDriver(loop)
@@ -78,6 +80,8 @@ class VirtualStages:
             plan = self._driver.next_plan(now)
             if not isinstance(plan, StepPlan):
                 return
+            if self.on_step is not None:
+                self.on_step(plan, now)
             end_s = now
             for stage, duration_s in enumerate(self._stage_times(plan)):
                 end_s = self._free_s[stage] = max(end_s, self._free_s[stage]) + duration_s
@@ -112,6 +116,7 @@ class VirtualModel:
         config: Limits of an instance's loop.
         hop_s: Seconds from one stage to the next.
         least_tokens: As in ``MicrobatchRule``.
+        head_cost: As ``sim.regrouping.GroupModel``; the stages of a group cost the same.
     """
 
     cost: StepCost
@@ -121,11 +126,15 @@ class VirtualModel:
     config: LoopConfig
     hop_s: float = 0.0
     least_tokens: int = 256
+    head_cost: float = 0.0
 
-    @property
-    def token_bytes(self) -> float:
-        """KV of a token in all layers."""
-        return self.sizes.num_layers * self.sizes.block_bytes / self.block_tokens
+    def make_single(self, environment: Environment) -> VirtualStages:
+        """An instance with all layers."""
+        return self.make_stages(environment, 1, self.num_blocks)
+
+    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualStages:
+        """A pipeline of so many members."""
+        return self.make_stages(environment, len(kept), num_blocks)
 
     def make_stages(self, environment: Environment, num_stages: int, num_blocks: int) -> VirtualStages:
         """An instance (one stage), or a pipeline of equally expensive stages, with FCFS."""

@@ -14,8 +14,9 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.policy.drop import DropSizes
-from floodplain.policy.drop_timing import DropTiming, DropTimingSettings
+from floodplain.policy.drop_timing import DropTimingSettings
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.relief_rule import ReliefRule
 from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
@@ -58,7 +59,8 @@ def make_requests(seed: int, num_requests: int = 140) -> list[Request]:
 
 def run(seed: int, link: GroupLink = FAST, num_instances: int = 2) -> tuple[VirtualCluster, list[Transition]]:
     cluster = VirtualCluster(Environment())
-    groups = Regrouping(cluster, MODEL, link, num_instances, DropTiming(QUICK))
+    rule = ReliefRule(QUICK, is_priced=False, most_stages=4)
+    groups = Regrouping(cluster, MODEL, link, num_instances, rule)
     cluster.environment.schedule(0.0, groups.look)
     serve_cluster(cluster, make_requests(seed, 70 * num_instances))
     return cluster, groups.transitions
