@@ -142,7 +142,7 @@ def _describe(runs: Sequence[Run]) -> str:
 
 
 def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
-    """What tenants and lenders got, what became of leases, and how long recalls of lent memory took."""
+    """What tenants and lenders got, what became of leases, recalls, streamed layers, and drops."""
     from floodplain.observe.table import format_number
 
     parts = [_describe_groups(name, facts[key]) for key in ("tenants", "lenders") if facts.get(key)]
@@ -154,6 +154,8 @@ def _describe_extras(name: str, facts: Mapping[str, Any]) -> list[str]:
     if streamed := facts["most_streamed_layers"]:
         stall = format_number(facts["stream_stall_s"])
         parts.append(f"{name}: up to {streamed} layers streamed, and compute waited {stall} s for copies")
+    if facts["relief"]:
+        parts.append(f"{name}: {_describe_relief(facts['relief']['transitions'])}")
     return parts
 
 
@@ -175,6 +177,24 @@ def _describe_leases(leases: Mapping[str, Any]) -> str:
     )
     moved = format_size(leases["moved_to_host_bytes"])
     return f"leases: {outcomes}; KV of {moved} moved to host memory, {leases['forced']} leases freed before it had"
+
+
+def _describe_relief(transitions: Sequence[Mapping[str, Any]]) -> str:
+    from floodplain.observe.table import format_number
+
+    drops = [one for one in transitions if one["is_drop"]]
+    if not drops:
+        return "no layers were dropped"
+    when = ", ".join(
+        f"at {format_number(one['when_s'])} s by {len(one['instances'])} instances "
+        f"({one['num_blocks_before']} KV blocks became {one['num_blocks']}, in {format_number(one['usable_s'])} s)"
+        for one in drops
+    )
+    kv, parameters = (
+        format_number(sum(one[key] for one in transitions) / 1e9) for key in ("kv_bytes", "parameter_bytes")
+    )
+    restored = f"{len(transitions) - len(drops)} instances were restored"
+    return f"layers were dropped {when}; {restored}; {kv} GB of KV and {parameters} GB of parameters crossed links"
 
 
 def _describe_errors(errors: Mapping[str, Any]) -> str:

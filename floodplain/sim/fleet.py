@@ -27,7 +27,10 @@ from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
 from floodplain.sim.machine import Machine
-from floodplain.sim.scenario import LenderPart, Scenario
+from floodplain.sim.regrouping import Regrouping
+from floodplain.sim.relief import ReliefModel, StageTimes, start_relief
+from floodplain.sim.scenario import LenderPart, ReliefPart, Scenario
+from floodplain.sim.stages import VirtualStages
 
 SAMPLE_S = 1.0
 """Seconds between two samples of the timeline."""
@@ -44,6 +47,7 @@ class Fleet:
         engines: All lives of all instances, in order.
         refused: Why requests were refused, by their ids.
         recalls_s: Seconds from each recall of lent memory until it was free.
+        groups: Has instances drop and restore layers; None without relief.
     """
 
     def __init__(
@@ -59,9 +63,10 @@ class Fleet:
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
-        self.engines: list[SimulatedEngine] = []
+        self.engines: list[SimulatedEngine | SimulatedGroup] = []
         self._events, self._next_sample_s = blake2b(digest_size=16), 0.0
-        self._slots = [self._start(slot) for slot in range(scenario.num_instances)]
+        self.groups = self._regroup(scenario.relief) if scenario.relief else None
+        self._slots = [] if self.groups else [self._start(slot) for slot in range(scenario.num_instances)]
         for fault in scenario.faults:
             if fault.server is None:
                 self.fail(fault.instance, fault.at, fault.down)
@@ -96,9 +101,24 @@ class Fleet:
         """A digest of all steps: equal for equal scenarios."""
         return self._events.hexdigest()
 
-    def count(self, read: Callable[[SimulatedEngine], float]) -> float:
+    def count(self, read: Callable[[SimulatedEngine | SimulatedGroup], float]) -> float:
         """The sum of a number over all instances, dead ones included."""
         return sum(map(read, self.engines))
+
+    def _regroup(self, part: ReliefPart) -> Regrouping:
+        add_single = lambda: self._add_engine().instance  # noqa: E731
+        model = ReliefModel(self._scenario, self._machine, part, add_single, self._add_group)
+        return start_relief(self._cluster, model, self._scenario.num_instances, part)
+
+    def _add_group(self, loop: Loop, times: StageTimes) -> VirtualStages:
+        group = SimulatedGroup(self, len(self.engines), loop, times)
+        self.engines.append(group)
+        return group.instance
+
+    def _add_engine(self) -> SimulatedEngine:
+        engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
+        self.engines.append(engine)
+        return engine
 
     def _submit(self, request: Request) -> None:
         self._cluster.num_coming -= 1
@@ -107,11 +127,12 @@ class Fleet:
         except RequestRefused as error:
             self.refused[request.request_id] = str(error)
         else:
+            if self.groups is not None:
+                self.groups.note_arrival(request)
             self._cluster.submit(request)
 
     def _start(self, slot: int) -> _Life:
-        engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
-        self.engines.append(engine)
+        engine = self._add_engine()
         on_death = self._on_start(slot, engine) if self._on_start is not None else _nothing
         return _Life(self._cluster.join(engine.instance), engine.instance, on_death)
 
@@ -136,6 +157,8 @@ class Fleet:
 
     def _sample(self, now: float) -> TimelineSample:
         total: Counter[str] = Counter()
+        if self.groups is not None:
+            total["swapped"] = self.groups.num_moving
         for engine in self._cluster.engines.values():
             state = engine.loop.state
             total["running"] += len(state.running)
@@ -157,6 +180,15 @@ class _Life:
 
 def _nothing() -> None:
     pass
+
+
+class SimulatedGroup:
+    """A group's pipeline, beside ``SimulatedEngine``: it has no swap space."""
+
+    def __init__(self, fleet: Fleet, number: int, loop: Loop, times: StageTimes) -> None:
+        self.loop, self.pool, self.links = loop, None, VirtualLinks({}, 0)
+        self.instance = VirtualStages(fleet.environment, loop, times)
+        self.instance.on_step = lambda plan, now: fleet.note(number, plan, plan.decodes, now)
 
 
 class SimulatedEngine:

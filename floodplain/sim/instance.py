@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
 from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.driver import StepDriver
+from floodplain.runtime.handover import adopt
 from floodplain.runtime.loop import Loop
 
 DUMMY_TOKEN = 0
@@ -137,6 +139,7 @@ class VirtualInstance:
         self._driver = StepDriver(loop)
         self._is_computing = False
         self._is_async, self._is_stopped = is_async, False
+        self._on_paused: Callable[[], object] | None = None
         self._unseen: list[tuple[Request, Callable[[SeqId], object]]] = []
         self._events: list[Event] = []
         self._copied: list[tuple[int, tuple[int, ...]]] = []
@@ -149,7 +152,7 @@ class VirtualInstance:
     def submit(self, request: Request) -> SeqId:
         """Submit a request that arrives now."""
         seq_id = self._take(request)
-        self._advance()
+        self.advance()
         return seq_id
 
     def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
@@ -158,7 +161,20 @@ class VirtualInstance:
             self._unseen.append((request, then))
         else:
             then(self._take(request))
-            self._advance()
+            self.advance()
+
+    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
+        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
+        seq_id = self._take(request)
+        if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
+            self.loop.state.ledger.free(blocks)
+        self.advance()
+        return seq_id
+
+    def pause(self, then: Callable[[], object]) -> None:
+        """Stop planning for good, and call ``then`` when no step and no copy is outstanding."""
+        self._on_paused = then
+        self.advance()
 
     def at_boundary(self, event: Event) -> None:
         """Call ``event`` when no step is outstanding, and plan then."""
@@ -166,7 +182,7 @@ class VirtualInstance:
             self._events.append(event)
         elif not self._is_stopped:
             event()
-            self._advance()
+            self.advance()
 
     def stop(self) -> list[Request]:
         """End this life at once; returns its live requests, with the tokens that they have, in order of arrival."""
@@ -184,21 +200,38 @@ class VirtualInstance:
         self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
         return seq_id
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Plan the next step, and then see the requests that arrived while the last one ran."""
         if self._is_computing:
             return
+        if self._on_paused is not None:
+            self._take_unseen()
+            self._tell_if_paused(self._on_paused)
+            return
         self._plan()
+        if self._take_unseen() and not self._is_computing:
+            self._plan()
+
+    def _take_unseen(self) -> bool:
         unseen, self._unseen = self._unseen, []
         for request, then in unseen:
             then(self._take(request))
-        if unseen and not self._is_computing:
-            self._plan()
+        return bool(unseen)
 
-    def _plan(self) -> None:
+    def _tell_if_paused(self, on_paused: Callable[[], object]) -> None:
+        self._settle()
+        if not self._driver.num_copying:
+            self._is_stopped = self._is_computing = True
+            on_paused()
+
+    def _settle(self) -> None:
         now = self._environment.now
         copied, self._copied = self._copied, []
         self._driver.settle(copied, lambda: self._links.take_copy_times(now), now)
+
+    def _plan(self) -> None:
+        now = self._environment.now
+        self._settle()
         plan = self._driver.next_plan(now)
         if isinstance(plan, StepPlan):
             self._driver.end_wait(now)
@@ -228,8 +261,8 @@ class VirtualInstance:
         events, self._events = self._events, []
         for event in events:
             event()
-        self._advance()
+        self.advance()
 
     def _on_copied(self, transfer_id: int) -> None:
         self._copied.append((transfer_id, ()))
-        self._advance()
+        self.advance()

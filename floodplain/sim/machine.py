@@ -13,7 +13,8 @@ from floodplain.cost.step_time import BatchCost
 from floodplain.sim.cost_files import read_kernels, read_steps
 from floodplain.sim.scenario import Scenario, SwapPart
 
-_DTYPE_BYTES = 2
+DTYPE_BYTES = 2
+"""Of weights and KV: bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Machine:
         block_bytes: Of one KV block on one GPU.
         slots: Slots of swap space by tier, the nearest first; those of a lender come with its memory.
         num_lent_blocks: Slots that the lender's memory holds.
+        overhead_s: The part of a step's time that is the same for any layers, beside kernels.
         cost_source: Where step times come from, in a line.
     """
 
@@ -34,6 +36,7 @@ class Machine:
     links: Sequence[Link]
     num_lent_blocks: int
     cost: BatchCost
+    overhead_s: float
     cost_source: str
 
 
@@ -48,11 +51,12 @@ def resolve_machine(scenario: Scenario) -> Machine:
         max_batched_tokens=engine.max_batched_tokens,
         block_tokens=engine.block_tokens,
         num_shards=scenario.num_shards,
-        dtype_bytes=_DTYPE_BYTES,
+        dtype_bytes=DTYPE_BYTES,
     )
-    block_bytes = engine.block_tokens * shape.kv_bytes_per_token(_DTYPE_BYTES) // scenario.num_shards
+    block_bytes = engine.block_tokens * shape.kv_bytes_per_token(DTYPE_BYTES) // scenario.num_shards
     longest = min(engine.max_model_len or shape.max_position, num_blocks * engine.block_tokens)
-    cost, cost_source = _find_cost(scenario)
+    overhead_s = _find_overhead_s(scenario)
+    cost, cost_source = _find_cost(scenario, overhead_s)
     near = scenario.lender or scenario.borrow
     host = scenario.swap or (SwapPart(memory=1) if near else None)  # KV of a recall goes there, or is lost
     named = {Tier.PEER: near, Tier.HOST: host}
@@ -66,6 +70,7 @@ def resolve_machine(scenario: Scenario) -> Machine:
         links=[_link(tier, part.link) for tier, part in parts.items()],
         num_lent_blocks=blocks.get(Tier.PEER, 0),
         cost=cost,
+        overhead_s=overhead_s,
         cost_source=cost_source,
     )
 
@@ -79,18 +84,24 @@ def _link(tier: Tier, name: str | float) -> Link:
     return Link(tier, min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both))
 
 
-def _find_cost(scenario: Scenario) -> tuple[BatchCost, str]:
+def _find_overhead_s(scenario: Scenario) -> float:
+    part = scenario.cost
+    if part.overhead_ms is not None:
+        return part.overhead_ms / 1e3
+    return 0.0 if part.steps is not None else scenario.device.overhead_s
+
+
+def _find_cost(scenario: Scenario, overhead_s: float) -> tuple[BatchCost, str]:
     part, shape, device = scenario.cost, scenario.shape, scenario.device
-    overhead_s = device.overhead_s if part.overhead_ms is None else part.overhead_ms / 1e3
     if part.kernels is not None:
-        token_bytes, shards = shape.hidden_size * _DTYPE_BYTES, scenario.num_shards
+        token_bytes, shards = shape.hidden_size * DTYPE_BYTES, scenario.num_shards
         sizes = (1, scenario.engine.max_batched_tokens) if shards > 1 else ()
         sums = {tokens: device.all_reduce.time_s(tokens * token_bytes, shards) for tokens in sizes}
         kernels = read_kernels(part.kernels, shape, sums, overhead_s, scenario.engine.max_num_seqs)
         return kernels, f"kernels in {part.kernels}"
     if part.steps is not None:
-        return read_steps(part.steps, (part.overhead_ms or 0.0) / 1e3), f"step profile {part.steps}"
+        return read_steps(part.steps, overhead_s), f"step profile {part.steps}"
     if (fit := fit_of(device.name, shape.name, scenario.num_shards)) is not None:
         return fit.with_overhead(overhead_s), f"{fit.source}; median error of a step {fit.median_error:.1%}"
-    roofline = Roofline(shape, device, scenario.num_shards, _DTYPE_BYTES, overhead_s)
+    roofline = Roofline(shape, device, scenario.num_shards, DTYPE_BYTES, overhead_s)
     return roofline, f"roofline, up to 20 % off where it was checked ({device.source})"

@@ -15,8 +15,9 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.observe.plots import residence_columns
 from floodplain.observe.result import EngineReport, HardwareReport, RunInfo, SwapReport, benchmark_result
 from floodplain.sim.expanding import ExpandingStep
-from floodplain.sim.fleet import Fleet, SimulatedEngine
+from floodplain.sim.fleet import Fleet, SimulatedEngine, SimulatedGroup
 from floodplain.sim.machine import Machine, resolve_machine
+from floodplain.sim.relief import report_relief
 from floodplain.sim.scenario import Scenario
 from floodplain.workload.goals import goals_from
 from floodplain.workload.records import RequestRecord
@@ -64,6 +65,7 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "recalls_s": fleet.recalls_s,
             "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
             "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
+            "relief": report_relief(fleet.groups),
             "tenants": _by_tenant(scenario, requests, records, goals),
             **leases,
         },
@@ -93,11 +95,11 @@ def _group_result(scenario: Scenario, fleet: Fleet, requests: Sequence[Request])
     return {key: result[key] for key in TENANT_KEYS}
 
 
-def _steps(engine: SimulatedEngine) -> list[ExpandingStep]:
+def _steps(engine: SimulatedEngine | SimulatedGroup) -> list[ExpandingStep]:
     return engine.pool.steps if engine.pool else []
 
 
-def _most_streamed(engine: SimulatedEngine) -> int:
+def _most_streamed(engine: SimulatedEngine | SimulatedGroup) -> int:
     return max((step.num_streamed for step in _steps(engine)), default=0)
 
 

@@ -160,6 +160,7 @@ class Regrouping:
         period_s: Seconds between two calls of ``look``.
 
     Attributes:
+        rule: As given.
         transitions: All transitions, in order.
         drop_loads: The load at each decision to drop.
         num_moving: Requests that have left an engine, and whose KV has not reached the next one.
@@ -179,7 +180,7 @@ class Regrouping:
         self.transitions: list[Transition] = []
         self.drop_loads: list[ClusterLoad] = []
         self.num_moving = 0
-        self._cluster, self._model, self._link, self._rule = cluster, model, link, rule
+        self._cluster, self._model, self._link, self.rule = cluster, model, link, rule
         self._restores, self._period_s = restores, period_s
         self._groups: dict[int, _Group] = {}
         self._live: dict[str, None] = {}
@@ -188,9 +189,14 @@ class Regrouping:
         for number in range(num_instances):
             self._join_single(number, model.make_single(cluster.environment))
 
+    @property
+    def engines(self) -> list[GroupEngine]:
+        """The engines that accept requests now."""
+        return [group.engine for group in self._groups.values()]
+
     def note_arrival(self, request: Request) -> None:
         """Count a request that arrives now; only prices need it."""
-        self._rule.arrivals.note_arrival(self._cluster.environment.now)
+        self.rule.arrivals.note_arrival(self._cluster.environment.now)
         self._live[request.request_id] = None
 
     def look(self) -> None:
@@ -198,7 +204,7 @@ class Regrouping:
         environment = self._cluster.environment
         self._learn()
         load = self._find_load()
-        moment = self._rule.decide(load)
+        moment = self.rule.decide(load)
         if moment.move is DropMove.DROP:
             self.drop_loads.append(load.blocks)
             self._drop(moment.need_blocks)
@@ -220,15 +226,15 @@ class Regrouping:
                 self._cluster.environment.now, counters.num_steps, counters.num_generated_tokens, len(state.running)
             )
             if group.is_single:
-                self._rule.steps.note(group.members[0], progress)
+                self.rule.steps.note(group.members[0], progress)
             else:
                 for member in group.members:
-                    self._rule.steps.forget(member)
+                    self.rule.steps.forget(member)
         for request_id in list(self._live):
             lives = self._cluster.stories.get(request_id)
             if lives and lives[-1].events[-1][1] is EventKind.FINISHED:
                 del self._live[request_id]
-                self._rule.arrivals.note_end(sum(len(life.token_times_s) for life in lives))
+                self.rule.arrivals.note_end(sum(len(life.token_times_s) for life in lives))
 
     def _find_load(self) -> ReliefLoad:
         states = [group.engine.loop.state for group in self._groups.values()]
@@ -275,7 +281,7 @@ class Regrouping:
     # -- drop ------------------------------------------------------------------------------------------------------
 
     def _drop(self, need_blocks: int) -> None:
-        loads, sizes, most_stages = self._find_loads(), self._model.sizes, self._rule.most_stages
+        loads, sizes, most_stages = self._find_loads(), self._model.sizes, self.rule.most_stages
         plan = plan_drop(loads, need_blocks, sizes, most_stages) or plan_largest(loads, sizes, most_stages)
         for instances in plan.groups if plan is not None else ():
             self._gather(instances)

@@ -20,6 +20,8 @@ from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
 from floodplain.files.yaml_file import parse_yaml, read_yaml_mapping
 from floodplain.leases.states import NAME
+from floodplain.policy.drop import MOST_STAGES
+from floodplain.policy.drop_timing import DropTimingSettings
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
 from floodplain.workload.spec import WorkloadSpec
@@ -27,9 +29,12 @@ from floodplain.workload.spec import WorkloadSpec
 MAX_BYTES, MAX_DEPTH = 2**20, 6
 INSTANCE = "instance"
 """Engines of a scenario are named after this, and their numbers."""
-_NOT_A_LENDERS = ("borrow", "lenders", "coordinator", "servers", "lender", "tenants", "expansion")
+_NOT_A_LENDERS = ("borrow", "lenders", "coordinator", "servers", "lender", "tenants", "expansion", "relief")
 MAX_SWEEP = 1000
 """The most runs of a sweep."""
+
+TIMING = DropTimingSettings()
+"""Of drops and restores, as the router has them."""
 
 Count = Annotated[int, Field(ge=1, le=2**24, strict=True)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
@@ -175,6 +180,32 @@ class ExpansionPart(_Part):
     link: LinkName = "pcie4"
 
 
+class ReliefPart(_Part):
+    """Instances drop layers that others keep, serve as one pipeline, and restore them later (``--relief``).
+
+    Attributes:
+        mode: ``drop`` whenever memory is short, ``auto`` only if it costs less than to wait.
+        link: Between instances, for each of their GPUs, each way.
+        most_stages: The most instances in a group.
+        restore: Whether groups are ever restored.
+        overload: Seconds of shortage before a drop.
+        calm: Seconds of demand below half of the pools before a restore.
+        gap: Seconds between two moves, at least.
+        remap_s_per_gb: Seconds for unmapping and mapping pages, for each GB (1e9 bytes).
+        microbatch_tokens: The least prompt tokens of a microbatch.
+    """
+
+    mode: Literal["drop", "auto"] = "drop"
+    link: LinkName = "pcie4"
+    most_stages: Annotated[int, Field(ge=2, le=MOST_STAGES, strict=True)] = MOST_STAGES
+    restore: bool = True
+    overload: Annotated[float, Field(ge=0, lt=TIMING.window_s)] = TIMING.overload_s
+    calm: Annotated[float, Field(ge=0, le=1e6)] = TIMING.calm_s
+    gap: Annotated[float, Field(ge=0, le=1e6)] = TIMING.gap_s
+    remap_s_per_gb: Annotated[float, Field(ge=0, le=1e3)] = 0.005
+    microbatch_tokens: Annotated[int, Field(ge=8, le=2**20, strict=True)] = 256
+
+
 class FaultPart(_Part):
     """An instance dies at a time, or all of a server; empty ones take their places ``down`` seconds later."""
 
@@ -194,6 +225,7 @@ class _File(_Part):
     swap: SwapPart | None = None
     lender: LenderPart | None = None
     expansion: ExpansionPart | None = None
+    relief: ReliefPart | None = None
     faults: tuple[FaultPart, ...] = ()
     borrow: BorrowPart | None = None
     lenders: dict[str, dict[str, Any]] = {}
@@ -221,6 +253,7 @@ class Scenario:
     swap: SwapPart | None
     lender: LenderPart | None
     expansion: ExpansionPart | None
+    relief: ReliefPart | None
     faults: tuple[FaultPart, ...]
     borrow: BorrowPart | None
     lenders: Mapping[str, Scenario]
@@ -232,7 +265,7 @@ class Scenario:
 
     def alone(self) -> Scenario:
         """The scenario with one instance and nothing that disturbs it."""
-        return replace(self, num_instances=1, faults=(), lenders={})
+        return replace(self, num_instances=1, relief=None, faults=(), lenders={})
 
     @property
     def engine_names(self) -> list[str]:
@@ -261,6 +294,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         raise UserError(f"{source}: {_first_fault(error)}") from None
     try:
         _check_links(file)
+        _check_relief(file)
         shape, device = shape_named(file.model), device_named(file.device)
         workload = _read_workload(file.workload, folder, "workload")
         tenants = {name: _read_workload(load, folder, f"tenants.{name}") for name, load in file.tenants.items()}
@@ -285,6 +319,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         swap=file.swap,
         lender=file.lender,
         expansion=file.expansion,
+        relief=file.relief,
         faults=file.faults,
         borrow=file.borrow,
         lenders=lenders,
@@ -395,8 +430,21 @@ def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> Workl
     return replace(spec, **files)
 
 
+def _check_relief(file: _File) -> None:
+    if file.relief is None:
+        return
+    if file.instances < 2:
+        raise UserError("relief: one instance has no other that keeps its layers: set instances to 2 or more")
+    for name in ("lender", "borrow", "expansion", "faults"):
+        if getattr(file, name):
+            raise UserError(f"relief: it does not go with {name}: leave one of them out")
+
+
 def _check_links(file: _File) -> None:
-    parts = {"swap": file.swap, "lender": file.lender, "borrow": file.borrow, "expansion": file.expansion}
+    parts = {
+        "swap": file.swap, "lender": file.lender, "borrow": file.borrow, "expansion": file.expansion,
+        "relief": file.relief,
+    }  # fmt: skip
     for name, part in parts.items():
         if part is not None and isinstance(part.link, str) and part.link not in LINKS:
             raise UserError(f"{name}.link: no link is called {part.link!r}; there are {', '.join(LINKS)}")
@@ -415,7 +463,7 @@ def _first_fault(error: ValidationError) -> str:
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:
     parts: dict[str, type[_Part]] = {
         "cost": CostPart, "engine": EnginePart, "swap": SwapPart, "lender": LenderPart, "expansion": ExpansionPart,
-        "faults": FaultPart, "borrow": BorrowPart, "coordinator": CoordinatorPart,
+        "relief": ReliefPart, "faults": FaultPart, "borrow": BorrowPart, "coordinator": CoordinatorPart,
     }  # fmt: skip
     owner = parts.get(str(place[0]), _File) if len(place) > 1 else _File
     return list(owner.model_fields)

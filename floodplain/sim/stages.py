@@ -48,6 +48,11 @@ class VirtualStages:
         self._free_s = [environment.now] * len(self.busy_s)
         self._on_paused: Callable[[], object] | None = None
 
+    @property
+    def stall_s(self) -> float:
+        """As ``VirtualInstance``: 0, since stages wait for no copies."""
+        return self._driver.stall_s
+
     def submit(self, request: Request) -> SeqId:
         """Submit a request that arrives now and computes all of its known tokens."""
         seq_id = self._take_in(request)

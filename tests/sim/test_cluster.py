@@ -14,9 +14,9 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.policy.drop import DropSizes
-from floodplain.policy.drop_timing import DropTimingSettings
+from floodplain.policy.drop_timing import DropMoment, DropMove, DropTimingSettings
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.relief_rule import ReliefRule
+from floodplain.policy.relief_rule import ReliefLoad, ReliefRule
 from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
@@ -105,6 +105,38 @@ def test_a_handover_that_forgets_tokens_is_noticed(monkeypatch: pytest.MonkeyPat
 def _compute_again(stages: VirtualStages, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
     stages.loop.state.ledger.free(blocks)
     return stages.submit(request)
+
+
+class Scripted(ReliefRule):
+    """Makes moves at given times, whatever the load."""
+
+    def __init__(self, moves: dict[float, DropMoment]) -> None:
+        super().__init__(QUICK, is_priced=False, most_stages=4)
+        self._moves = moves
+
+    def decide(self, load: ReliefLoad) -> DropMoment:
+        is_due = [when for when in self._moves if when <= load.blocks.now and not load.blocks.is_changing]
+        return self._moves.pop(is_due[0]) if is_due else DropMoment()
+
+
+@pytest.mark.parametrize(("seed", "link"), [(12, FAST), (13, SLOW)])
+def test_every_request_gets_its_tokens_across_a_merge_of_groups(seed: int, link: GroupLink) -> None:
+    drop, merge = DropMoment(DropMove.DROP, need_blocks=100), DropMoment(DropMove.DROP, need_blocks=20)
+    cluster = VirtualCluster(Environment())
+    rule = Scripted({1.0: drop, 1.8: merge, 3.5: DropMoment(DropMove.RESTORE)})
+    groups = Regrouping(cluster, MODEL, link, 4, rule)
+    cluster.environment.schedule(0.0, groups.look)
+    serve_cluster(cluster, make_requests(seed, 280))
+    assert [(one.is_drop, len(one.instances)) for one in groups.transitions] == [
+        (True, 2), (True, 2), (True, 4), *[(False, 1)] * 4,
+    ]  # fmt: skip
+    first, second, merged = groups.transitions[:3]
+    assert merged.num_blocks_before == first.num_blocks + second.num_blocks < merged.num_blocks
+    assert merged.kv_bytes > 0 and merged.whole_s > merged.usable_s
+    assert count_wrong(cluster, make_requests(seed, 280)) == 0 and groups.num_moving == 0
+    for engine in cluster.engines.values():
+        engine.loop.check_integrity()
+        assert engine.loop.state.ledger.num_available == engine.loop.state.ledger.num_blocks == MODEL.num_blocks
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:

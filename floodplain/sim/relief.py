@@ -1,0 +1,127 @@
+"""The instances of a scenario that drop layers and restore them: what makes their engines, and what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.plan import StepPlan
+from floodplain.cost.link import LINKS
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape, head_layers
+from floodplain.cost.step_time import StepTimer
+from floodplain.policy.drop import DropSizes
+from floodplain.policy.drop_timing import DropTimingSettings
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.policy.relief_rule import ReliefRule, timing_of
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.cluster import VirtualCluster
+from floodplain.sim.instance import Environment
+from floodplain.sim.machine import DTYPE_BYTES, Machine
+from floodplain.sim.regrouping import GroupEngine, GroupLink, Regrouping
+from floodplain.sim.scenario import LinkName, ReliefPart, Scenario
+
+LOOK_S = 0.2
+"""Seconds between two looks at the load: a fifth of ``--instance-timeout``, as the router has it."""
+
+
+StageTimes = Callable[[StepPlan], Sequence[float]]
+
+
+class ReliefModel:
+    """Makes the engines of a scenario's instances, alone and in groups; as ``regrouping.GroupModel``.
+
+    Args:
+        scenario: The scenario.
+        machine: The device of its instances.
+        part: Its relief.
+        add_single: Makes an instance under the scenario's policy.
+        add_group: Makes a pipeline of a loop and the seconds of its stages.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        machine: Machine,
+        part: ReliefPart,
+        add_single: Callable[[], GroupEngine],
+        add_group: Callable[[Loop, StageTimes], GroupEngine],
+    ) -> None:
+        shape = scenario.shape
+        self._scenario, self._machine, self._part = scenario, machine, part
+        self._add_single, self._add_group = add_single, add_group
+        self.num_blocks, self.block_tokens = machine.num_blocks, scenario.engine.block_tokens
+        self.head_cost = head_layers(shape)
+        layer_bytes = shape.layer_bytes(DTYPE_BYTES) // scenario.num_shards
+        self.sizes = DropSizes(shape.num_layers, layer_bytes, machine.block_bytes // shape.num_layers)
+
+    def make_single(self, environment: Environment) -> GroupEngine:
+        """An instance under the scenario's policy."""
+        return self._add_single()
+
+    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> GroupEngine:
+        """A pipeline of members, in microbatches of equal cost."""
+        engine = self._scenario.engine
+        config = LoopConfig(
+            max_model_len=self._machine.max_model_len,
+            max_batched_tokens=engine.max_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_waiting=2**31,
+            depth=len(kept),
+            block_bytes=self._machine.block_bytes,
+        )
+        price = ChunkPrice(cost_by_shape(self._scenario.shape))
+        policy = FcfsPolicy(microbatches=MicrobatchRule("even", price, self._part.microbatch_tokens))
+        ledger = BlockLedger(num_blocks, engine.block_tokens, caches_prefixes=engine.prefix_cache)
+        loop = Loop(LoopState(config, ledger, policy), policy, self._scenario.workload.seed)
+        return self._add_group(loop, self._find_times(kept))
+
+    def _find_times(self, kept: Sequence[range]) -> StageTimes:
+        """Seconds of each stage: its part of the layers, the head on the last, a step's overhead, and a hop."""
+        timer, overhead_s = StepTimer(self._machine.cost), self._machine.overhead_s
+        bandwidth, latency_s = link_of(self._part.link)
+        token_bytes = self._scenario.shape.hidden_size * DTYPE_BYTES / self._scenario.num_shards
+        work = [float(len(layers)) for layers in kept]
+        work[-1] += self.head_cost
+        shares = [part / sum(work) for part in work]
+
+        def times(plan: StepPlan) -> list[float]:
+            whole_s = max(0.0, timer.time_s(plan) - overhead_s)
+            beside_s = overhead_s + latency_s + sum(plan.count_work()) * token_bytes / bandwidth
+            return [whole_s * share + beside_s for share in shares]
+
+        return times
+
+
+def link_of(name: LinkName) -> tuple[float, float]:
+    """(bytes per second, seconds before the first) of the slower direction of a link."""
+    if not isinstance(name, str):
+        return name, 0.0
+    both = LINKS[name].outbound, LINKS[name].inbound
+    return min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both)
+
+
+def start_relief(cluster: VirtualCluster, model: ReliefModel, num_instances: int, part: ReliefPart) -> Regrouping:
+    """Start all instances of a scenario in a cluster, and watch them."""
+    is_priced = part.mode == "auto"
+    settings = DropTimingSettings(overload_s=part.overload, calm_s=part.calm, gap_s=part.gap)
+    rule = ReliefRule(timing_of(settings, is_priced=is_priced), is_priced=is_priced, most_stages=part.most_stages)
+    link = GroupLink(link_of(part.link)[0], part.remap_s_per_gb / 1e9)
+    groups = Regrouping(cluster, model, link, num_instances, rule, restores=part.restore, period_s=LOOK_S)
+    cluster.environment.schedule(0.0, groups.look)
+    return groups
+
+
+def report_relief(groups: Regrouping | None) -> dict[str, Any] | None:
+    """All transitions, and the last decision by price; None without relief."""
+    if groups is None:
+        return None
+    priced = groups.rule.priced
+    decision = None
+    if priced is not None:
+        prices = {lever.value: price for lever, price in priced.decision.prices.items()}
+        decision = {"lever": priced.decision.lever.value, "reason": priced.decision.reason.value, "prices": prices}
+    return {"transitions": list(map(asdict, groups.transitions)), "decision": decision}

@@ -1,0 +1,120 @@
+"""Scenarios with relief: requests keep their tokens across drops and restores; drops gain where they can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.core.lifecycle import residence_s
+from floodplain.cost.step_time import PARTS, StepCost
+from floodplain.files.profile import Profile
+from floodplain.observe.strict_json import save_result
+from floodplain.sim.fleet import Fleet
+from floodplain.sim.machine import resolve_machine
+from floodplain.sim.prediction import _make_requests, predict
+from floodplain.sim.scenario import Scenario, make_scenario
+
+BASED = StepCost(base_s=0.03, decode_s=1e-4, prefill_token_s=2e-5)
+BURST = {
+    "request_rate": 1.5, "num_prompts": 90, "burst_factor": 8.0, "burst_start": 2.0, "burst_duration": 5.0, "seed": 3,
+    "goodput": ["ttft:2000"], "length_scale": 0.5, "max_input": 800, "max_output": 400,
+}  # fmt: skip
+QUICK = {"link": 25e9, "overload": 0.2, "calm": 1.0, "gap": 1.0, "microbatch_tokens": 1024}
+
+
+def make(folder: Path, relief: dict[str, Any] | None, cost: StepCost = BASED, **changes: Any) -> Scenario:
+    """Two instances whose pools hold a few requests each."""
+    parts = {name: getattr(cost, name) for name in PARTS}
+    profile = Profile(kind="step", subject="m", machine="m", settings={}, result={**parts, "parts": parts})
+    save_result(folder / "steps.json", profile.to_json())
+    content = {
+        "model": "llama-3.1-8b", "device": "rtx4090", "instances": 2, "cost": {"steps": "steps.json"},
+        "engine": {"policy": "fcfs", "kv_blocks": 100, "max_model_len": 1600}, "workload": BURST,
+    }  # fmt: skip
+    return make_scenario(content | changes | ({} if relief is None else {"relief": relief}), "test", folder)
+
+
+def serve(scenario: Scenario) -> Fleet:
+    fleet = Fleet(scenario, resolve_machine(scenario))
+    fleet.serve(_make_requests(scenario, None))
+    return fleet
+
+
+def kinds(fleet: Fleet) -> list[tuple[bool, int]]:
+    assert fleet.groups is not None
+    return [(one.is_drop, len(one.instances)) for one in fleet.groups.transitions]
+
+
+def check(scenario: Scenario, fleet: Fleet) -> None:
+    """Every request has its tokens, in order; no engine holds a block of a request that ended."""
+    for request in _make_requests(scenario, None):
+        lives = fleet.lives_of(request)
+        times = [when for life in lives for when in life.token_times_s]
+        assert len(times) == request.params.max_tokens and times == sorted(times) and times[0] > request.arrival_s
+        assert all(residence_s(life) for life in lives if life.token_times_s)
+    assert fleet.groups is not None and fleet.groups.num_moving == 0
+    for engine in fleet.groups.engines:
+        engine.loop.check_integrity()
+        assert engine.loop.state.ledger.num_available == engine.loop.state.ledger.num_blocks
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "timely"])
+def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(tmp_path: Path, policy: str) -> None:
+    """Under ``timely`` some are in swap space when layers are dropped."""
+    engine = {"policy": policy, "kv_blocks": 100, "max_model_len": 1600}
+    scenario = make(tmp_path, QUICK, engine=engine, swap={"memory": "8GiB"})
+    fleet = serve(scenario)
+    check(scenario, fleet)
+    assert kinds(fleet)[0] == (True, 2) and kinds(fleet).count((False, 1)) >= 2
+    assert fleet.events == serve(scenario).events
+    if policy == "timely":
+        assert fleet.groups is not None and fleet.groups.transitions[0].kv_bytes
+
+
+def test_while_memory_is_enough_nothing_is_dropped(tmp_path: Path) -> None:
+    engine = {"policy": "timely", "kv_blocks": 8000}
+    with_relief, without = (serve(make(tmp_path, relief, engine=engine)) for relief in (QUICK, None))
+    assert kinds(with_relief) == [] and with_relief.events == without.events
+
+
+@pytest.mark.parametrize(("cost", "pays"), [(BASED, True), (StepCost(decode_s=0.004), False)])
+def test_a_priced_drop_is_made_only_if_more_streams_make_more_tokens(
+    tmp_path: Path, cost: StepCost, pays: bool
+) -> None:
+    load = BURST | {"num_prompts": 120, "burst_start": 12.0, "burst_factor": 15.0}
+    fleet = serve(make(tmp_path, QUICK | {"mode": "auto"}, cost, workload=load))
+    assert ((True, 2) in kinds(fleet)) == pays
+
+
+def test_a_drop_shortens_the_wait_for_memory(tmp_path: Path) -> None:
+    dropped, waited = (predict(make(tmp_path, relief)).result for relief in (QUICK, None))
+    assert dropped["p99_ttft_ms"] < 0.5 * waited["p99_ttft_ms"]
+    facts = dropped["floodplain"]
+    (drop, *restores) = facts["simulation"]["relief"]["transitions"]
+    assert max(facts["timeline"]["kv_total_blocks"]) == drop["num_blocks"] > 2 * drop["num_blocks_before"]
+    layers = 16 * 436_224_000  # bytes: each pulls 16 of 32 layers
+    assert [one["parameter_bytes"] for one in restores] == pytest.approx([layers] * len(restores), rel=0.13)
+    assert waited["floodplain"]["simulation"]["relief"] is None
+
+
+@pytest.mark.parametrize(
+    ("relief", "changes", "message"),
+    [
+        ({}, {"instances": 1}, "test: relief: one instance has no other"),
+        ({}, {"expansion": {}}, "test: relief: it does not go with expansion"),
+        ({}, {"lender": {"memory": "1GB"}}, "test: relief: it does not go with lender"),
+        ({"mode": "maybe"}, {}, "test: relief.mode: "),
+        ({"most_stages": 5}, {}, "test: relief.most_stages: "),
+        ({"link": "string"}, {}, "test: relief.link: no link is called 'string'"),
+        ({"groups": 2}, {}, "test: relief.groups: there is no such key; there are mode, link"),
+    ],
+)
+def test_bad_input_is_refused_with_its_path(
+    tmp_path: Path, relief: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        make(tmp_path, relief, **changes)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
