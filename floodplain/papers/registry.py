@@ -5,15 +5,17 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from floodplain.core.errors import UserError
-from floodplain.papers import aqua
+from floodplain.papers import aqua, kunserve, pie
 from floodplain.papers.claims import Figure
 
 PAPERS = {
     "aqua": "AQUA: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Domains (ASPLOS 2025)",
+    "pie": "Pie: Pooling CPU Memory for LLM Inference (arXiv 2411.09317)",
+    "kunserve": "KunServe: Parameter-centric Memory Management for Overloads in LLM Serving (EuroSys 2026)",
 }
 """Titles by the short names with which figures begin."""
 
-FIGURES = MappingProxyType({figure.name: figure for figure in (*aqua.FIGURES,)})
+FIGURES = MappingProxyType({figure.name: figure for figure in (*aqua.FIGURES, *pie.FIGURES, *kunserve.FIGURES)})
 """All figures by name, in the order of the page."""
 
 
