@@ -13,12 +13,13 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from floodplain import __version__
+from floodplain.server.answering import ERRORS, REQUEST_FIELDS
 from floodplain.server.auth import KeyRing
 from floodplain.server.metrics import ServingMetrics
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
-from floodplain.server.routes import ERRORS, REQUEST_FIELDS, OpenAIRoutes
+from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.text_routes import TextRoutes
 from floodplain.web.errors import ApiError, install_error_handlers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -29,6 +29,7 @@ from floodplain.server.responses import (
     TopLogprob,
     Usage,
 )
+from floodplain.server.streams import Tally
 from floodplain.server.turns import Turn
 from floodplain.web.workers import Workers
 
@@ -36,6 +37,32 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ApiReply(ABC):
+    """Writes the answer to one request.
+
+    Attributes:
+        request_id: The answer's ``id``.
+    """
+
+    request_id: str
+
+    @abstractmethod
+    def event(self, index: int, delta: OutputDelta, tally: Tally) -> bytes:
+        """One delta of choice ``index`` as server-sent events; ``tally`` has counted it."""
+
+    @abstractmethod
+    def closing(self, usage: Usage) -> bytes:
+        """The events that end a stream."""
+
+    @abstractmethod
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        """The events that end a stream after a failure, whose answer would be ``body``."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
+        """The JSON of a whole answer, from one joined delta for each choice."""
+
+
+class ChoicesReply(ApiReply):
     """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
 
     ``shown_prompts`` are the tokens of the prompts, one for each choice, if token ids were asked for.
@@ -58,14 +85,11 @@ class ApiReply(ABC):
         self._created = int(time.time())
         head = json.dumps({"id": self.request_id, "object": self.event_kind, "created": self._created, "model": model})
         self._head = f"data: {head.removesuffix('}')}"
+        self._detail = detail
         self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
         self._prompts = shown_prompts
         self._told: set[int] = set()
         self._offsets: dict[int, int] = {}
-
-    @abstractmethod
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """One delta of choice ``index`` as a server-sent event, with the usage so far if every event carries one."""
 
     @abstractmethod
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
@@ -75,9 +99,28 @@ class ApiReply(ABC):
     def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
         """The log-probabilities of a delta of choice ``index``; None if it has none. Pass deltas in order."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event before ``[DONE]`` of a stream with ``include_usage``."""
-        return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
+    def closing(self, usage: Usage) -> bytes:
+        """The usage, if it was asked for, and ``[DONE]``."""
+        if self._detail is UsageDetail.NONE:
+            return DONE
+        return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode() + DONE
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        """The error, and ``[DONE]``."""
+        return b"data: %s\n\n" % json.dumps(body).encode() + DONE
+
+    def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
+        """The whole answer; log-probabilities are written piece by piece."""
+        body = self.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
+        pieces = body.split(_NO_LOGPROBS)
+        for index, output in enumerate(outputs):
+            pieces[index] += (
+                _NO_LOGPROBS if output.logprobs is None else f'"logprobs":{_join(_scores(self, index, output))}'
+            )
+        return "".join(pieces).encode()
+
+    def _usage_so_far(self, index: int, tally: Tally) -> Usage | None:
+        return tally.usage_of(index) if self._detail is UsageDetail.EACH else None
 
     def _write(
         self, index: int, delta: OutputDelta, usage: Usage | None, fields: str, more: str = "", *, calls: bool = False
@@ -109,17 +152,17 @@ def _finish_reason(output: OutputDelta, *, calls: bool = False) -> FinishReasonN
     return "length" if output.finish_reason == "length" else "tool_calls" if calls else "stop"
 
 
-class CompletionReply(ApiReply):
+class CompletionReply(ChoicesReply):
     """The answers of ``/v1/completions``."""
 
     prefix = "cmpl"
     event_kind = "text_completion"
 
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
+    def event(self, index: int, delta: OutputDelta, tally: Tally) -> bytes:
         """One delta as an event."""
         prompt = _listed("prompt_token_ids", self._new_prompt(index))
         fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._output(delta))}'
-        return self._write(index, delta, usage, fields)
+        return self._write(index, delta, self._usage_so_far(index, tally), fields)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
         """The whole answer."""
@@ -158,7 +201,7 @@ class CompletionReply(ApiReply):
         return top
 
 
-class ChatReply(ApiReply):
+class ChatReply(ChoicesReply):
     """The answers of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
@@ -177,7 +220,7 @@ class ChatReply(ApiReply):
         self._make_turn = make_turn
         self._turns: dict[int, Turn] = {}
 
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
+    def event(self, index: int, delta: OutputDelta, tally: Tally) -> bytes:
         """One delta as an event. The first event of a choice also has the role."""
         turn, role = self._turns.get(index), {}
         if turn is None:
@@ -185,6 +228,7 @@ class ChatReply(ApiReply):
         message = json.dumps(role | turn.delta(delta.text, is_last=delta.finish_reason is not None))
         fields = f'"delta": {message}{_listed("token_ids", self._output(delta))}'
         more = _listed("prompt_token_ids", self._new_prompt(0))
+        usage = self._usage_so_far(index, tally)
         return self._write(index, delta, usage, fields, more, calls=turn.has_calls)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
@@ -238,18 +282,7 @@ _NO_LOGPROBS = '"logprobs":null'
 """JSON of a choice without log-probabilities. No answer's text contains it: quotes in texts are escaped."""
 
 
-def write_answer(reply: ApiReply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
-    """The JSON of a whole answer, from one joined delta for each choice."""
-    body = reply.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
-    pieces = body.split(_NO_LOGPROBS)
-    for index, output in enumerate(outputs):
-        pieces[index] += (
-            _NO_LOGPROBS if output.logprobs is None else f'"logprobs":{_join(_scores(reply, index, output))}'
-        )
-    return "".join(pieces).encode()
-
-
-def _scores(reply: ApiReply, index: int, output: OutputDelta) -> Iterator[BaseModel]:
+def _scores(reply: ChoicesReply, index: int, output: OutputDelta) -> Iterator[BaseModel]:
     assert output.logprobs is not None
     for begin in range(0, max(1, len(output.token_ids)), PIECE_TOKENS):
         part = slice(begin, begin + PIECE_TOKENS)

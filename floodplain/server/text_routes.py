@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from floodplain.core.errors import UserError
+from floodplain.server.answering import ERRORS
 from floodplain.server.fields import Body, Off
 from floodplain.server.prompts import SHORT_TEXTS, PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import Message, PromptLimit, TokenId, templated
-from floodplain.server.routes import ERRORS, check_model
+from floodplain.server.routes import check_model
 from floodplain.server.tools import MAX_TOOLS, Tool
 from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError

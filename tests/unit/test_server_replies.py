@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server import replies
-from floodplain.server.replies import ChatReply, CompletionReply, write_answer
+from floodplain.server.replies import DONE, ChatReply, CompletionReply
 from floodplain.server.requests import UsageDetail
 from floodplain.server.streams import Tally
 from tests.fakes.engine import ByteTokenizer
@@ -33,15 +33,18 @@ def test_events_put_together_as_text_are_the_json_they_stand_for(
     usage = Tally(7).usage()
     for make, field in ((CompletionReply, "text"), (ChatReply, "delta")):
         reply = make(model, ByteTokenizer(), "r", UsageDetail.LAST if includes_usage else UsageDetail.NONE)
-        event = parse(reply.event(index, OutputDelta(text, (1,), reason)))
+        event = parse(reply.event(index, OutputDelta(text, (1,), reason), Tally(7)))
         content = text if field == "text" else {"role": "assistant", "content": text}
         assert event["choices"] == [{"index": index, field: content, "logprobs": None, "finish_reason": reason}]
         assert (event["id"], event["model"]) == (reply.request_id, model)
         assert reply.request_id == {"text": "cmpl-r", "delta": "chatcmpl-r"}[field]
         assert ("usage" in event) == includes_usage
-        last = parse(reply.usage_event(usage))
-        assert (last["choices"], last["usage"]) == ([], usage.model_dump())
-        assert set(last) == {*event, "usage"}
+        closing = reply.closing(usage)
+        assert closing.endswith(DONE) and (closing == DONE) == (not includes_usage)
+        if includes_usage:
+            last = parse(closing.removesuffix(DONE))
+            assert (last["choices"], last["usage"]) == ([], usage.model_dump())
+            assert set(last) == {*event, "usage"}
 
 
 @given(st.integers(0, 255), st.lists(st.integers(0, 255), unique=True, max_size=20), st.data())
@@ -109,6 +112,6 @@ def test_an_answer_written_in_pieces_is_the_whole_one(outputs: list[Any]) -> Non
         with patch("time.time", return_value=7.0):  # answers have their creation time
             whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
         with patch.object(replies, "PIECE_TOKENS", 2):
-            written = write_answer(pieces, deltas, Tally(7).usage())
+            written = pieces.whole(deltas, Tally(7).usage())
         expected = whole.body(deltas, Tally(7).usage()).model_dump_json()
         assert json.loads(written) == json.loads(expected)

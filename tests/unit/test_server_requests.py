@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
+from floodplain.server.answering import REQUEST_FIELDS
 from floodplain.server.fields import (
     IGNORED,
     IGNORED_IN_MESSAGES,
@@ -37,7 +38,6 @@ from floodplain.server.requests import (
     TextPart,
     UsageDetail,
 )
-from floodplain.server.routes import REQUEST_FIELDS
 from floodplain.web.errors import error_body
 
 ROOT = Path(__file__).parent.parent.parent
