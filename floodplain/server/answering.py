@@ -24,6 +24,7 @@ from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import WRITERS, ApiReply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit
+from floodplain.server.response_requests import ResponseRequest
 from floodplain.server.streams import (
     Acceptance,
     Deltas,
@@ -56,11 +57,16 @@ ERRORS = describe_errors(
 
 REQUEST_FIELDS = RequestFields(
     known=frozenset(
-        {*CompletionRequest.model_fields, *ChatRequest.model_fields, *(f.name for f in fields(SamplingParams))}
+        {
+            *CompletionRequest.model_fields,
+            *ChatRequest.model_fields,
+            *ResponseRequest.model_fields,
+            *(f.name for f in fields(SamplingParams)),
+        }
     ),
     unsupported=UNSUPPORTED_FIELDS,
 )
-"""The fields of both endpoints, and those of ``SamplingParams``, because its errors name them."""
+"""The fields of the endpoints, and those of ``SamplingParams``, because its errors name them."""
 
 STRUCTURES = Workers(1, "structures")
 """Compiles the grammars of structured answers."""

@@ -100,13 +100,24 @@ OFF_IN_STRUCTURES: Off = {
     "structural_tag": (),
     "whitespace_pattern": (),
 }
+OFF_IN_RESPONSES: Off = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
 OFF_IN_STREAM_OPTIONS: Off = {"include_obfuscation": (False,)}
 
 
 def _accepted_values() -> dict[str, str]:
     """The values of each refused field as text; none where the endpoints differ."""
     texts: dict[str, str] = {}
-    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_MESSAGES, OFF_IN_STRUCTURES, OFF_IN_STREAM_OPTIONS):
+    parts = (OFF_IN_MESSAGES, OFF_IN_STRUCTURES, OFF_IN_STREAM_OPTIONS)
+    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_RESPONSES, *parts):
         for name, values in table.items():
             text = " or ".join(map(json.dumps, values))
             texts[name] = text if texts.get(name, text) == text else ""

@@ -15,6 +15,8 @@ from floodplain.server.fields import IgnoredFields
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import ChatReply, CompletionReply
 from floodplain.server.requests import ChatRequest, CompletionRequest
+from floodplain.server.response_reply import ResponseReply
+from floodplain.server.response_requests import ResponseRequest
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import (
     unless_hung_up,
@@ -51,6 +53,7 @@ class OpenAIRoutes:
             ("/chat/completions", self.chat, ChatCompletion),
         ):
             router.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=STREAMED)
+        router.add_api_route("/responses", self.respond, methods=["POST"], responses=STREAMED)
         return router
 
     async def list_models(self) -> ModelList:
@@ -78,18 +81,37 @@ class OpenAIRoutes:
         """Answer a conversation."""
         check_model(body.model, self._names)
         params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
-        tokenizer = self._engine.tokenizer
-        if not tokenizer.has_chat_template:
+        prompt = await self._read_chat(request, body)
+        if prompt is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        shown = [prompt] if body.return_token_ids else None
+        params, make_turn = self._read_calls(body, params)
+        reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown, make_turn)
+        return await self._answering.answer(request, body, [prompt], params, reply)
+
+    async def respond(self, body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation, in the newer form of the API; the server keeps nothing of it."""
+        check_model(body.model, self._names)
+        chat = body.for_chat()
+        params, name = chat.sampling(), name_of(chat, request)
+        prompt = await self._read_chat(request, chat)
+        if prompt is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        self._ignored_fields.note(body.ignored)
+        params, make_turn = self._read_calls(chat, params)
+        reply = ResponseReply(body, name, make_turn())
+        return await self._answering.answer(request, chat, [prompt], params, reply)
+
+    async def _read_chat(self, request: Request, body: ChatRequest) -> list[int] | None:
+        """The tokens of a conversation; None if the client has disconnected. Raises UserError, as ``read_chat``."""
+        if not self._engine.tokenizer.has_chat_template:
             raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
         chat = await unless_hung_up(request.receive, self._answering.reader(request).read_chat(body))
         if chat is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return None
         prompt, ignored_fields = chat
         self._ignored_fields.note(ignored_fields)
-        shown = [prompt] if body.return_token_ids else None
-        params, make_turn = self._read_calls(body, params)
-        reply = ChatReply(body.model, tokenizer, name, detail, shown, make_turn)
-        return await self._answering.answer(request, body, [prompt], params, reply)
+        return prompt
 
     def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
         """Sampling parameters under which calls of tools can be seen, and a function that makes turns that find them.

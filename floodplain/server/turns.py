@@ -24,13 +24,29 @@ class Turn:
         """Whether a call has begun."""
         return self._num_calls > 0
 
+    def pieces(self, text: str, *, is_last: bool) -> list[Piece]:
+        """What is certain after more text, in order, without the calls that are too many."""
+        if self._parser is None:
+            return [Text(text)] if text else []
+        found = self._parser.feed(text) + (self._parser.end() if is_last else [])
+        return [piece for piece in found if self._counts(piece)]
+
+    def _counts(self, piece: Piece) -> bool:
+        self._num_calls += isinstance(piece, Begin)
+        return isinstance(piece, Text) or self._max_calls is None or self._num_calls <= self._max_calls
+
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """The fields of a streamed message after more text: ``content``, ``tool_calls``, either or none."""
         if self._parser is None:
             return {"content": text}
-        pieces = self._parser.feed(text) + (self._parser.end() if is_last else [])
-        content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-        calls = [call for piece in pieces if (call := self._call(piece)) is not None]
+        num_calls = self._num_calls
+        content, calls = "", list[dict[str, Any]]()
+        for piece in self.pieces(text, is_last=is_last):
+            if isinstance(piece, Text):
+                content += piece.text
+                continue
+            num_calls += isinstance(piece, Begin)
+            calls.append({"index": num_calls - 1, **_call(piece)})
         return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
     def whole(self, text: str) -> dict[str, Any]:
@@ -46,18 +62,13 @@ class Turn:
             del call["index"]
         return {"content": found.get("content"), "tool_calls": calls or None}
 
-    def _call(self, piece: Piece) -> dict[str, Any] | None:
-        if isinstance(piece, Begin):
-            self._num_calls += 1
-        index = self._num_calls - 1
-        if isinstance(piece, Text) or (self._max_calls is not None and index >= self._max_calls):
-            return None
-        if isinstance(piece, Arguments):
-            return {"index": index, "function": {"arguments": piece.text}}
-        function = {"name": piece.name, "arguments": ""}
-        return {"index": index, "id": _new_id(), "type": "function", "function": function}
+
+def _call(piece: Begin | Arguments) -> dict[str, Any]:
+    if isinstance(piece, Arguments):
+        return {"function": {"arguments": piece.text}}
+    return {"id": new_call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}}
 
 
-def _new_id() -> str:
-    """Nine letters and digits, which the templates of Mistral's models ask for."""
+def new_call_id() -> str:
+    """Return nine letters and digits, which the templates of Mistral's models ask for."""
     return uuid.uuid4().hex[:9]

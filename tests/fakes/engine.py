@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
 from floodplain.core.lifecycle import Lifecycle
@@ -30,6 +31,8 @@ class ByteTokenizer:
 
     vocab_size = 256
     has_chat_template = True
+    chat_template = "<tool_call>"
+    special_tokens: Mapping[str, int] = MappingProxyType({})
     is_byte_level = True
 
     def __init__(self) -> None:

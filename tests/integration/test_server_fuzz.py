@@ -27,6 +27,7 @@ from tests.support.examples import examples
 OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -40,6 +41,7 @@ OPERATIONS = [
 SURE_ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake", "prompt": "a"},
     "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"model": "fake", "input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [97]},
 }

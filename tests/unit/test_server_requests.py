@@ -21,6 +21,7 @@ from floodplain.server.fields import (
     OFF_IN_CHATS,
     OFF_IN_COMPLETIONS,
     OFF_IN_MESSAGES,
+    OFF_IN_RESPONSES,
     OFF_IN_STREAM_OPTIONS,
     OFF_IN_STRUCTURES,
     Body,
@@ -38,6 +39,7 @@ from floodplain.server.requests import (
     TextPart,
     UsageDetail,
 )
+from floodplain.server.response_requests import ResponseRequest
 from floodplain.web.errors import error_body
 
 ROOT = Path(__file__).parent.parent.parent
@@ -388,6 +390,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     places: dict[str, tuple[list[type[Body]], Off, frozenset[str]]] = {
         "both endpoints": ([CompletionRequest, ChatRequest], OFF, IGNORED),
         "/v1/completions": ([CompletionRequest], OFF_IN_COMPLETIONS, frozenset()),
+        "/v1/responses": ([ResponseRequest], OFF_IN_RESPONSES, frozenset({"include", "stream_options"})),
         "/v1/chat/completions": ([ChatRequest], OFF_IN_CHATS, frozenset()),
         "a message": ([Message], OFF_IN_MESSAGES, IGNORED_IN_MESSAGES),
         "a part of a message": ([TextPart], {}, IGNORED_IN_PARTS),
@@ -399,7 +402,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     shared = {*CompletionRequest.model_fields} & {*ChatRequest.model_fields}
     for place, (kinds, off, ignored) in places.items():
         served = set.intersection(*({one.alias or name for name, one in kind.model_fields.items()} for kind in kinds))
-        served -= shared if place.startswith("/v1") else set()
+        served -= shared if place.endswith("completions") else set()
         documented = [set(re.findall("`([a-z_]+)`", cell)) for cell in cells[place]]
         assert documented == [served, set(ignored), set(off)]
         for name, values in off.items():

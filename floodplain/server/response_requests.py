@@ -1,0 +1,205 @@
+"""The body of ``/v1/responses``, and the conversation that it stands for.
+
+The server keeps no responses: each body has the whole conversation. Source:
+https://platform.openai.com/docs/api-reference/responses/create
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from floodplain.core.errors import UserError
+from floodplain.server.fields import IGNORED, OFF_IN_RESPONSES, Body, Off
+from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, kind_of_text
+from floodplain.server.tools import MAX_TOOLS, ToolName
+from floodplain.web.errors import BRANCH
+
+_HINTS = frozenset({"annotations", "id", "logprobs", "status"})
+"""Fields of earlier outputs that clients send back."""
+
+
+class TextContent(Body):
+    """A piece of a message or of a function's output."""
+
+    ignores: ClassVar[frozenset[str]] = _HINTS
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+TextOrParts = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[TextContent], Field(min_length=1), Tag(TEXTS)],
+    Discriminator(
+        kind_of_text, custom_error_type="content", custom_error_message="should be a string or a list of text parts"
+    ),
+]
+
+
+def _text(content: TextOrParts) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class MessageItem(Body):
+    """A turn of the conversation."""
+
+    ignores: ClassVar[frozenset[str]] = _HINTS
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: TextOrParts
+
+
+class CallItem(Body):
+    """A call that the model made."""
+
+    ignores: ClassVar[frozenset[str]] = _HINTS
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(max_length=256)]
+    name: ToolName
+    arguments: str
+
+
+class OutputItem(Body):
+    """The result of a call."""
+
+    ignores: ClassVar[frozenset[str]] = _HINTS
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(max_length=256)]
+    output: TextOrParts
+
+
+def _kind(item: object) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"{BRANCH} {kind}"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag(f"{BRANCH} message")]
+    | Annotated[CallItem, Tag(f"{BRANCH} function_call")]
+    | Annotated[OutputItem, Tag(f"{BRANCH} function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="should be a message, a function_call or a function_call_output",
+    ),
+]
+
+
+Input = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag(TEXTS)],
+    Discriminator(
+        kind_of_text, custom_error_type="input", custom_error_message="should be a string or a list of items"
+    ),
+]
+
+
+class ResponseTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The tool in the form of the chat endpoint."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+class ResponseToolChoice(Body):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class ResponseTextFormat(Body):
+    """What the text is: any text, any JSON object, or an object of a schema."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset({"name", "description", "strict"})
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The format in the form of the chat endpoint."""
+        return {"type": self.type} | ({} if self.json_schema is None else {"json_schema": {"schema": self.json_schema}})
+
+
+class ResponseText(Body):
+    """How the text is to be."""
+
+    off: ClassVar[Off] = {"verbosity": ("medium",)}
+
+    format: ResponseTextFormat | None = None
+
+
+class ResponseRequest(Body):
+    """The body of ``/v1/responses``: text and function tools, and no state in the server."""
+
+    off: ClassVar[Off] = OFF_IN_RESPONSES
+    ignores: ClassVar[frozenset[str]] = IGNORED | {"include", "stream_options"}
+
+    model: str
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Annotated[Int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    priority: Int | None = None
+    request_id: RequestId | None = None
+
+    def for_chat(self) -> ChatRequest:
+        """The same request for the chat endpoint. Raises UserError for items that make no conversation."""
+        choice: Any = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields = {
+            "model": self.model,
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
+            "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
+            "tool_choice": choice if self.tools or choice not in ("auto", "none") else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "priority": self.priority,
+            "request_id": self.request_id,
+        }
+        try:
+            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:  # a bound of the chat endpoint, such as its number of messages
+            raise UserError(f"input: {error.errors()[0]['msg']}") from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The turns. Calls become part of the assistant's turn before them."""
+        turns: list[dict[str, Any]] = []
+        if self.instructions:
+            turns.append({"role": "system", "content": self.instructions})
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if isinstance(item, MessageItem):
+                turns.append({"role": item.role, "content": _text(item.content)})
+            elif isinstance(item, OutputItem):
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            else:
+                if not turns or turns[-1]["role"] != "assistant":
+                    turns.append({"role": "assistant"})
+                function = {"name": item.name, "arguments": item.arguments}
+                turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        if not turns:
+            raise UserError("input has no turns")
+        return turns
