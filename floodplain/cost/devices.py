@@ -84,6 +84,22 @@ _TABLE = (
         source="NVIDIA A100 SXM data sheet",
     ),
     Device(
+        name="a800-80gb",
+        all_reduce=AllReduce(15e-6, 200e9),
+        memory_bytes=_gib(79.25),
+        bandwidth=2.039e12,
+        flops=312e12,
+        source="NVIDIA A800 data sheet: an A100 with 400 GB/s of NVLink; memory as of the A100",
+    ),
+    Device(
+        name="h800-80gb",
+        all_reduce=AllReduce(15e-6, 200e9),
+        memory_bytes=_gib(79.19),
+        bandwidth=3.35e12,
+        flops=989.4e12,
+        source="NVIDIA H800 data sheet: an H100 with 400 GB/s of NVLink; memory as of the H100",
+    ),
+    Device(
         name="h100-80gb",
         all_reduce=NVLINK,
         memory_bytes=_gib(79.19),

@@ -19,6 +19,7 @@ from floodplain.sim.fleet import Fleet, SimulatedEngine, SimulatedGroup
 from floodplain.sim.machine import Machine, resolve_machine
 from floodplain.sim.relief import report_relief
 from floodplain.sim.scenario import Scenario
+from floodplain.sim.stages import VirtualStages
 from floodplain.workload.goals import goals_from
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import build_rows, prefix_block_tokens
@@ -65,7 +66,7 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "recalls_s": fleet.recalls_s,
             "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
             "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
-            "relief": report_relief(fleet.groups),
+            "relief": report_relief(fleet.groups, _pipelines(fleet)),
             "tenants": _by_tenant(scenario, requests, records, goals),
             **leases,
         },
@@ -93,6 +94,10 @@ def _group_result(scenario: Scenario, fleet: Fleet, requests: Sequence[Request])
     goals = scenario.workload.goodput or goals_from(_serve_alone(scenario, resolve_machine(scenario), requests))
     result = benchmark_result([_record(fleet, request) for request in requests], _info(scenario, goals))
     return {key: result[key] for key in TENANT_KEYS}
+
+
+def _pipelines(fleet: Fleet) -> list[VirtualStages]:
+    return [engine.instance for engine in fleet.engines if isinstance(engine, SimulatedGroup)]
 
 
 def _steps(engine: SimulatedEngine | SimulatedGroup) -> list[ExpandingStep]:

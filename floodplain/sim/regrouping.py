@@ -284,10 +284,10 @@ class Regrouping:
         loads, sizes, most_stages = self._find_loads(), self._model.sizes, self.rule.most_stages
         plan = plan_drop(loads, need_blocks, sizes, most_stages) or plan_largest(loads, sizes, most_stages)
         for instances in plan.groups if plan is not None else ():
-            self._gather(instances)
+            self.gather(instances)
 
-    def _gather(self, instances: Sequence[int]) -> None:
-        """Pause the members; when all are paused, start the group. Does nothing if they cannot share the layers."""
+    def gather(self, instances: Sequence[int]) -> None:
+        """Make a group once its members have paused. Does nothing if they cannot share the layers."""
         parts = {epoch: group for epoch, group in self._groups.items() if group.members[0] in instances}
         old = {group.members: group.kept for group in parts.values() if not group.is_single}
         try:

@@ -23,6 +23,7 @@ from floodplain.sim.instance import Environment
 from floodplain.sim.machine import DTYPE_BYTES, Machine
 from floodplain.sim.regrouping import GroupEngine, GroupLink, Regrouping
 from floodplain.sim.scenario import LinkName, ReliefPart, Scenario
+from floodplain.sim.stages import VirtualStages
 
 LOOK_S = 0.2
 """Seconds between two looks at the load: a fifth of ``--instance-timeout``, as the router has it."""
@@ -63,7 +64,7 @@ class ReliefModel:
         return self._add_single()
 
     def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> GroupEngine:
-        """A pipeline of members, in microbatches of equal cost."""
+        """A pipeline of members, in microbatches."""
         engine = self._scenario.engine
         config = LoopConfig(
             max_model_len=self._machine.max_model_len,
@@ -73,8 +74,8 @@ class ReliefModel:
             depth=len(kept),
             block_bytes=self._machine.block_bytes,
         )
-        price = ChunkPrice(cost_by_shape(self._scenario.shape))
-        policy = FcfsPolicy(microbatches=MicrobatchRule("even", price, self._part.microbatch_tokens))
+        part, price = self._part, ChunkPrice(cost_by_shape(self._scenario.shape))
+        policy = FcfsPolicy(microbatches=MicrobatchRule(part.split, price, part.microbatch_tokens))
         ledger = BlockLedger(num_blocks, engine.block_tokens, caches_prefixes=engine.prefix_cache)
         loop = Loop(LoopState(config, ledger, policy), policy, self._scenario.workload.seed)
         return self._add_group(loop, self._find_times(kept))
@@ -105,18 +106,26 @@ def link_of(name: LinkName) -> tuple[float, float]:
 
 
 def start_relief(cluster: VirtualCluster, model: ReliefModel, num_instances: int, part: ReliefPart) -> Regrouping:
-    """Start all instances of a scenario in a cluster, and watch them."""
+    """Start all instances of a scenario in a cluster, and watch them; ``pipeline``: make them groups for good."""
     is_priced = part.mode == "auto"
     settings = DropTimingSettings(overload_s=part.overload, calm_s=part.calm, gap_s=part.gap)
     rule = ReliefRule(timing_of(settings, is_priced=is_priced), is_priced=is_priced, most_stages=part.most_stages)
     link = GroupLink(link_of(part.link)[0], part.remap_s_per_gb / 1e9)
     groups = Regrouping(cluster, model, link, num_instances, rule, restores=part.restore, period_s=LOOK_S)
-    cluster.environment.schedule(0.0, groups.look)
+    if part.mode == "pipeline":
+        for first in range(0, num_instances, part.most_stages):
+            groups.gather(range(first, min(first + part.most_stages, num_instances)))
+    else:
+        cluster.environment.schedule(0.0, groups.look)
     return groups
 
 
-def report_relief(groups: Regrouping | None) -> dict[str, Any] | None:
-    """All transitions, and the last decision by price; None without relief."""
+def report_relief(groups: Regrouping | None, pipelines: Sequence[VirtualStages]) -> dict[str, Any] | None:
+    """All transitions, the last decision by price, and the bubbles of all ``pipelines``; None without relief.
+
+    Bubbles are the part of the time in which a group had steps outstanding, and a stage computed nothing; None without
+    groups.
+    """
     if groups is None:
         return None
     priced = groups.rule.priced
@@ -124,4 +133,10 @@ def report_relief(groups: Regrouping | None) -> dict[str, Any] | None:
     if priced is not None:
         prices = {lever.value: price for lever, price in priced.decision.prices.items()}
         decision = {"lever": priced.decision.lever.value, "reason": priced.decision.reason.value, "prices": prices}
-    return {"transitions": list(map(asdict, groups.transitions)), "decision": decision}
+    transitions = list(map(asdict, groups.transitions))
+    return {"transitions": transitions, "decision": decision, "bubbles": _find_bubbles(pipelines)}
+
+
+def _find_bubbles(pipelines: Sequence[VirtualStages]) -> float | None:
+    active_s = sum(len(one.busy_s) * one.active_s for one in pipelines)
+    return 1 - sum(sum(one.busy_s) for one in pipelines) / active_s if active_s else None

@@ -184,7 +184,8 @@ class ReliefPart(_Part):
     """Instances drop layers that others keep, serve as one pipeline, and restore them later (``--relief``).
 
     Attributes:
-        mode: ``drop`` whenever memory is short, ``auto`` only if it costs less than to wait.
+        mode: ``drop`` whenever memory is short, ``auto`` only if it costs less than to wait; ``pipeline`` for good, in
+            groups of ``most_stages`` from the start.
         link: Between instances, for each of their GPUs, each way.
         most_stages: The most instances in a group.
         restore: Whether groups are ever restored.
@@ -193,9 +194,10 @@ class ReliefPart(_Part):
         gap: Seconds between two moves, at least.
         remap_s_per_gb: Seconds for unmapping and mapping pages, for each GB (1e9 bytes).
         microbatch_tokens: The least prompt tokens of a microbatch.
+        split: Microbatches of equal cost (``even``) or of equal tokens; ``halving`` is KunServe's rule by cost.
     """
 
-    mode: Literal["drop", "auto"] = "drop"
+    mode: Literal["drop", "auto", "pipeline"] = "drop"
     link: LinkName = "pcie4"
     most_stages: Annotated[int, Field(ge=2, le=MOST_STAGES, strict=True)] = MOST_STAGES
     restore: bool = True
@@ -204,6 +206,7 @@ class ReliefPart(_Part):
     gap: Annotated[float, Field(ge=0, le=1e6)] = TIMING.gap_s
     remap_s_per_gb: Annotated[float, Field(ge=0, le=1e3)] = 0.005
     microbatch_tokens: Annotated[int, Field(ge=8, le=2**20, strict=True)] = 256
+    split: Literal["even", "halving", "tokens"] = "even"
 
 
 class FaultPart(_Part):

@@ -32,6 +32,7 @@ class VirtualStages:
         loop: The step loop of the leader.
         lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Seconds that each stage computed.
+        active_s: Seconds in which steps were outstanding, up to the last time when none was.
         on_step: Called with each plan and the time of its start.
     """
 
@@ -41,12 +42,14 @@ class VirtualStages:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = [0.0] * loop.state.config.depth
+        self.active_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self._environment = environment
         self._stage_times = stage_times
         self._driver = StepDriver(loop)
         self._free_s = [environment.now] * len(self.busy_s)
         self._on_paused: Callable[[], object] | None = None
+        self._active_since_s = 0.0
 
     @property
     def stall_s(self) -> float:
@@ -87,6 +90,8 @@ class VirtualStages:
                 return
             if self.on_step is not None:
                 self.on_step(plan, now)
+            if self._driver.num_outstanding == 1:
+                self._active_since_s = now
             end_s = now
             for stage, duration_s in enumerate(self._stage_times(plan)):
                 end_s = self._free_s[stage] = max(end_s, self._free_s[stage]) + duration_s
@@ -101,6 +106,8 @@ class VirtualStages:
 
     def _complete(self, plan: StepPlan) -> None:
         self._driver.complete(dummy_result(plan), self._environment.now)
+        if not self._driver.num_outstanding:
+            self.active_s += self._environment.now - self._active_since_s
         self._tell_if_paused()
         self.advance()
 

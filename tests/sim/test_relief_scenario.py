@@ -89,6 +89,27 @@ def test_a_priced_drop_is_made_only_if_more_streams_make_more_tokens(
     assert ((True, 2) in kinds(fleet)) == pays
 
 
+def test_a_pipeline_from_the_start_stays_one(tmp_path: Path) -> None:
+    scenario = make(tmp_path, QUICK | {"mode": "pipeline", "most_stages": 2})
+    fleet = serve(scenario)
+    check(scenario, fleet)
+    assert kinds(fleet) == [(True, 2)]
+    assert all(not life.token_times_s for life in fleet.engines[0].instance.lifecycles.values())
+
+
+def test_microbatches_of_equal_cost_have_the_fewest_bubbles(tmp_path: Path) -> None:
+    """Long prompts at once: their late chunks cost more than early ones with as many tokens."""
+    load = {"num_prompts": 12, "length_scale": 30.0, "max_input": 12_000, "max_output": 2, "goodput": ["ttft:2000"]}
+    cost = StepCost(base_s=0.001, prefill_token_s=1e-5, self_pair_s=2e-8, prefix_pair_s=2e-8)
+    engine = {"policy": "fcfs", "kv_blocks": 8000, "max_model_len": 16_000, "max_batched_tokens": 8192}
+    bubbles = {}
+    for split in ("even", "tokens"):
+        relief = QUICK | {"mode": "pipeline", "most_stages": 2, "split": split}
+        result = predict(make(tmp_path, relief, cost, engine=engine, workload=load)).result
+        bubbles[split] = result["floodplain"]["simulation"]["relief"]["bubbles"]
+    assert 0 < bubbles["even"] < bubbles["tokens"] < 1
+
+
 def test_a_drop_shortens_the_wait_for_memory(tmp_path: Path) -> None:
     dropped, waited = (predict(make(tmp_path, relief)).result for relief in (QUICK, None))
     assert dropped["p99_ttft_ms"] < 0.5 * waited["p99_ttft_ms"]
