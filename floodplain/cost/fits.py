@@ -1,6 +1,6 @@
 """Costs of steps that ship: parts fitted to measured kernels, by device, model and tensor parallelism.
 
-Yi-34B on an A100 is ``benchmarks/swap_space/yi-34b-a100.json``. The others are from the kernel tables of
+Yi-34B and Llama-2-70B are derived by ``benchmarks/swap_space/steps.py``. The others are from the kernel tables of
 LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM 0.19), priced by
 ``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``.
 """
@@ -29,6 +29,11 @@ def _fit(median_error: float, tables: str, **parts: float) -> ShippedFit:
     return ShippedFit(StepCost(**parts), f"fit to kernels measured by LLMServingSim's authors ({tables})", median_error)
 
 
+def _fit_of_2023(median_error: float, **parts: float) -> ShippedFit:
+    source = "fit to steps of vLLM in 2023 (splitwise-sim) beside attention kernels (aiconfigurator-core)"
+    return ShippedFit(StepCost(**parts), source, median_error)
+
+
 _FITS = {
     ("rtx4090", "llama-3.1-8b", 1): _fit(
         0.034, "RTX 4090, at most 48 decodes",
@@ -52,6 +57,14 @@ _FITS = {
         ),
         "derived from steps of Llama-2-70B on two A100 (splitwise-sim) and attention kernels (aiconfigurator-core)",
         0.071,
+    ),
+    ("a100-80gb", "llama-2-70b", 2): _fit_of_2023(
+        0.071, base_s=0.05654, decode_s=0.0001761, context_token_s=1.183e-07, prefill_token_s=0.0003255,
+        self_pair_s=7.221e-09, prefix_token_s=1.183e-07, prefix_pair_s=7.221e-09,
+    ),
+    ("h100-80gb", "llama-2-70b", 2): _fit_of_2023(
+        0.019, base_s=0.0371, decode_s=0.0001165, context_token_s=5.41e-08, prefill_token_s=0.0001315,
+        self_pair_s=1.94e-09, prefix_token_s=5.41e-08, prefix_pair_s=1.94e-09,
     ),
 }  # fmt: skip
 

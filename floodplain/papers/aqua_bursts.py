@@ -12,7 +12,8 @@ import numpy as np
 
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
 from floodplain.papers.loads import ARXIV, SHAREGPT, Burst, Lengths
-from floodplain.papers.serving import Served, capacity, serve_rows
+from floodplain.papers.serving import Served, capacity, scenario_of, serve_rows
+from floodplain.sim.machine import resolve_machine
 
 VLLM, CFS, AQUA, OWN = (
     "vLLM (FCFS)",
@@ -49,10 +50,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """The stable rate as a part of what one engine completes, and whether PCIe is as on a rented machine."""
+    """The stable rate as a part of what one engine completes, and what else differs from the paper's words.
+
+    Attributes:
+        has_rented_pcie: PCIe is as others measured it.
+        model: The model whose steps are taken, with the KV pool of the paper's.
+    """
 
     share: float
     has_rented_pcie: bool = False
+    model: str | None = None
 
 
 UNKNOWN = Unknown(
@@ -92,14 +99,24 @@ A100, H100 = (
 )
 
 
-def _ways(setting: Setting, pcie: float) -> dict[str, dict[str, Any]]:
+UNKNOWN_H100 = replace(
+    UNKNOWN,
+    values=dict(UNKNOWN.values)
+    | {f"{share:g} of capacity, steps of 2023": Guess(share, model="llama-2-70b") for share in (0.8, 1.0)},
+)
+
+
+def _ways(setting: Setting, guess: Guess) -> dict[str, dict[str, Any]]:
     """Scenarios by the name of the way."""
-    base = {"scheduling": "sync", "max_batched_tokens": 512, "prefix_cache": False}
+    base: dict[str, Any] = {"scheduling": "sync", "max_batched_tokens": 512, "prefix_cache": False}
+    base |= {"kv_blocks": resolve_machine(scenario_of(dict(setting.engine) | {"engine": base})).num_blocks}
+    changed = dict(setting.engine) | ({"model": guess.model} if guess.model else {})
+    pcie = setting.rented_pcie if guess.has_rented_pcie else setting.pcie
 
     def scenario(policy: str, link: str | float | None, *, is_synchronous: bool = False) -> dict[str, Any]:
         engine = base | {"policy": policy, "synchronous_swap": is_synchronous}
         swap = {} if link is None else {"swap": {"memory": "40GB", "link": link}}
-        return dict(setting.engine) | {"engine": engine} | swap
+        return changed | {"engine": engine} | swap
 
     return {
         VLLM: scenario("fcfs", None),
@@ -111,7 +128,7 @@ def _ways(setting: Setting, pcie: float) -> dict[str, dict[str, Any]]:
 
 def measure_burst(setting: Setting, guess: Guess, seed: int) -> Measured:
     """Serve one burst in every way."""
-    ways = _ways(setting, setting.rented_pcie if guess.has_rented_pcie else setting.pcie)
+    ways = _ways(setting, guess)
     drawn = setting.lengths.draw(NUM_SATURATING, np.random.default_rng(seed))
     rate = guess.share * capacity(ways[VLLM], drawn)
     burst = Burst(
@@ -227,12 +244,13 @@ FIGURE_8 = Figure(
         ),
     ),
     assumptions=(
-        "A roofline of the H100 stands for its kernels, and sums over two GPUs are assumed.",
+        "A roofline of the H100 stands for its kernels, and sums over two GPUs are assumed. Steps of 2023 are those of "
+        "Llama-2-70B on two H100, as splitwise-sim has them.",
         "TPOT counts as raised if it is above the largest of the 25 requests before the burst under vLLM.",
         *COMMON,
     ),
     measure=partial(measure_burst, H100),
-    unknown=UNKNOWN,
+    unknown=UNKNOWN_H100,
 )
 FIGURE_13 = Figure(
     name="aqua-13",
