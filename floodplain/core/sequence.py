@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from enum import Enum
 
 from floodplain.core.backups import Backup
@@ -51,7 +50,7 @@ class Sequence:
         num_sampling: Output tokens that outstanding steps will sample.
         max_computed: Tokens that were computed when it was last preempted: below it, computing is recomputation.
         backups: Backups of full blocks that are kept for it.
-        session: Name of its session, if the loop follows sessions.
+        session: Number of its session; 0 if the loop follows none.
         tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
         keys: Content keys of its leading full blocks, as far as they were needed.
@@ -95,7 +94,7 @@ class Sequence:
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []
         self.backups: list[Backup] = []
-        self.session: Hashable = None
+        self.session = 0
         self.tail: tuple[Backup, int] | None = None
         self.lifecycle = Lifecycle(request.arrival_s)
 

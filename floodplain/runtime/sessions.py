@@ -1,9 +1,11 @@
 """Sessions: which requests follow each other, how long the gaps between them are, and the pins of their KV meanwhile.
 
-A session has the name that its client gives it. Without a name it is found by its content: a request whose prompt
-begins with all full blocks of an earlier prompt continues that session. The KV of an ended request is pinned until its
-worth (``policy.returns``) is at most the price of a slot. That price is the worth of the contents that were unpinned
-last because their slots were needed; it falls while no slots are needed.
+A request continues the session with whose newest prompt, in full blocks, its own begins. Clients may name sessions: a
+request whose prompt begins with half of that prompt, since the client has edited it, continues the latest session of
+its name, if that has no live request. Sessions of one name learn from each other's gaps.
+
+The KV of an ended request is pinned until its worth (``policy.returns``) is at most the price of a slot. That price is
+the worth of the contents that were unpinned last because their slots were needed; it falls while no slots are needed.
 
 The vLLM plug-in and the step loop both use it: it knows keys of contents and a ``BackupTable``, and no sequences.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -51,19 +53,21 @@ class SessionCounts:
 
 class _Session:
     __slots__ = (
-        "ended_s", "gaps", "index", "is_named", "last_key", "name", "num_gaps", "num_live", "pin", "serial", "tenant",
+        "ended_s", "gaps", "index", "last_key", "middle_key", "name", "num_gaps", "num_live", "number", "pin", "serial",
+        "tenant",
     )  # fmt: skip
 
-    def __init__(self, name: Hashable, tenant: str, is_named: bool) -> None:
-        self.name = name
+    def __init__(self, number: int, tenant: str, name: str, gaps: GapCounts) -> None:
+        self.number = number
         self.tenant = tenant
-        self.is_named = is_named
-        self.gaps = GapCounts(_OWN_GAPS)
+        self.name = name
+        self.gaps = gaps  # of a named one: those of all sessions of the name
         self.num_gaps = self.num_live = 0
         self.ended_s: float | None = None  # when its last request ended, if none has arrived since
         self.index = self.serial = 0  # of the bin in which that gap is; of the gap
         self.pin: Pin | None = None
-        self.last_key: BlockKey | None = None  # without a name: of the last full block of its last prompt
+        self.middle_key: BlockKey | None = None  # of the full blocks of its newest prompt
+        self.last_key: BlockKey | None = None
 
 
 class SessionBook:
@@ -72,8 +76,9 @@ class SessionBook:
     def __init__(self, backups: BackupTable) -> None:
         self.counts = SessionCounts()
         self._backups = backups
-        self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()  # the least recently used first
+        self._sessions: OrderedDict[int, _Session] = OrderedDict()  # the least recently used first
         self._num_by_tenant: Counter[str] = Counter()
+        self._by_name: dict[tuple[str, str], _Session] = {}  # the most recently used of each
         self._by_last_key: dict[tuple[str, BlockKey], _Session] = {}
         self._priors: dict[tuple[bool, int], GapCounts] = {}
         self._due: list[tuple[float, int, _Session]] = []  # when gaps outlast their bins
@@ -81,31 +86,29 @@ class SessionBook:
         self._price = 0.0
         self._priced_s = 0.0
 
-    def arrive(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey], now: float) -> Hashable:
-        """Note a request of a tenant's session ``name``, or, if that is "", of the one that its prompt continues.
+    def arrive(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey], now: float) -> int:
+        """Note a tenant's request; returns its session's number, for ``end`` or ``give_up``, one of which follows.
 
-        Returns an identifier of the session, for ``end`` and ``give_up``; each request ends in one of them.
-        ``prompt_keys`` are those of the prompt's full blocks.
+        ``name`` is the client's name of the session, or ""; ``prompt_keys`` are those of the prompt's full blocks.
         """
         session = self._find(name, tenant, prompt_keys)
         if session.ended_s is not None:
             self._end_gap(session, max(session.index, bin_of(now - session.ended_s)))
         session.num_live += 1
-        if not session.is_named:
-            self._index(session, prompt_keys)
-        return session.name
+        self._index(session, prompt_keys)
+        return session.number
 
-    def end(self, name: Hashable, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
+    def end(self, number: int, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
         """Note that a request of a session ended; pin the contents ``keys`` of its full blocks, in order.
 
         Returns the pin, whose contents the caller backs up. None if there are no keys, the session was forgotten or has
         another live request, its chance to return is below ``least_chance``, or slots cost more than it is worth.
         """
-        session = self._sessions.get(name)
+        session = self._sessions.get(number)
         if session is None:
             return None
         session.num_live = max(0, session.num_live - 1)
-        self._sessions.move_to_end(name)
+        self._sessions.move_to_end(number)
         if session.num_live:
             return None
         self._unpin(session)
@@ -119,9 +122,9 @@ class SessionBook:
         self._backups.pin(session.pin)
         return session.pin
 
-    def give_up(self, name: Hashable) -> None:
+    def give_up(self, number: int) -> None:
         """Note that a request of a session was aborted: its KV is not expected to be used again, and unpinned."""
-        session = self._sessions.get(name)
+        session = self._sessions.get(number)
         if session is not None:
             session.num_live = max(0, session.num_live - 1)
             self._unpin(session)
@@ -158,28 +161,32 @@ class SessionBook:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _find(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey]) -> _Session:
-        """The session of a request, the most recently used from now on; a new one if there is none."""
+        """The session that a request continues, the most recently used from now on; a new one if there is none."""
+        found = next(filter(None, (self._by_last_key.get((tenant, key)) for key in reversed(prompt_keys))), None)
+        latest = self._by_name.get((tenant, name)) if name else None
+        if found is None and latest is not None and not latest.num_live and latest.middle_key in prompt_keys:
+            found = latest
+        session = found or self._add(tenant, name, latest)
         if name:
-            session = self._sessions.get((tenant, name))
-        else:
-            session = next(filter(None, (self._by_last_key.get((tenant, key)) for key in reversed(prompt_keys))), None)
-        session = session or self._add((tenant, name or next(self._serials)), tenant, is_named=bool(name))
-        self._sessions.move_to_end(session.name)
+            self._by_name[tenant, name] = session
+        self._sessions.move_to_end(session.number)
         return session
 
-    def _add(self, name: Hashable, tenant: str, *, is_named: bool) -> _Session:
+    def _add(self, tenant: str, name: str, latest: _Session | None) -> _Session:
         if len(self._sessions) >= MOST_SESSIONS:
             most = max(self._num_by_tenant.items(), key=lambda item: item[1])[0]
             self._forget(next(one for one in self._sessions.values() if one.tenant == most))
-        session = self._sessions[name] = _Session(name, tenant, is_named)
+        gaps = GapCounts(_OWN_GAPS) if latest is None else latest.gaps
+        session = _Session(next(self._serials), tenant, name, gaps)
+        self._sessions[session.number] = session
         self._num_by_tenant[tenant] += 1
         return session
 
     def _index(self, session: _Session, prompt_keys: Sequence[BlockKey]) -> None:
-        """Find an unnamed session by its newest prompt from now on."""
+        """Find a session by its newest prompt from now on."""
         self._unindex(session)
         if prompt_keys:
-            session.last_key = prompt_keys[-1]
+            session.middle_key, session.last_key = prompt_keys[(len(prompt_keys) - 1) // 2], prompt_keys[-1]
             self._by_last_key[session.tenant, session.last_key] = session
 
     def _unindex(self, session: _Session) -> None:
@@ -187,7 +194,9 @@ class SessionBook:
             del self._by_last_key[session.tenant, session.last_key]
 
     def _forget(self, session: _Session) -> None:
-        del self._sessions[session.name]
+        del self._sessions[session.number]
+        if self._by_name.get((session.tenant, session.name)) is session:
+            del self._by_name[session.tenant, session.name]
         self._num_by_tenant[session.tenant] -= 1
         if not self._num_by_tenant[session.tenant]:
             del self._num_by_tenant[session.tenant]
@@ -235,7 +244,7 @@ class SessionBook:
 
     def _prior(self, session: _Session) -> GapCounts:
         """The gaps of all sessions like this one."""
-        return self._priors.setdefault((session.is_named, min(session.num_gaps, _MOST_TURNS)), GapCounts(_ALL_GAPS))
+        return self._priors.setdefault((bool(session.name), min(session.num_gaps, _MOST_TURNS)), GapCounts(_ALL_GAPS))
 
     def _update_price(self, now: float) -> None:
         """The worth of what was given up since the last call is the price; without any, the price falls."""

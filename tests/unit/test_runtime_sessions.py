@@ -55,9 +55,31 @@ def need(backups: BackupTable, num_slots: int) -> None:
 
 def test_a_name_of_the_same_tenant_is_the_same_session() -> None:
     book, _ = make_book()
-    first = book.arrive("chat", "alice", keys("a"), 0.0)
-    assert book.arrive("chat", "alice", keys("b"), 1.0) == first
-    assert book.arrive("chat", "bob", keys("a"), 1.0) != first
+    first = book.arrive("chat", "alice", keys("a", 8), 0.0)
+    book.end(first, keys("a"), 0.5)
+    assert book.arrive("chat", "bob", keys("a", 8), 1.0) != first
+    assert book.arrive("chat", "alice", [*keys("a", 4), *keys("edited", 9)], 1.0) == first
+
+
+def test_a_name_for_many_conversations_is_a_session_for_each() -> None:
+    """They are told apart by their prompts, and beside a live request by nothing less than the whole prompt."""
+    book, _ = make_book()
+    one = book.arrive("app", "", keys("a", 8), 0.0)
+    assert book.arrive("app", "", [*keys("a", 4), *keys("b")], 0.0) != one
+    book.end(one, keys("a", 8), 1.0)
+    assert book.arrive("app", "", [*keys("a", 3), *keys("c", 9)], 1.0) != one
+    assert book.arrive("app", "", keys("a", 9), 1.0) == one
+
+
+def test_sessions_of_one_name_learn_from_each_other() -> None:
+    book, _ = make_book(num_slots=1000)
+    for number in range(12):
+        one = book.arrive("app", "", keys(f"chat{number}"), number)
+        book.end(one, keys("a"), number)
+        book.give_up(book.arrive("app", "", keys(f"chat{number}", 3), number + 0.1))
+    named = book.end(book.arrive("app", "", keys("new"), 50.0), keys("b"), 50.0)
+    other = book.end(book.arrive("other", "", keys("other"), 50.0), keys("c"), 50.0)
+    assert named is not None and other is not None and named.worth > other.worth
 
 
 def test_without_a_name_a_prompt_continues_the_longest_prompt_that_it_begins_with() -> None:
@@ -76,15 +98,10 @@ def test_a_prompt_does_not_continue_that_of_another_tenant() -> None:
     assert book.arrive("", "bob", keys("a", 3), 0.0) != first
 
 
-def test_a_named_session_is_not_found_by_its_prompt() -> None:
-    book, _ = make_book()
-    assert book.arrive("chat", "", keys("a"), 0.0) != book.arrive("", "", keys("a", 3), 0.0)
-
-
 def test_a_session_is_pinned_when_its_last_live_request_ends() -> None:
     book, backups = make_book()
     one = book.arrive("chat", "", keys("a"), 0.0)
-    assert book.arrive("chat", "", keys("b"), 0.0) == one
+    assert book.arrive("chat", "", keys("a"), 0.0) == one
     assert book.end(one, keys("a"), 1.0) is None
     pin = book.end(one, keys("b"), 2.0)
     assert list(backups.idle.pins) == [pin] and pin is not None and pin.keys == keys("b")
@@ -173,7 +190,7 @@ def test_requests_that_no_other_follows_are_not_worth_a_copy_in_the_end() -> Non
     pins = []
     for number in range(300):
         book.advance(number * 30.0)
-        one = book.arrive(f"single{number}", "", keys("a"), number * 30.0)
+        one = book.arrive("", "", keys(f"single{number}"), number * 30.0)
         pins.append(book.end(one, keys("a"), number * 30.0, least_chance=0.2))
     assert pins[0] is not None and pins[-1] is None
 
