@@ -10,8 +10,8 @@ from typing import Any
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
 
 _GAUGES = frozenset(
-    {"num_running", "num_waiting", "num_swapped", "kv_blocks", "kv_bytes", "cached_bytes", "num_blocks",
-     "num_used_blocks", "lease_bytes"}
+    {"num_running", "num_waiting", "num_swapped", "kv_blocks", "kv_bytes", "cached_bytes", "pinned_bytes",
+     "num_blocks", "num_used_blocks", "lease_bytes"}
 )  # fmt: skip
 """Fields with current values; all others count since the start."""
 _MOST_RECALLS = 4096

@@ -146,6 +146,7 @@ def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, polic
         eos_token_ids=parts.eos_token_ids,
         fingerprint=parts.fingerprint,
         block_bytes=parts.block_bytes,
+        pins_sessions=parts.config.pin_sessions,
     )
     backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
     return Loop(LoopState(config, ledger, policy, backups, swap.links), policy, parts.config.seed)

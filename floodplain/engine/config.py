@@ -136,9 +136,14 @@ class EngineConfig(EngineFlags):
 
     def _check_swap(self) -> None:
         if self.swap == "none":
-            for name, value in (("--swap-memory", self.swap_memory), ("--hardware", self.hardware)):
+            given = {"--swap-memory": self.swap_memory, "--hardware": self.hardware}
+            for name, value in (given | {"--pin-sessions": self.pin_sessions or None}).items():
                 if value is not None:
                     raise UserError(f"{name} says how to swap, and --swap none does not: leave one of them out")
+        if self.pin_sessions and not self.enable_prefix_caching:
+            raise UserError(
+                "--pin-sessions keeps prefixes, and --no-enable-prefix-caching reuses none: leave one of them out"
+            )
         if self.peer_memory is not None and self.swap != "peer":
             raise UserError(
                 f"--peer-memory says how much to borrow, and --swap {self.swap} does not: leave one of them out"

@@ -91,6 +91,11 @@ class EngineFlags:
         "memory of the swap space (default: 8 KV pools, at most a quarter of what is free; CPU 2GiB)",
         is_size=True,
     )
+    pin_sessions: bool = _flag(
+        False,
+        "copy KV of ended requests to swap space, and keep it for the session's next request as long as that is "
+        "expected; live requests still have any slot",
+    )
     peer_memory: int | None = _flag(
         None,
         "with --swap peer, most memory that is borrowed (default: as much as the swap space in host memory, which "

@@ -102,15 +102,18 @@ class EngineStats:
 
     ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
     memory of the pool (``local``) and of the slots that live requests need (other tiers); ``cached_bytes`` is that of
-    slots with idle backups. ``swap_bytes`` counts bytes over links by (``out`` or ``in``, tier); of these,
-    ``backup_bytes`` were written ahead of need. ``swap_stall_s`` is the time in which requests were live and nothing
-    could run before a copy ended; ``failed_transfers`` counts copies by problem; ``limited_steps`` counts steps whose
-    decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` are the bytes lent (``producer``) or
-    borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended, ``recall_times_s`` has the
-    seconds of the last; ``num_failed_growths`` counts failures to map bytes that should be free. ``borrowed_leases``
-    counts a consumer's leases by outcome (``lending.neighbours.LeaseFacts.num_borrowed``), and ``failed_exchanges``
-    failed exchanges with the coordinator by problem. ``pipeline_s`` is the time in which steps of a pipeline were
-    outstanding, and ``stage_busy_s`` the part of it in which each stage computed, by the stage's number.
+    slots with idle backups, and ``pinned_bytes`` the part of these that is pinned for sessions. ``swap_bytes`` counts
+    bytes over links by (``out`` or ``in``, tier); of these, ``backup_bytes`` were written ahead of need.
+    ``swap_stall_s`` is the time in which requests were live and nothing could run before a copy ended;
+    ``failed_transfers`` counts copies by problem; ``limited_steps`` counts steps whose decision was limited, by reason
+    (``core.plan.LIMITS``). ``lease_bytes`` are the bytes lent (``producer``) or borrowed (``consumer``) by (role, the
+    other end); of ``num_recalls`` recalls that ended, ``recall_times_s`` has the seconds of the last;
+    ``num_failed_growths`` counts failures to map bytes that should be free. ``borrowed_leases`` counts a consumer's
+    leases by outcome (``lending.neighbours.LeaseFacts.num_borrowed``), and ``failed_exchanges`` failed exchanges with
+    the coordinator by problem. ``pipeline_s`` is the time in which steps of a pipeline were outstanding, and
+    ``stage_busy_s`` the part of it in which each stage computed, by the stage's number. ``session_returns`` counts
+    requests that continue a session by whether its KV was ``pinned`` or ``unpinned``; ``unpinned_blocks`` counts blocks
+    by reason: ``expired`` or ``evicted``.
     """
 
     num_running: int = 0
@@ -119,6 +122,7 @@ class EngineStats:
     kv_blocks: dict[str, int] = field(default_factory=dict)
     kv_bytes: dict[str, int] = field(default_factory=dict)
     cached_bytes: dict[str, int] = field(default_factory=dict)
+    pinned_bytes: dict[str, int] = field(default_factory=dict)
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_steps: int = 0
@@ -144,3 +148,5 @@ class EngineStats:
     expansion: ExpansionFacts = ExpansionFacts()
     stage_busy_s: dict[str, float] = field(default_factory=dict)
     pipeline_s: float = 0.0
+    session_returns: dict[str, int] = field(default_factory=dict)
+    unpinned_blocks: dict[str, int] = field(default_factory=dict)

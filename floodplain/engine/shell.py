@@ -29,6 +29,7 @@ from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
+from floodplain.runtime.sessions import SessionCounts
 
 MAX_WAIT_S = 0.05
 """Most seconds for which a step without work waits before it returns."""
@@ -305,6 +306,7 @@ class Engine:
         """A snapshot; on another thread, a step may run between its reads."""
         state, swap, pipeline, block_bytes = self.loop.state, self._swap_stats(), self._pipeline(), self._block_bytes
         counters, backups, ledger = state.counters, state.backups, state.ledger
+        sessions = SessionCounts() if state.sessions is None else state.sessions.counts
         leases = LeaseFacts() if self.neighbours is None else self.neighbours.facts()
         expansion = ExpansionFacts() if self.expansion is None else self.expansion.facts()
         blocks = {block_state.value: count for block_state, count in ledger.count_states().items()}
@@ -319,6 +321,7 @@ class Engine:
                 **{name: num_kept * block_bytes for name, num_kept in kept.items()},
             },
             cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
+            pinned_bytes={tier.value: backups.idle.count_pinned(tier) * block_bytes for tier in backups.slots},
             num_blocks=ledger.num_blocks,
             num_used_blocks=max(0, ledger.num_blocks - ledger.num_available),
             num_steps=counters.num_steps,
@@ -344,6 +347,8 @@ class Engine:
             expansion=expansion,
             stage_busy_s=pipeline.busy_s,
             pipeline_s=pipeline.active_s,
+            session_returns={"pinned": sessions.hits, "unpinned": sessions.misses},
+            unpinned_blocks={"expired": sessions.num_expired_blocks, "evicted": backups.idle.num_unpinned_blocks},
         )
 
 

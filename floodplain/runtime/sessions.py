@@ -34,7 +34,7 @@ _OWN_GAPS, _ALL_GAPS = 16, 512
 _MOST_TURNS = 3
 """Sessions with 0, 1, 2, and at least so many earlier gaps have a prior each: the more gaps, the likelier another."""
 
-_PRICE_HALVES_S = 60.0
+_PRICE_HALVES_S = 10.0
 """Time without pressure in which the price of a slot falls to half."""
 
 
@@ -102,7 +102,7 @@ class SessionBook:
         """Note that a request of a session ended; pin the contents ``keys`` of its full blocks, in order.
 
         Returns the pin, whose contents the caller backs up. None if there are no keys, the session was forgotten or has
-        another live request, its chance to return is below ``least_chance``, or slots cost more than it is worth.
+        another live request, or its chance to return is below ``least_chance``.
         """
         session = self._sessions.get(number)
         if session is None:
@@ -115,10 +115,9 @@ class SessionBook:
         session.ended_s, session.index, session.serial = now, 0, next(self._serials)
         self._await_edge(session)
         hazards = self._hazards(session)
-        value = worth(hazards, 0)
-        if not keys or value <= self._price or chance_of_return(hazards) < least_chance:
+        if not keys or chance_of_return(hazards) < least_chance:
             return None
-        session.pin = Pin(keys, session.tenant, value)
+        session.pin = Pin(keys, session.tenant, worth(hazards, 0))
         self._backups.pin(session.pin)
         return session.pin
 

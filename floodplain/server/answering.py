@@ -115,6 +115,7 @@ class Answering:
                 priority=priority,
                 client=client.name,
                 cache_salt=client.cache_salt(body.cache_salt),
+                session=body.session,
                 goals=goals,
             )
             for index, prompt in enumerate(prompts)

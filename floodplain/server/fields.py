@@ -21,8 +21,8 @@ Off = Mapping[str, tuple[Any, ...]]
 
 IGNORED = frozenset(
     {
-        "include_reasoning", "metadata", "prompt_cache_key", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "session_id", "store", "stream_interval", "user",
+        "include_reasoning", "metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+        "stream_interval", "user",
     }
 )  # fmt: skip
 """Fields of a request that cannot change tokens."""

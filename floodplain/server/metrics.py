@@ -58,6 +58,8 @@ class ServingMetrics(Collector):
         yield self._gauge(
             "swap_cached_bytes", "Bytes of prefixes in swap space that no request uses now.", cached, "tier"
         )
+        pinned = _by_one(stats.pinned_bytes)
+        yield self._gauge("swap_pinned_bytes", "Of these, bytes that are pinned for sessions.", pinned, "tier")
         preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
         yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
         yield from self._swap(stats)
@@ -79,6 +81,11 @@ class ServingMetrics(Collector):
         yield self._counter("swap_stall_seconds", text, {(): stats.swap_stall_s})
         failed = _by_one(stats.failed_transfers)
         yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
+        returns = _by_one({"pinned": 0, "unpinned": 0} | stats.session_returns)
+        text = "Requests that continue a session, by its KV in swap space."
+        yield self._counter("session_returns", text, returns, "kv")
+        unpinned = _by_one({"expired": 0, "evicted": 0} | stats.unpinned_blocks)
+        yield self._counter("unpinned_blocks", "Blocks that are no longer pinned.", unpinned, "reason")
         limited = _by_one(stats.limited_steps)
         yield self._counter("limited_steps", "Steps that were not decided as the policy likes.", limited, "reason")
 

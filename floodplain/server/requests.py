@@ -71,6 +71,8 @@ _BadWord = Annotated[str, Field(max_length=MAX_BAD_CHARS)]
 
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 """A client's name of a request."""
+SessionName = Annotated[str, Field(max_length=1024)]
+"""A client's name of a conversation or agent."""
 
 
 def kind_of_text(value: object) -> str | None:
@@ -289,6 +291,8 @@ class GenerationRequest(Body):
     ttft_goal_ms: Milliseconds | None = None
     tpot_goal_ms: Milliseconds | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    session_id: SessionName | None = None
+    prompt_cache_key: SessionName | None = None
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
 
@@ -302,6 +306,11 @@ class GenerationRequest(Body):
         """The request's own goals, in seconds."""
         ttft_ms, tpot_ms = self.ttft_goal_ms, self.tpot_goal_ms
         return Goals(ttft_s=ttft_ms and ttft_ms / 1e3, tpot_s=tpot_ms and tpot_ms / 1e3)
+
+    @property
+    def session(self) -> str:
+        """The client's name for the session; "" if it gave none."""
+        return self.session_id or self.prompt_cache_key or ""
 
     @property
     def usage_detail(self) -> UsageDetail:

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from floodplain.core.errors import UserError
 from floodplain.server.fields import IGNORED, OFF_IN_RESPONSES, Body, Off
-from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, kind_of_text
+from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
 from floodplain.server.tools import MAX_TOOLS, ToolName
 from floodplain.web.errors import BRANCH
 
@@ -158,6 +158,8 @@ class ResponseRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     priority: Int | None = None
+    session_id: SessionName | None = None
+    prompt_cache_key: SessionName | None = None
     request_id: RequestId | None = None
 
     def for_chat(self) -> ChatRequest:
@@ -177,6 +179,8 @@ class ResponseRequest(Body):
             "tool_choice": choice if self.tools or choice not in ("auto", "none") else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "priority": self.priority,
+            "session_id": self.session_id,
+            "prompt_cache_key": self.prompt_cache_key,
             "request_id": self.request_id,
         }
         try:

@@ -189,6 +189,8 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     ours = {
         "priority": 3,
         "cache_salt": "tenant",
+        "session_id": "agent 7",
+        "prompt_cache_key": "app",
         "ttft_goal_ms": 500,
         "tpot_goal_ms": 125,
         "ignore_eos": True,
@@ -199,7 +201,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
     seen = server.engine.submitted.get(timeout=HANG_S)
     params = seen.params
-    assert (seen.priority, seen.cache_salt, seen.client) == (3, "tenant", "")
+    assert (seen.priority, seen.cache_salt, seen.client, seen.session) == (3, "tenant", "", "agent 7")
     assert seen.goals == Goals(ttft_s=0.5, tpot_s=0.125)
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))

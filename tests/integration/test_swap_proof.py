@@ -204,9 +204,11 @@ def expected(requests: list[Request]) -> list[Reference]:
     return references
 
 
-@pytest.mark.parametrize("caches", [True, False])
-def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], expected: list[Reference]) -> None:
-    with storm(seed=2, enable_prefix_caching=caches) as one:
+@pytest.mark.parametrize(("caches", "pins"), [(True, False), (False, False), (True, True)])
+def test_tokens_are_those_of_a_calm_run(
+    caches: bool, pins: bool, requests: list[Request], expected: list[Reference]
+) -> None:
+    with storm(seed=2, enable_prefix_caching=caches, pin_sessions=pins) as one:
         stats = one.rage(requests)
         backups = one.engine.loop.state.backups
         verdict = one.verdict(expected)
@@ -227,6 +229,7 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
         assert stats.kv_bytes["host"] == stats.num_used_blocks == 0
         assert backups.is_at_rest
         assert caches or backups.num_idle(Tier.HOST) == 0
+        assert (stats.unpinned_blocks["evicted"] > 0) is pins
 
 
 def test_zeroed_blocks_are_noticed(requests: list[Request], expected: list[Reference]) -> None:

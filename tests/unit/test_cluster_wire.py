@@ -83,6 +83,7 @@ requests = st.builds(
     priority=st.integers(-5, 5),
     client=st.text(),
     cache_salt=st.text(),
+    session=st.text(),
     goals=st.builds(Goals, ttft_s=st.none() | st.floats(0.1, 9)),
     known_token_ids=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
     is_accepted=st.booleans(),

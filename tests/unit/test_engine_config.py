@@ -45,6 +45,8 @@ PEER = URL | {"swap": "peer"}
         ({"enable_prefix_caching": "no"}, "^--enable-prefix-caching must be True or False, not 'no'$"),
         ({"swap": "host", "swap_memory": 0}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),
+        ({"swap": "none", "pin_sessions": True}, "^--pin-sessions says how to swap, and --swap none does not: "),
+        ({"pin_sessions": True, "enable_prefix_caching": False}, "^--pin-sessions keeps prefixes, and --no-enable-"),
         ({"swap": "host", "hardware": "pcie4"}, "--hardware must be one of emulated-pcie4, .*c2c, not 'pcie4'"),
         ({"swap": "host", "hardware": "emulated-c2c", "device": "cuda:0"}, "leave it out with --device cuda"),
         ({"swap": "peer", "device": "cuda:1"}, "^--swap peer needs --coordinator: it knows which devices lend memory$"),

@@ -19,6 +19,9 @@ PROMISED = {
     "kv_blocks": "gauge",
     "kv_bytes": "gauge",
     "swap_cached_bytes": "gauge",
+    "swap_pinned_bytes": "gauge",
+    "session_returns_total": "counter",
+    "unpinned_blocks_total": "counter",
     "preemptions_total": "counter",
     "swap_bytes_total": "counter",
     "swap_stall_seconds_total": "counter",
@@ -48,6 +51,9 @@ LABELS = {
     "kv_blocks": {"state"},
     "kv_bytes": {"tier"},
     "swap_cached_bytes": {"tier"},
+    "swap_pinned_bytes": {"tier"},
+    "session_returns_total": {"kv"},
+    "unpinned_blocks_total": {"reason"},
     "preemptions_total": {"mode"},
     "swap_bytes_total": {"direction", "tier"},
     "failed_transfers_total": {"problem"},
@@ -72,6 +78,7 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         kv_blocks={"free": 1},
         kv_bytes={"local": 2},
         cached_bytes={"host": 3},
+        pinned_bytes={"host": 1},
         failed_transfers={"not_copied": 0},
         limited_steps={"crowded": 0},
         lease_bytes={("producer", "b"): 5},
@@ -116,6 +123,9 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
         swap_stall_s=0.25,
         failed_transfers={"digest_mismatch": 3},
         limited_steps={"crowded": 4},
+        pinned_bytes={"host": 9},
+        session_returns={"pinned": 8, "unpinned": 1},
+        unpinned_blocks={"expired": 11, "evicted": 12},
     )
     metrics = ServingMetrics("m", lambda: stats)
     seen = {
@@ -129,6 +139,9 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     assert value_of(metrics, "floodplain_limited_steps_total", reason="crowded") == 4
     assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
     assert value_of(metrics, "floodplain_swap_cached_bytes", tier="host") == 20
+    assert value_of(metrics, "floodplain_swap_pinned_bytes", tier="host") == 9
+    assert value_of(metrics, "floodplain_session_returns_total", kv="pinned") == 8
+    assert value_of(metrics, "floodplain_unpinned_blocks_total", reason="evicted") == 12
     assert value_of(metrics, "floodplain_requests_swapped") == 4
 
 

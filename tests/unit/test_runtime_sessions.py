@@ -66,6 +66,8 @@ def test_a_name_for_many_conversations_is_a_session_for_each() -> None:
     book, _ = make_book()
     one = book.arrive("app", "", keys("a", 8), 0.0)
     assert book.arrive("app", "", [*keys("a", 4), *keys("b")], 0.0) != one
+    assert book.arrive("app", "", keys("a", 8), 0.0) == one
+    book.give_up(one)
     book.end(one, keys("a", 8), 1.0)
     assert book.arrive("app", "", [*keys("a", 3), *keys("c", 9)], 1.0) != one
     assert book.arrive("app", "", keys("a", 9), 1.0) == one
@@ -218,15 +220,8 @@ def test_the_price_falls_while_no_slot_is_needed() -> None:
     need(backups, 1)
     book.advance(1.0)
     before = book.price
-    book.advance(61.0)
+    book.advance(11.0)
     assert 0 < book.price == pytest.approx(before / 2)
-
-
-def test_what_is_worth_less_than_a_slot_costs_is_not_pinned() -> None:
-    book, backups = make_book()
-    backups.idle.price = 100.0
-    book.advance(0.0)
-    assert live(book, "chat", 0.0, 0.0) is None and not backups.idle.pins
 
 
 # -- tenants -----------------------------------------------------------------------------------------------------------

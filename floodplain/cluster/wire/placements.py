@@ -33,6 +33,7 @@ class Submit:
     priority: Annotated[int, Range(-(2**63), MAX_COUNT)]
     client: str
     cache_salt: str
+    session: str
     goals: Goals
     is_accepted: bool
 
@@ -50,6 +51,7 @@ def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
         priority=request.priority,
         client=request.client,
         cache_salt=request.cache_salt,
+        session=request.session,
         goals=request.goals,
         is_accepted=request.is_accepted,
     )
@@ -65,6 +67,7 @@ def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Reque
         priority=message.priority,
         client=message.client,
         cache_salt=message.cache_salt,
+        session=message.session,
         goals=message.goals,
         known_token_ids=token_ids[message.num_prompt :],
         is_accepted=message.is_accepted,
