@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import inf
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.errors import InvariantError
@@ -53,8 +52,8 @@ class SessionCounts:
 
 class _Session:
     __slots__ = (
-        "ended_s", "gaps", "index", "last_key", "middle_key", "name", "num_gaps", "num_live", "number", "pin", "serial",
-        "tenant",
+        "arrived_s", "ended_s", "gap_bin", "gaps", "last_key", "middle_key", "name", "num_gaps", "num_live", "number",
+        "pin", "serial", "tenant", "wait_bin",
     )  # fmt: skip
 
     def __init__(self, number: int, tenant: str, name: str, gaps: GapCounts) -> None:
@@ -63,11 +62,22 @@ class _Session:
         self.name = name
         self.gaps = gaps  # of a named one: those of all sessions of the name
         self.num_gaps = self.num_live = 0
-        self.ended_s: float | None = None  # when its last request ended, if none has arrived since
-        self.index = self.serial = 0  # of the bin in which that gap is; of the gap
+        self.ended_s: float | None = None  # when its last request ended, if none has started since
+        self.arrived_s: float | None = None  # when its next request arrived, if that has not started
+        self.gap_bin = self.wait_bin = 0  # since then
+        self.serial = 0  # of the gap or wait
         self.pin: Pin | None = None
         self.middle_key: BlockKey | None = None  # of the full blocks of its newest prompt
         self.last_key: BlockKey | None = None
+
+
+def _learn(all_counts: Iterable[GapCounts], first: int, gap_s: float) -> None:
+    """Add a gap that has outlasted all bins before ``first``."""
+    last = max(first, bin_of(gap_s))
+    for counts in all_counts:
+        for outlasted in range(first, last):
+            counts.add_outlasted(outlasted)
+        counts.add_end(last)
 
 
 class SessionBook:
@@ -81,7 +91,8 @@ class SessionBook:
         self._by_name: dict[tuple[str, str], _Session] = {}  # the most recently used of each
         self._by_last_key: dict[tuple[str, BlockKey], _Session] = {}
         self._priors: dict[tuple[bool, int], GapCounts] = {}
-        self._due: list[tuple[float, int, _Session]] = []  # when gaps outlast their bins
+        self._waits = GapCounts(_ALL_GAPS)
+        self._due: list[tuple[float, int, _Session]] = []  # when gaps and waits outlast their bins
         self._serials = count(1)
         self._price = 0.0
         self._priced_s = 0.0
@@ -92,11 +103,27 @@ class SessionBook:
         ``name`` is the client's name of the session, or ""; ``prompt_keys`` are those of the prompt's full blocks.
         """
         session = self._find(name, tenant, prompt_keys)
-        if session.ended_s is not None:
-            self._end_gap(session, max(session.index, bin_of(now - session.ended_s)))
+        if session.ended_s is not None and session.arrived_s is None:
+            session.arrived_s, session.wait_bin = now, 0
+            is_pinned = session.pin is not None and bool(session.pin.keys)
+            self.counts.hits += is_pinned
+            self.counts.misses += not is_pinned
+            self._await_edge(session)
+            self._revalue(session)
         session.num_live += 1
         self._index(session, prompt_keys)
         return session.number
+
+    def start(self, number: int, now: float) -> None:
+        """Note that a request of a session starts to compute: its gap has ended. No-op for its next starts."""
+        session = self._sessions.get(number)
+        if session is None or session.ended_s is None or session.arrived_s is None:
+            return
+        _learn((self._waits,), session.wait_bin, now - session.arrived_s)
+        _learn((session.gaps, self._prior(session)), session.gap_bin, now - session.ended_s)
+        session.num_gaps += 1
+        self._stop_waiting(session)
+        self._revalue(session)
 
     def end(self, number: int, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
         """Note that a request of a session ended; pin the contents ``keys`` of its full blocks, in order.
@@ -112,7 +139,7 @@ class SessionBook:
         if session.num_live:
             return None
         self._unpin(session)
-        session.ended_s, session.index, session.serial = now, 0, next(self._serials)
+        session.ended_s, session.arrived_s, session.gap_bin = now, None, 0
         self._await_edge(session)
         hazards = self._hazards(session)
         if not keys or chance_of_return(hazards) < least_chance:
@@ -126,6 +153,7 @@ class SessionBook:
         session = self._sessions.get(number)
         if session is not None:
             session.num_live = max(0, session.num_live - 1)
+            self._stop_waiting(session)
             self._unpin(session)
 
     def advance(self, now: float) -> None:
@@ -135,14 +163,18 @@ class SessionBook:
             _, serial, session = heapq.heappop(self._due)
             if session.ended_s is None or session.serial != serial:
                 continue
-            for counts in (session.gaps, self._prior(session)):
-                counts.add_outlasted(session.index)
-            session.index += 1
-            if session.index == NUM_BINS:
-                session.ended_s = None
+            if session.arrived_s is not None:
+                self._waits.add_outlasted(session.wait_bin)
+                session.wait_bin += 1
             else:
-                self._await_edge(session)
+                for counts in (session.gaps, self._prior(session)):
+                    counts.add_outlasted(session.gap_bin)
+                session.gap_bin += 1
             self._revalue(session)
+            if session.gap_bin == NUM_BINS:
+                self._stop_waiting(session)
+            elif session.wait_bin < NUM_BINS:
+                self._await_edge(session)
 
     @property
     def price(self) -> float:
@@ -199,36 +231,35 @@ class SessionBook:
         self._num_by_tenant[session.tenant] -= 1
         if not self._num_by_tenant[session.tenant]:
             del self._num_by_tenant[session.tenant]
-        session.ended_s = None
+        self._stop_waiting(session)
         self._unpin(session)
         self._unindex(session)
 
-    def _end_gap(self, session: _Session, index: int) -> None:
-        """The next request has arrived: learn the gap, and keep the pin until the request ends."""
-        for counts in (session.gaps, self._prior(session)):
-            for outlasted in range(session.index, index):
-                counts.add_outlasted(outlasted)
-            counts.add_end(index)
-        session.num_gaps += 1
-        session.ended_s = None
-        is_pinned = session.pin is not None and bool(session.pin.keys)
-        self.counts.hits += is_pinned
-        self.counts.misses += not is_pinned
-        if session.pin is not None:
-            session.pin.worth = inf
-
     def _await_edge(self, session: _Session) -> None:
-        if session.ended_s is None:
+        """Have ``advance`` come back when the session's wait, or else its gap, outlasts its bin."""
+        waits = session.arrived_s is not None
+        began_s, index = (session.arrived_s, session.wait_bin) if waits else (session.ended_s, session.gap_bin)
+        if began_s is None:
             return
-        heapq.heappush(self._due, (session.ended_s + EDGES_S[session.index + 1], session.serial, session))
+        session.serial = next(self._serials)
+        heapq.heappush(self._due, (began_s + EDGES_S[index + 1], session.serial, session))
         if len(self._due) > 2 * MOST_SESSIONS:  # most are of gaps that have ended
             self._due = [due for due in self._due if due[2].ended_s is not None and due[2].serial == due[1]]
             heapq.heapify(self._due)
 
+    def _stop_waiting(self, session: _Session) -> None:
+        session.ended_s = session.arrived_s = None
+        session.gap_bin = session.wait_bin = 0
+
     def _revalue(self, session: _Session) -> None:
+        """Set what the session's pin is worth; end it if that is at most the price."""
         if session.pin is None:
             return
-        session.pin.worth = worth(self._hazards(session), session.index) if session.ended_s is not None else 0.0
+        waits = session.arrived_s is not None
+        hazards, index = (
+            (self._waits.hazards(), session.wait_bin) if waits else (self._hazards(session), session.gap_bin)
+        )
+        session.pin.worth = worth(hazards, index)
         if session.pin.worth <= self._price:
             self.counts.num_expired_blocks += len(session.pin.keys)
             self._unpin(session)

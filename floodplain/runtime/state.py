@@ -237,6 +237,8 @@ class LoopState:
             self.counters.num_prompt_tokens += seq.num_prompt
             self.counters.num_cached_tokens += seq.num_computed
             seq.lifecycle.num_cached_tokens = seq.num_computed
+            if self.sessions is not None:
+                self.sessions.start(seq.session, now)
         seq.lifecycle.record(EventKind.SCHEDULED, now)
 
     def free_blocks(self, seq: Sequence) -> None:

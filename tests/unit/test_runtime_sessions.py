@@ -14,7 +14,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.hashing import BlockKey
 from floodplain.core.idle_backups import Pin
 from floodplain.core.tiers import SlotLedger, Tier
-from floodplain.policy.returns import EDGES_S, NUM_BINS, bin_of
+from floodplain.policy.returns import NUM_BINS, bin_of
 from floodplain.runtime import sessions
 from floodplain.runtime.sessions import SessionBook
 
@@ -33,6 +33,7 @@ def make_book(num_slots: int = SLOTS) -> tuple[SessionBook, BackupTable]:
 def live(book: SessionBook, name: str, begin_s: float, end_s: float, tenant: str = "") -> Pin | None:
     """One request of a session, from its arrival to its end."""
     one = book.arrive(name, tenant, keys(name), begin_s)
+    book.start(one, begin_s)
     return book.end(one, keys(name), end_s)
 
 
@@ -77,8 +78,11 @@ def test_sessions_of_one_name_learn_from_each_other() -> None:
     book, _ = make_book(num_slots=1000)
     for number in range(12):
         one = book.arrive("app", "", keys(f"chat{number}"), number)
+        book.start(one, number)
         book.end(one, keys("a"), number)
-        book.give_up(book.arrive("app", "", keys(f"chat{number}", 3), number + 0.1))
+        assert book.arrive("app", "", keys(f"chat{number}", 3), number + 0.1) == one
+        book.start(one, number + 0.1)
+        book.give_up(one)
     named = book.end(book.arrive("app", "", keys("new"), 50.0), keys("b"), 50.0)
     other = book.end(book.arrive("other", "", keys("other"), 50.0), keys("c"), 50.0)
     assert named is not None and other is not None and named.worth > other.worth
@@ -118,36 +122,58 @@ def test_an_aborted_request_unpins_its_session() -> None:
     assert not backups.idle.pins
 
 
-def test_while_the_next_request_waits_its_pin_is_given_up_last() -> None:
-    book, backups = make_book()
-    pin = live(book, "chat", 0.0, 1.0)
-    book.arrive("chat", "", keys("chat"), 1.5)
-    assert pin is not None and pin.worth == inf and pin in backups.idle.pins
+def test_a_pin_whose_next_request_has_arrived_is_worth_what_waits_teach() -> None:
+    """More than before it arrived if requests start at once, and less with each second if those that wait wait long."""
+    book, _ = make_book(num_slots=1000)
+    for number in range(40):
+        live(book, "quick", number, number + 0.5)
+    pin = live(book, "reader", 0.0, 50.0)
+    assert pin is not None
+    before = pin.worth
+    one = book.arrive("reader", "", keys("reader"), 51.0)
+    assert pin.worth > 10 * before
+    arrived = pin.worth
+    book.advance(60.0)
+    assert pin.worth < arrived / 10
+    book.start(one, 61.0)
+    assert pin in book._backups.idle.pins, "for the gap after this request"
 
 
 # -- what gaps teach ---------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=12), st.lists(st.integers(0, 16), max_size=30))
-def test_gaps_are_learned_the_same_however_often_time_advances(eighths: list[int], looks: list[int]) -> None:
+EIGHTHS = st.integers(1, 32_000)  # sums are exact
+
+
+def expected_hazards(times_s: list[float]) -> list[float]:
+    """Of these gaps or waits, over a prior of 0 that weighs two of them."""
+    bins = [bin_of(time_s) for time_s in times_s]
+    return [bins.count(index) / (sum(one >= index for one in bins) + 2.0) for index in range(NUM_BINS)]
+
+
+@given(st.lists(st.tuples(EIGHTHS, EIGHTHS), min_size=1, max_size=12), st.lists(st.integers(0, 16), max_size=30))
+def test_gaps_and_waits_are_learned_the_same_however_often_time_advances(
+    times: list[tuple[int, int]], looks: list[int]
+) -> None:
     """A bin is outlasted when time passes its end, or when the next request shows that it was."""
-    gaps_s = [number / 8 for number in eighths]  # exact sums
     book, _ = make_book()
-    now = 0.0
-    for gap_s in gaps_s:
-        one = book.arrive("chat", "", keys("a"), now)
+    now, waits_s, gaps_s = 0.0, [], []
+    one = book.arrive("chat", "", keys("a"), now)
+    for silent, waiting in times:
         book.end(one, keys("a"), now)
+        arrived_s, started_s = now + silent / 8, now + silent / 8 + waiting / 8
         for look in sorted(looks):
-            book.advance(now + look / 16 * gap_s)
-        now += gap_s
-    book.arrive("chat", "", keys("a"), now)
-    measured = book._sessions[one].gaps.hazards([0.0] * NUM_BINS)
-    short = [gap_s for gap_s in gaps_s if gap_s < EDGES_S[-1]]  # after the last bin a session is no longer awaited
-    outlasted = len(gaps_s) - len(short)
-    for index, hazard in enumerate(measured):
-        ended = sum(bin_of(gap_s) == index for gap_s in short)
-        reached = sum(bin_of(gap_s) >= index for gap_s in short) + outlasted
-        assert hazard == pytest.approx(ended / (reached + 2.0)), index
+            book.advance(now + look / 16 * silent / 8)
+        assert book.arrive("chat", "", keys("a"), arrived_s) == one
+        for look in sorted(looks):
+            book.advance(arrived_s + look / 16 * waiting / 8)
+        book.start(one, started_s)
+        gaps_s.append(started_s - now)
+        waits_s.append(started_s - arrived_s)
+        now = started_s + 1.0
+    nothing = [0.0] * NUM_BINS
+    assert book._sessions[one].gaps.hazards(nothing) == pytest.approx(expected_hazards(gaps_s))
+    assert book._waits.hazards(nothing) == pytest.approx(expected_hazards(waits_s))
 
 
 def book_of(gap_s: float, num_slots: int = SLOTS) -> tuple[SessionBook, BackupTable, Pin]:
@@ -244,7 +270,7 @@ def test_a_tenant_with_many_sessions_forgets_its_own(monkeypatch: pytest.MonkeyP
     flood(book, "bob", 50)
     assert len(book._sessions) == 8
     assert book.arrive("chat", "alice", keys("chat"), 2.0) == first and book.counts.hits == 1
-    assert pin is not None and pin.worth == inf
+    assert pin in book._backups.idle.pins
     book.check_integrity()
 
 
