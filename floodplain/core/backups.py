@@ -56,6 +56,11 @@ class BackupTable:
         """Slots that ``begin_write`` can still allocate: free ones and those of idle backups."""
         return self.slots[tier].num_free + self.idle.count(tier)
 
+    @property
+    def num_unpinned(self) -> int:
+        """Slots of all tiers that are free, or whose idle backups are not pinned."""
+        return sum(slots.num_free + len(self.idle.unpinned(tier)) for tier, slots in self.slots.items())
+
     def num_idle(self, tier: Tier) -> int:
         """Whole backups that no sequence keeps."""
         return self.idle.count(tier)

@@ -7,7 +7,7 @@ of an idle backup can be taken at any time, so a pin never keeps a live request 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
@@ -71,7 +71,7 @@ class IdleBackups(Generic[T]):
     def __contains__(self, backup: T) -> bool:
         return backup in (self._loose[backup.location.tier].get(backup.key), self._pinned.get(backup.key))
 
-    def unpinned(self, tier: Tier) -> Iterable[T]:
+    def unpinned(self, tier: Tier) -> Collection[T]:
         """Unpinned idle backups of a tier, the next victim first."""
         return self._loose[tier].values()
 

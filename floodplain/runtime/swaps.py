@@ -59,9 +59,10 @@ class Swaps:
         """Back up to ``num_blocks`` more full, computed blocks of a running sequence; None if none needs a copy.
 
         Blocks that have a backup already count: the sequence keeps these from now on, so that they are not evicted.
+        Since the copies are made ahead of need, they take no slots of pinned backups.
         """
         seq = self._state.expect(seq_id, Status.RUNNING)
-        missing = self._keep_known(seq, num_blocks)
+        missing = self._keep_known(seq, num_blocks)[: self._state.backups.num_unpinned]
         return self._begin(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
 
     def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:

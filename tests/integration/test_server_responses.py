@@ -140,3 +140,11 @@ def test_structures_and_calls_of_a_real_engine() -> None:
             events = list(client.responses.create(**how, tool_choice=choice, parallel_tool_calls=False, stream=True))
             pieces = "".join(one.delta for one in events if one.type == "response.function_call_arguments.delta")
             assert pieces == call.arguments and events[-1].type == "response.completed"
+
+
+def test_the_name_of_its_session_reaches_the_engine(server: RunningServer) -> None:
+    while not server.engine.submitted.empty():
+        server.engine.submitted.get()
+    with client_of(server) as client:
+        client.responses.create(model="fake", input="hi", max_output_tokens=2, prompt_cache_key="agent 7")
+    assert server.engine.submitted.get(timeout=HANG_S).session == "agent 7"

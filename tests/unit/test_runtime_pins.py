@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from floodplain.core.plan import StepPlan, TransferKind
+from floodplain.core.plan import BackupOrder, StepPlan, TransferKind
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.tiers import Link, Tier
 from floodplain.core.view import Prices
+from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.prefixes import least_chance_to_save
 from floodplain.runtime.sessions import SessionBook
 from floodplain.runtime.swaps import Swaps
@@ -116,6 +118,24 @@ def test_a_pin_takes_no_slots_of_a_worthier_one(monkeypatch: pytest.MonkeyPatch)
         turn(driver, [*range(30, 40)], "second")
         driver.run()
         assert sum(backups.find(key) is not None for key in keys) == num_left
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_copies_ahead_of_need_take_no_pinned_slots(is_pinned: bool) -> None:
+    policy = ScriptedPolicy()
+    driver = make_driver(num_slots=3, policy=policy)
+    turn(driver, [*PROMPT])
+    driver.run()
+    backups = driver.loop.state.backups
+    if not is_pinned:
+        backups.unpin(next(iter(backups.idle.pins)))
+    other = turn(driver, [*range(30, 40)], "other", max_tokens=9)
+    driver.step()
+    fcfs, order = FcfsPolicy(), BackupOrder(other, 2, Tier.HOST)
+    policy.script.append(lambda view: replace(fcfs.decide(view, driver.now, Random(0)), backups=(order,)))
+    assert len(driver.step().transfers) == (not is_pinned)
+    driver.loop.finish(other, FinishReason.ABORT, driver.tick())
+    driver.run()
 
 
 def test_slots_of_pinned_kv_are_not_returned_as_unused() -> None:
