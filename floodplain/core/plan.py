@@ -241,19 +241,31 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the chosen token's, and the likeliest alternatives in order."""
+    """Log-probabilities at one position: the chosen token's, and the likeliest alternatives in order.
+
+    ``rank`` is how many tokens are at least as likely as a prompt's token, itself included; 0 for generated ones.
+    """
 
     chosen: LogProbability
     top: Annotated[tuple[tuple[TokenId, LogProbability], ...], Length(64)] = ()
+    rank: int = 0
+
+
+PromptLogprobs = tuple[TokenLogprobs, ...]
+"""Of each token of a prompt but the first, in order. Empty if a part of the prompt was computed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """An executor's result of a plan: one token for each of ``plan.sampled``, in that order."""
+    """An executor's result of a plan: one token for each of ``plan.sampled``, in that order.
+
+    ``prompt_logprobs`` come with the first token of a request that asked for them.
+    """
 
     step_id: int
     token_ids: Seq[int]
     logprobs: dict[SeqId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[SeqId, PromptLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,3 +279,4 @@ class StepOutputs:
     token_ids: Seq[int]
     finished: dict[SeqId, FinishReason]
     logprobs: dict[SeqId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[SeqId, PromptLogprobs] = field(default_factory=dict)

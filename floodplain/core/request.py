@@ -14,6 +14,9 @@ from floodplain.core.sampling import SamplingParams
 SeqId = NewType("SeqId", int)
 """Names a sequence inside one loop: the number of the request in order of submission."""
 
+MAX_PROMPT_SCORES = 2**18
+"""The most log-probabilities of one prompt; bounded, because they are sent at once."""
+
 OrderKey = tuple[int, float, int]
 """(priority, arrival, sequence id), which breaks every tie; (0, place, sequence id) where API keys take turns."""
 
@@ -64,7 +67,8 @@ class Request:
         if seed is not None and number:
             seed = (seed + number) % 2**64
         name = f"{self.request_id}-c{number}" if number else self.request_id
-        params = replace(self.params, n=1, seed=seed)
+        scores = None if number else self.params.prompt_logprobs
+        params = replace(self.params, n=1, seed=seed, prompt_logprobs=scores)
         return replace(self, request_id=name, params=params, is_accepted=self.is_accepted or number > 0)
 
     def check_tokens(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
@@ -78,5 +82,12 @@ class Request:
             if lowest < 0 or highest >= vocab_size:
                 bad, last = lowest if lowest < 0 else highest, vocab_size - 1
                 raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {last}", field=field)
+        num_scores = len(self.prompt_token_ids) * (1 + (self.params.prompt_logprobs or 0))
+        if self.params.prompt_logprobs is not None and num_scores > MAX_PROMPT_SCORES:
+            raise RequestRefused(
+                f"prompt_logprobs would have {num_scores} values, over {MAX_PROMPT_SCORES}: ask for fewer "
+                "alternatives, or send a shorter prompt",
+                field="prompt_logprobs",
+            )
         if not self.params.leaves_a_token(eos_token_ids):
             raise RequestRefused("min_tokens and bad_words exclude all allowed_token_ids", field="allowed_token_ids")

@@ -53,6 +53,7 @@ class SamplingParams:
         stop: The request ends before the first of these strings in its text.
         ignore_eos: Go on past end-of-sequence tokens (to replay a trace at its own length).
         logprobs: Report the chosen token's log-probability and this many alternatives; None reports none.
+        prompt_logprobs: The same for each token of the prompt but the first. Such a prompt is computed as a whole.
         skip_special_tokens: Leave special tokens out of the text.
     """
 
@@ -76,6 +77,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -107,8 +109,12 @@ class SamplingParams:
         )
 
     def _choice_checks(self) -> tuple[tuple[bool, str], ...]:
-        logprobs = self.logprobs
+        logprobs, of_prompt = self.logprobs, self.prompt_logprobs
         return (
+            (
+                of_prompt is None or 0 <= of_prompt <= MAX_LOGPROBS,
+                f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, not {of_prompt}",
+            ),
             (
                 math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
                 f"temperature must be between 0 and 100, not {self.temperature}",

@@ -12,6 +12,7 @@ import torch
 from floodplain.core.plan import PrefillChunk, StepPlan, TableUpdate
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
+from floodplain.engine.prompt_scores import PromptScores
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 from floodplain.model.logits import Histories
 from floodplain.model.structure import Grammars
@@ -86,13 +87,14 @@ class BatchRows:
 class Batches:
     """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``.
 
-    ``grammars`` are those of the model, for structured requests.
+    ``grammars`` are those of the model, for structured requests. ``scores`` are those of prompts.
     """
 
     def __init__(
         self, device: torch.device, *, block_tokens: int, max_model_len: int, grammars: Grammars | None = None
     ) -> None:
         self._grammars = grammars
+        self.scores = PromptScores()
         self.slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
         self._device = device
         self._block_tokens = block_tokens
@@ -111,6 +113,7 @@ class Batches:
             self.slots.release(seq_id)
             self._params.pop(seq_id, None)
             self._histories.pop(seq_id, None)
+            self.scores.release(seq_id)
         for update in plan.tables:
             self.slots.update_table(update)
         for chunk in plan.prefills:
@@ -118,6 +121,7 @@ class Batches:
                 if chunk.seq_id not in self._params:  # else it was readmitted: its count of tokens continues
                     row = self.slots.row(chunk.seq_id)
                     self.slots.num_generated[row] = len(chunk.request.known_token_ids)
+                    self.scores.begin(chunk.seq_id, chunk.request)
                     if chunk.request.params.uses_history:
                         self._histories[chunk.seq_id] = TokenHistory(chunk.request, self._grammars)
                 self._params[chunk.seq_id] = chunk.request.params

@@ -16,7 +16,7 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import TokenLogprobs
+from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.sizes import parse_size
@@ -213,12 +213,14 @@ class _Collector:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: OutputDelta | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.lifecycle: Lifecycle | None = None
 
     def add(self, delta: OutputDelta) -> None:
         self._text.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self._last = delta
 
     @property
@@ -247,6 +249,7 @@ def _output(request: Request, prompt: str | None, collectors: Sequence[_Collecto
         finished=all(one.finish_reason is not None for one in outputs),
         num_cached_tokens=collectors[0].num_cached_tokens,
         lifecycle=collectors[0].lifecycle,
+        prompt_logprobs=collectors[0].prompt_logprobs,
     )
 
 

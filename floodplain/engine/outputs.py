@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import TokenLogprobs
+from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class OutputDelta:
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
         logprobs: One entry for each of ``token_ids`` if the request asked for them.
         num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
+        prompt_logprobs: Of the prompt, in the first delta, if the request asked for them.
     """
 
     text: str
@@ -26,6 +27,7 @@ class OutputDelta:
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     lifecycle: Lifecycle | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.plan import StepPlan, StepResult, Transfer
+from floodplain.core.plan import PromptLogprobs, StepPlan, StepResult, Transfer
+from floodplain.core.request import SeqId
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.engine.batches import Batches, BatchRows
 from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
@@ -101,12 +102,14 @@ class ModelRunner:
         batch, rows = made
         if self._layer_slots is not None:
             self._begin_loads(self._layer_slots, rows)
-        logits = self._model.forward(batch, self._kv_layers, self._layer_slots)
+        model = self._model
+        x = model.run_layers(range(model.num_layers), batch, model.embed(batch), self._kv_layers, self._layer_slots)
+        logits, scores = model.finish(batch, x), self._batches.scores.add(plan, x, model.logits_of)
         if not plan.sampled and logits.is_cuda:
             # Without a sampled token nothing waits for the device, and the step would seem as short as its launch.
             torch.cuda.current_stream(logits.device).synchronize()
         self._batches.advance(plan)
-        return _sample_step(plan, logits, self._batches, self._sampler)
+        return _sample_step(plan, logits, scores, self._batches, self._sampler)
 
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
         """Start a plan's copies; steps that wrote outbound blocks have ended or are queued before them."""
@@ -176,7 +179,8 @@ class StageRunner:
         self._batches.advance(plan)
         if not self.is_last:
             return x
-        return _sample_step(plan, self._model.finish(batch, x), self._batches, self._sampler)
+        scores = self._batches.scores.add(plan, x, self._model.logits_of)
+        return _sample_step(plan, self._model.finish(batch, x), scores, self._batches, self._sampler)
 
     def take_tokens(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
         """Store the tokens that the last stage sampled, as the next inputs of the first stage."""
@@ -184,7 +188,13 @@ class StageRunner:
         self._batches.take_tokens(rows, np.array(token_ids, dtype=np.int64))
 
 
-def _sample_step(plan: StepPlan, logits: torch.Tensor, batches: Batches, sampler: Sampler) -> StepResult:
+def _sample_step(
+    plan: StepPlan,
+    logits: torch.Tensor,
+    scores: dict[SeqId, PromptLogprobs],
+    batches: Batches,
+    sampler: Sampler,
+) -> StepResult:
     """Sample the tokens of a step whose positions have advanced, and store them as the next inputs."""
     rows, params, histories = batches.sampled(plan)
     slots = batches.slots
@@ -193,4 +203,4 @@ def _sample_step(plan: StepPlan, logits: torch.Tensor, batches: Batches, sampler
     for index, history in histories.items():
         history.extend((int(tokens[index]),))
     named = dict(zip(plan.sampled, logprobs, strict=True)) if logprobs else {}
-    return StepResult(plan.step_id, tokens.tolist(), named)
+    return StepResult(plan.step_id, tokens.tolist(), named, scores)

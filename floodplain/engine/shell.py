@@ -391,8 +391,9 @@ class OutputProcessor:
         for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
             stream = self._streams.get(seq_id)
             if stream is not None:
-                logprobs = outputs.logprobs.get(seq_id)
-                yield seq_id, self._delta(seq_id, stream, token, outputs.finished.get(seq_id), logprobs)
+                delta = self._delta(seq_id, stream, token, outputs.finished.get(seq_id), outputs.logprobs.get(seq_id))
+                scores = outputs.prompt_logprobs.get(seq_id)
+                yield seq_id, delta if scores is None else replace(delta, prompt_logprobs=scores)
 
     def _delta(
         self,

@@ -73,7 +73,10 @@ class Loop:
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop_ids |= config.eos_token_ids
-        root = root_key(config.fingerprint, request.cache_salt)
+        salt = request.cache_salt
+        if request.params.prompt_logprobs is not None:  # blocks that others computed have no logits
+            salt = f"{salt}\0 scored {seq_id}"
+        root = root_key(config.fingerprint, salt)
         seq = Sequence(seq_id, request, root=root, max_total=max_total, stop_ids=stop_ids)
         self.state.arrive(seq)
         return seq_id
@@ -203,7 +206,7 @@ class Loop:
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:
             self._release_ended(now)
-        return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
+        return StepOutputs(seq_ids, token_ids, finished, result.logprobs, result.prompt_logprobs)
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
         """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost.

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -121,6 +121,8 @@ class Answering:
             for index, prompt in enumerate(prompts)
         ]
         streams = [stream for one in requests for stream in self._choices(one, acceptance)]
+        if isinstance(body, CompletionRequest) and body.is_echo_alone:
+            streams = [_without_output(stream) for stream in streams]
         tally = Tally(*map(len, prompts), num_choices=params.n)
         if body.stream:
             events = _events(merge(streams), reply, tally)
@@ -137,10 +139,29 @@ class Answering:
         structure = request.params.structure
         if structure is not None:
             streams = [_unless_cut(stream, structure, self._grammars()) for stream in streams]
+        if first.params.prompt_logprobs is not None and len(first.prompt_token_ids) > 1:
+            streams[0] = _with_whole_scores(streams[0])
         return share_prompt(streams) if others else streams
 
     def _grammars(self) -> Grammars:
         return grammars_of(self._engine.tokenizer, self._engine.vocab_size)
+
+
+async def _without_output(stream: Deltas) -> Deltas:
+    """Pass a stream on without the tokens that it generates."""
+    async with aclosing(stream):
+        async for delta in stream:
+            none = None if delta.logprobs is None else ()
+            yield replace(delta, text="", token_ids=(), logprobs=none, finish_reason=delta.finish_reason and "length")
+
+
+async def _with_whole_scores(stream: Deltas) -> Deltas:
+    """Pass a stream on. Raises ApiError 500 if its prompt's log-probabilities are not whole."""
+    async with aclosing(stream):
+        async for delta in stream:
+            if delta.prompt_logprobs == ():
+                raise ApiError(500, "the request was moved while its prompt was computed: send it again")
+            yield delta
 
 
 async def _unless_cut(stream: Deltas, structure: Structure, grammars: Grammars) -> Deltas:

@@ -33,7 +33,6 @@ IGNORED_IN_PARTS = frozenset({"cache_control"})
 OFF: Off = {
     "detokenize": (True,),
     "early_stopping": (False,),
-    "echo": (False,),
     "ec_transfer_params": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
@@ -47,7 +46,6 @@ OFF: Off = {
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "mm_processor_kwargs": ({},),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -76,6 +74,7 @@ OFF_IN_CHATS: Off = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),

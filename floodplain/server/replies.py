@@ -26,12 +26,17 @@ from floodplain.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
     FinishReasonName,
+    PromptToken,
+    PromptTokens,
     TopLogprob,
     Usage,
 )
 from floodplain.server.streams import Tally
 from floodplain.server.turns import Turn
 from floodplain.web.workers import Workers
+
+NO_LOGPROBS = TokenLogprobs(0.0)
+"""Stands for a prompt's first token, which nothing predicts."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,7 +71,13 @@ class ChoicesReply(ApiReply):
     """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
 
     ``shown_prompts`` are the tokens of the prompts, one for each choice, if token ids were asked for.
+
+    Attributes:
+        scored_prompts: The prompts whose log-probabilities the whole answer has, of ``num_choices`` each; None: none.
     """
+
+    scored_prompts: Sequence[Sequence[int]] | None = None
+    num_choices = 1
 
     prefix: ClassVar[str]
     event_kind: ClassVar[str]
@@ -89,6 +100,7 @@ class ChoicesReply(ApiReply):
         self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
         self._prompts = shown_prompts
         self._told: set[int] = set()
+        self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
     @abstractmethod
@@ -111,13 +123,33 @@ class ChoicesReply(ApiReply):
 
     def whole(self, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
         """The whole answer; log-probabilities are written piece by piece."""
-        body = self.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
-        pieces = body.split(_NO_LOGPROBS)
-        for index, output in enumerate(outputs):
+        shown = [self._shown(index, output) for index, output in enumerate(outputs)]
+        texts = [replace(output, text=one.text, logprobs=None) for output, one in zip(outputs, shown, strict=True)]
+        pieces = self.body(texts, usage).model_dump_json().split(_NO_LOGPROBS)
+        for index, output in enumerate(shown):
             pieces[index] += (
                 _NO_LOGPROBS if output.logprobs is None else f'"logprobs":{_join(_scores(self, index, output))}'
             )
         return "".join(pieces).encode()
+
+    def _shown(self, index: int, delta: OutputDelta) -> OutputDelta:
+        """The delta with what else belongs to the text."""
+        return delta
+
+    def _prompt_tokens(self, index: int, output: OutputDelta) -> PromptTokens | None:
+        """The log-probabilities of a choice's prompt, if they were asked for by ``prompt_logprobs``."""
+        if self.scored_prompts is None or index % self.num_choices:
+            return None
+        prompt, scores = self.scored_prompts[index // self.num_choices], output.prompt_logprobs or ()
+        return [None, *(self._prompt_token(token, one) for token, one in zip(prompt[1:], scores, strict=True))]
+
+    def _prompt_token(self, token_id: int, entry: TokenLogprobs) -> dict[int, PromptToken]:
+        ranked = {other: (value, rank) for rank, (other, value) in enumerate(entry.top, 1)}
+        text = self._tokenizer.token_text
+        return {
+            other: PromptToken(logprob=value, rank=rank, decoded_token=text(other))
+            for other, (value, rank) in ({token_id: (entry.chosen, entry.rank)} | ranked).items()
+        }
 
     def _usage_so_far(self, index: int, tally: Tally) -> Usage | None:
         return tally.usage_of(index) if self._detail is UsageDetail.EACH else None
@@ -153,16 +185,33 @@ def _finish_reason(output: OutputDelta, *, calls: bool = False) -> FinishReasonN
 
 
 class CompletionReply(ChoicesReply):
-    """The answers of ``/v1/completions``."""
+    """The answers of ``/v1/completions``.
+
+    Attributes:
+        echoed: The prompts of the choices, as texts and tokens, which come before the answers; None: they do not.
+    """
 
     prefix = "cmpl"
     event_kind = "text_completion"
+    echoed: Sequence[tuple[str, Sequence[int]]] | None = None
+
+    def _shown(self, index: int, delta: OutputDelta) -> OutputDelta:
+        """The delta, behind its choice's prompt if that is echoed and this is its first one."""
+        if self.echoed is None or index in self._begun:
+            return delta
+        self._begun.add(index)
+        text, token_ids = self.echoed[index]
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = (NO_LOGPROBS, *(delta.prompt_logprobs or ()), *delta.logprobs)
+        return replace(delta, text=text + delta.text, token_ids=(*token_ids, *delta.token_ids), logprobs=logprobs)
 
     def event(self, index: int, delta: OutputDelta, tally: Tally) -> bytes:
         """One delta as an event."""
         prompt = _listed("prompt_token_ids", self._new_prompt(index))
-        fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._output(delta))}'
-        return self._write(index, delta, self._usage_so_far(index, tally), fields)
+        shown = self._shown(index, delta)
+        fields = f'"text": {json.dumps(shown.text)}{prompt}{_listed("token_ids", self._output(delta))}'
+        return self._write(index, shown, self._usage_so_far(index, tally), fields)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
         """The whole answer."""
@@ -174,6 +223,7 @@ class CompletionReply(ChoicesReply):
                 finish_reason=_finish_reason(output),
                 prompt_token_ids=self._new_prompt(index),
                 token_ids=self._output(output),
+                prompt_logprobs=self._prompt_tokens(index, output),
             )
             for index, output in enumerate(outputs)
         ]
@@ -184,13 +234,14 @@ class CompletionReply(ChoicesReply):
         if delta.logprobs is None:
             return None
         tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
-        tops = [self._top(token, entry) for token, entry in zip(tokens, delta.logprobs, strict=True)]
+        pairs = zip(tokens, delta.logprobs, strict=True)
+        tops = [None if entry is NO_LOGPROBS else self._top(token, entry) for token, entry in pairs]
         offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         self._offsets[index] = offset
-        chosen = [entry.chosen for entry in delta.logprobs]
+        chosen = [None if entry is NO_LOGPROBS else entry.chosen for entry in delta.logprobs]
         return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
 
     def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float]:
@@ -241,6 +292,7 @@ class ChatReply(ChoicesReply):
             choices=choices,
             usage=usage,
             prompt_token_ids=self._new_prompt(0),
+            prompt_logprobs=self._prompt_tokens(0, outputs[0]),
         )
 
     def _choice(self, index: int, output: OutputDelta) -> ChatChoice:

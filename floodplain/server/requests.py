@@ -295,6 +295,7 @@ class GenerationRequest(Body):
     prompt_cache_key: SessionName | None = None
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
 
     @property
     def ignored_fields(self) -> frozenset[str]:
@@ -322,10 +323,18 @@ class GenerationRequest(Body):
             return UsageDetail.NONE
         return UsageDetail.EACH if options.continuous_usage_stats else UsageDetail.LAST
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, *, echoes: bool = False) -> SamplingParams:
+        if self.prompt_logprobs is not None and self.stream:
+            raise UserError("prompt_logprobs comes with the whole answer: leave it out, or stream")
+        of_prompt = self.prompt_logprobs
+        if echoes and logprobs is not None:
+            of_prompt = max(logprobs, of_prompt or 0)
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structure=self._structure(), **chosen)
+        structure = self._structure()
+        return SamplingParams(
+            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=of_prompt, structure=structure, **chosen
+        )
 
     def _structure(self) -> Structure | None:
         asked = [one.structure for one in (self.response_format, self.structured_outputs) if one is not None]
@@ -342,12 +351,20 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompt
     logprobs: Int | None = None
+    echo: bool | None = None
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether nothing is to be generated: the answer is the prompt."""
+        return self.max_tokens == 0 and self.echo is True
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters. Raises UserError if a value is out of its range."""
         if self.n is not None and self.n * len(self.prompts()) > MAX_PROMPTS:
             raise UserError(f"n times the number of prompts must be at most {MAX_PROMPTS}: send fewer prompts")
-        return self._sampling(COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        max_tokens = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        max_tokens = 1 if self.is_echo_alone else max_tokens  # an engine generates at least one, which is left out
+        return self._sampling(max_tokens, self.logprobs, echoes=self.echo is True)
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, one by one."""

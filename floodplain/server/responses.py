@@ -28,12 +28,24 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Four lists of one length; ``text_offset`` counts characters of the generated text."""
+    """Four lists of one length; ``text_offset`` counts characters of the text. A prompt's first token has no values."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptToken(BaseModel):
+    """A token that stands, or might stand, in the prompt, as vLLM describes it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptTokens = list[dict[int, PromptToken] | None]
+"""For each token of a prompt: itself and the likeliest ones, by id; None for the first."""
 
 
 class CompletionChoice(BaseModel):
@@ -45,6 +57,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReasonName
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    prompt_logprobs: PromptTokens | None = None
 
 
 class Completion(BaseModel):
@@ -123,6 +136,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptTokens | None = None
 
 
 class ModelCard(BaseModel):

@@ -75,7 +75,16 @@ class OpenAIRoutes:
         self._ignored_fields.note(body.ignored_fields)
         shown = [prompt for prompt in prompts for _ in range(params.n)] if body.return_token_ids else None
         reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
+        reply.num_choices = params.n
+        if body.prompt_logprobs is not None:
+            reply.scored_prompts = prompts
+        if body.echo:
+            texts = [self._text_of(*pair) for pair in zip(body.prompts(), prompts, strict=True)]
+            reply.echoed = [pair for pair in zip(texts, prompts, strict=True) for _ in range(params.n)]
         return await self._answering.answer(request, body, prompts, params, reply)
+
+    def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._engine.tokenizer.decode(tokens)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -87,6 +96,9 @@ class OpenAIRoutes:
         shown = [prompt] if body.return_token_ids else None
         params, make_turn = self._read_calls(body, params)
         reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown, make_turn)
+        reply.num_choices = params.n
+        if body.prompt_logprobs is not None:
+            reply.scored_prompts = [prompt]
         return await self._answering.answer(request, body, [prompt], params, reply)
 
     async def respond(self, body: ResponseRequest, request: Request) -> Response:

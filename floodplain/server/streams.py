@@ -141,6 +141,7 @@ def _join(deltas: list[OutputDelta]) -> OutputDelta:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=None if deltas[0].logprobs is None else logprobs,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 

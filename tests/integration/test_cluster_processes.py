@@ -14,6 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from floodplain import LLM, SamplingParams
 from floodplain.cli.main import main
 from tests.support import forks, router_process
 from tests.support.process_tree import is_alive
@@ -72,6 +73,21 @@ def test_a_stopped_instance_loses_its_requests_and_joins_anew_later(router: Rout
     (again,) = (row for row in rows if row["pid"] == stopped[0]["pid"])
     assert again["epoch"] > stopped[0]["epoch"] and router.num_silent() > silent
     assert [router.stream()] == one_engine([PROMPT])
+
+
+def test_prompts_are_scored_and_answers_structured_behind_a_router(router: RouterProcess) -> None:
+    router.wait_full()
+    done = router.client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=2, echo=True, logprobs=1)
+    scores = done.choices[0].logprobs
+    with LLM(MODEL, **ENGINE) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+        expected = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0].prompt_logprobs
+    assert scores and scores.token_logprobs and expected and scores.token_logprobs[0] is None
+    pairs = zip(scores.token_logprobs[1:3], expected, strict=True)
+    assert max(abs((value or 0) - one.chosen) for value, one in pairs) < 1e-4
+    choice: Any = {"structured_outputs": {"choice": ["left", "right"]}}
+    found = router.client.completions.create(model=MODEL, prompt="a", n=3, seed=3, max_tokens=9, extra_body=choice)
+    assert {one.text for one in found.choices} <= {"left", "right"} and len(found.choices) == 3
 
 
 def test_an_unlike_instance_is_refused_in_one_line(router: RouterProcess) -> None:

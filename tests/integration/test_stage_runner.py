@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.core.plan import StepPlan, StepResult
-from floodplain.core.request import Request
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import PrefillChunk, PromptLogprobs, StepPlan, StepResult, TableUpdate
+from floodplain.core.request import Request, SeqId
+from floodplain.core.sampling import SamplingParams
 from floodplain.core.structure import ANY_OBJECT
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.build import build_engine
@@ -135,6 +137,41 @@ def test_penalties_and_bad_words_count_the_same_tokens_in_stages_and_after_preem
     with stages_of(2) as stages:
         first, *others = serve(stages, asked, 32)
     assert first[: len(expected[0])] == expected[0] and others == expected[1:]  # the loop knows no end of sequence
+
+
+@pytest.mark.parametrize("max_tokens_of_step", [7, 64])
+def test_a_prompt_is_scored_by_the_last_stage(max_tokens_of_step: int) -> None:
+    prompt = tuple(range(3, 33))
+    with stages_of(1) as alone, stages_of(3) as stages:
+        found = [
+            scores_of(run, prompt, max_tokens_of_step if run is stages else len(prompt)) for run in (alone, stages)
+        ]
+    assert len(found[0]) == len(found[1]) == len(prompt) - 1
+    assert all(abs(a.chosen - b.chosen) < 1e-4 and a.rank == b.rank for a, b in zip(*found, strict=True))
+
+
+def test_a_prompt_whose_beginning_came_from_elsewhere_has_no_scores() -> None:
+    with stages_of(1) as stages:
+        assert scores_of(stages, tuple(range(3, 33)), 64, begin=16) == ()
+
+
+def scores_of(stages: Sequence[Stage], prompt: tuple[int, ...], size: int, begin: int = 0) -> PromptLogprobs:
+    """Return the scores of a prompt that is computed in chunks of ``size``, from ``begin`` on."""
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    request = Request(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=0.0)
+    runners = [stage.make_runner(256) for stage in stages]
+    result: Any = None
+    for step, start in enumerate(range(begin, len(prompt), size)):
+        part = prompt[start : start + size]
+        is_last = start + size >= len(prompt)
+        chunk = PrefillChunk(SeqId(0), start, part, is_last, request if start == begin else None)
+        blocks = tuple(map(BlockId, range(4)))
+        tables = (TableUpdate(SeqId(0), 0, blocks),) if start == begin else ()
+        result = None
+        for runner in runners:
+            result = runner.run(StepPlan(step_id=step, decodes=(), prefills=(chunk,), tables=tables), result)
+    found: PromptLogprobs = result.prompt_logprobs[SeqId(0)]
+    return found
 
 
 def test_a_stage_that_skips_a_layer_is_noticed() -> None:

@@ -59,7 +59,9 @@ def test_a_stage_gets_what_it_needs_of_a_plan(dtype: torch.dtype) -> None:
 
 
 def test_a_request_whose_history_counts_brings_its_tokens() -> None:
-    params = replace(REQUEST.params, presence_penalty=0.5, logit_bias=((3, 1.0),), bad_token_ids=((1, 2),))
+    params = replace(
+        REQUEST.params, prompt_logprobs=1, presence_penalty=0.5, logit_bias=((3, 1.0),), bad_token_ids=((1, 2),)
+    )
     asked = replace(REQUEST, params=params)
     plan = replace(PLAN, prefills=(replace(PLAN.prefills[0], request=asked), PLAN.prefills[1]))
     frame = pack_plan(StageStep(plan, torch.zeros(8, 6), ()))
@@ -86,8 +88,10 @@ def test_a_token_outside_the_vocabulary_is_lost(fields: dict[str, Any]) -> None:
 def test_tokens_and_logprobs_arrive() -> None:
     logprobs = {SeqId(4): TokenLogprobs(-0.5, ((3, -0.5), (2, float("-inf")))), SeqId(3): TokenLogprobs(-1.0)}
     result = StepResult(7, [1, 2, 39], logprobs)
-    read, busy_s = read_result(pack_result(result, (0.5, 1.0)), PLAN, LIMITS.vocab_size)
+    scored = replace(result, prompt_logprobs={SeqId(4): (TokenLogprobs(-1.5, ((3, -0.5),), 2), TokenLogprobs(-0.1))})
+    read, busy_s = read_result(pack_result(scored, (0.5, 1.0)), PLAN, LIMITS.vocab_size)
     assert (read.step_id, list(read.token_ids), read.logprobs) == (7, [1, 2, 39], logprobs) and busy_s == (0.5, 1.0)
+    assert read.prompt_logprobs == scored.prompt_logprobs
 
 
 JUNK: list[Any] = [None, -1, 2**70, 1.5, "x", [], [[]], {}, True, [None, 1, 2], [1, 2, 3, 4, 5, 6]]

@@ -143,7 +143,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject)
             [
                 Hello("t", FACTS),
                 Beat(1, EngineStats(kv_blocks={"free": 1})),
-                Tokens(1, (TokenRow(1, 2, None, 0, TokenLogprobs(-1.0, ((1, -1.0),))),)),
+                Tokens(1, (TokenRow(1, 2, None, 0, TokenLogprobs(-1.0, ((1, -1.0),)), (TokenLogprobs(-2.0, (), 3),)),)),
                 Refused(1, 2, "full", "m", None),
             ]
         )

@@ -20,6 +20,7 @@ from floodplain.core.sampling import SamplingParams
         ("seed", [2**64, -(2**63) - 1]),
         ("stop", ["", ("a", "")]),
         ("logprobs", [-1, 21]),
+        ("prompt_logprobs", [-1, 21]),
         ("min_p", [-0.1, 1.1, nan]),
         ("presence_penalty", [-2.1, 2.1, nan]),
         ("frequency_penalty", [-2.1, 2.1, nan]),

@@ -299,6 +299,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
         "logprobs": 3,
+        "prompt_logprobs": 2,
         "skip_special_tokens": False,
     }
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p", **fields})

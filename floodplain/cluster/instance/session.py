@@ -246,5 +246,12 @@ class Session:
         reason = None if is_aborted else delta.finish_reason
         self._num_known[ticket] += token is not None and not is_aborted
         self._rows.append(
-            wire.TokenRow(ticket, None if is_aborted else token, reason, delta.num_cached_tokens, logprobs)
+            wire.TokenRow(
+                ticket,
+                None if is_aborted else token,
+                reason,
+                delta.num_cached_tokens,
+                logprobs,
+                delta.prompt_logprobs,
+            )
         )

@@ -62,6 +62,7 @@ class Caller:
                 finish_reason=None if reason is None else reason.value,
                 logprobs=logprobs,
                 num_cached_tokens=self.lifecycle.num_cached_tokens,
+                prompt_logprobs=row.prompt_logprobs if len(self.lifecycle.token_times_s) == 1 else None,
             )
         )
         return reason

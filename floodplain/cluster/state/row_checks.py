@@ -8,6 +8,7 @@ from floodplain.cluster.state.request_table import Entry
 from floodplain.cluster.wire.group_messages import KvRow, Prepared
 from floodplain.cluster.wire.messages import TokenRow
 from floodplain.core.codec import WireError
+from floodplain.core.plan import PromptLogprobs
 
 
 def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int) -> None:
@@ -20,8 +21,21 @@ def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int
         raise WireError("a token is not in the vocabulary")
     if row.num_cached_tokens > entry.num_tokens:
         raise WireError("a request has more cached tokens than tokens")
+    if row.prompt_logprobs is not None:
+        _check_scores(entry, row.prompt_logprobs, vocab_size)
+    elif params.prompt_logprobs is not None and not num_output:
+        raise WireError("a prompt comes without the log-probabilities that were asked for")
     if params.logprobs is not None and (row.logprobs is None or len(top) > params.logprobs):
         raise WireError("a token comes without the log-probabilities that were asked for")
+
+
+def _check_scores(entry: Entry, scores: PromptLogprobs, vocab_size: int) -> None:
+    request = entry.request
+    num_top = request.params.prompt_logprobs
+    if num_top is None or len(scores) not in (0, len(request.prompt_token_ids) - 1):
+        raise WireError("a prompt has other log-probabilities than were asked for")
+    if any(len(one.top) > num_top or any(token >= vocab_size for token, _ in one.top) for one in scores):
+        raise WireError("a token of a prompt has log-probabilities that were not asked for")
 
 
 def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most: int) -> None:

@@ -19,7 +19,7 @@ from floodplain.cluster.wire.migration_messages import (
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
-from floodplain.core.plan import TokenLogprobs
+from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 from floodplain.core.ranges import MAX_COUNT, MAX_TOKEN_ID, Line, OneOf, Port, Positive, Range, Secret, TokenId
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.step_meter import NO_PROGRESS, Progress
@@ -148,6 +148,7 @@ class TokenRow:
     finish_reason: Annotated[str, OneOf(("stop", "length"))] | None
     num_cached_tokens: int
     logprobs: TokenLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,22 +244,25 @@ def read_instance_message(body: dict[str, object]) -> InstanceMessage:
 
 def _pack_row(row: TokenRow) -> list[object]:
     logprobs = None if row.logprobs is None else to_json(row.logprobs)
-    return [row.ticket, row.token, row.finish_reason, row.num_cached_tokens, logprobs]
+    scores = None if row.prompt_logprobs is None else [to_json(one) for one in row.prompt_logprobs]
+    return [row.ticket, row.token, row.finish_reason, row.num_cached_tokens, logprobs, scores]
 
 
 def _read_row(row: object) -> TokenRow:
     """A row of ``Tokens``. Read by hand for speed: every token of every request passes here."""
     if not isinstance(row, list) or len(row) != len(TokenRow.__slots__):
         raise WireError("a row of Tokens has not its fields")
-    ticket, token, reason, num_cached, logprobs = row
+    ticket, token, reason, num_cached, logprobs, of_prompt = row
     if (
         not (_is_count(ticket, MAX_COUNT) and _is_count(num_cached, MAX_COUNT))
         or not (token is None or _is_count(token, MAX_TOKEN_ID))
         or not (reason is None or reason == "stop" or reason == "length")
+        or not (of_prompt is None or isinstance(of_prompt, list))
     ):
         raise WireError("a row of Tokens has a value out of its range")
     scores = None if logprobs is None else from_json(TokenLogprobs, logprobs)
-    return TokenRow(ticket, token, reason, num_cached, scores)
+    whole = None if of_prompt is None else tuple([from_json(TokenLogprobs, one) for one in of_prompt])
+    return TokenRow(ticket, token, reason, num_cached, scores, whole)
 
 
 def _is_count(value: object, most: int) -> TypeGuard[int]:

@@ -84,9 +84,13 @@ def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
 def _history(chunk: PrefillChunk) -> tuple[int, ...]:
     """The tokens of a new request, prompt first, if its parameters use them."""
     request = chunk.request
-    if request is None or not request.params.uses_history:
+    if request is None or not _needs_tokens(request.params):
         return ()
     return request.prompt_token_ids + request.known_token_ids
+
+
+def _needs_tokens(params: SamplingParams) -> bool:
+    return params.uses_history or params.prompt_logprobs is not None
 
 
 def read_plan(frame: Frame, limits: PlanLimits) -> StageStep:
@@ -148,7 +152,7 @@ def _read_request(new: Sequence[Any], histories: Iterator[int], limits: PlanLimi
     sampling = from_json(SamplingParams, params)
     _count(num_known, limits.max_model_len)
     tokens = tuple(islice(histories, _count(num_history, limits.max_model_len)))
-    if len(tokens) != num_history or sampling.uses_history != (len(tokens) > num_known):
+    if len(tokens) != num_history or _needs_tokens(sampling) != (len(tokens) > num_known):
         raise ValueError("a request without its tokens")
     num_prompt = max(0, len(tokens) - num_known)
     request = Request(
@@ -165,7 +169,8 @@ def _read_request(new: Sequence[Any], histories: Iterator[int], limits: PlanLimi
 def pack_result(result: StepResult, busy_s: tuple[float, ...]) -> Frame:
     """The frame of a step's tokens, for the first stage."""
     logprobs = [(seq_id, to_json(one)) for seq_id, one in result.logprobs.items()]
-    body = {"step": result.step_id, "busy_s": busy_s, "logprobs": logprobs}
+    scores = [(seq_id, [to_json(one) for one in of_prompt]) for seq_id, of_prompt in result.prompt_logprobs.items()]
+    body = {"step": result.step_id, "busy_s": busy_s, "logprobs": logprobs, "prompt_logprobs": scores}
     return Frame(body, np.array(result.token_ids, dtype=np.int64))
 
 
@@ -178,10 +183,14 @@ def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResu
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError("no token")
         logprobs = {SeqId(_count(seq_id)): from_json(TokenLogprobs, one) for seq_id, one in frame.body["logprobs"]}
+        scores = {
+            SeqId(_count(seq_id)): tuple(from_json(TokenLogprobs, one) for one in of_prompt)
+            for seq_id, of_prompt in frame.body["prompt_logprobs"]
+        }
         busy_s = _read_busy(frame)
     except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
         raise PeerLost(f"the last stage sent tokens that are none ({error!r})") from None
-    return StepResult(plan.step_id, tokens.tolist(), logprobs), busy_s
+    return StepResult(plan.step_id, tokens.tolist(), logprobs, scores), busy_s
 
 
 def _read_busy(frame: Frame) -> tuple[float, ...]:

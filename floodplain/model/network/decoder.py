@@ -159,7 +159,12 @@ class Decoder:
     @torch.inference_mode()
     def finish(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
         """Logits [S, vocab] in float32 of ``batch.logits_rows``, from the last layer's activations [T, hidden]."""
-        logits: torch.Tensor = self._head(self._stem.finish(x[batch.logits_rows])).float()
+        return self.logits_of(x[batch.logits_rows])
+
+    @torch.inference_mode()
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab] in float32 of some of the last layer's activations, [N, hidden]."""
+        logits: torch.Tensor = self._head(self._stem.finish(x)).float()
         return logits
 
     def _expect_parameters(self, index: int) -> None:
