@@ -23,6 +23,7 @@ from floodplain.plugins.vllm.support import NO_SWAP
 from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.views import Present, ViewMaker
+from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.prices import StepPrices
 
@@ -163,9 +164,9 @@ class FloodplainScheduler(SteeredScheduler):
         self._controller.depart(request.request_id)
 
     def note_departure(self, request: Request) -> None:
-        """Swap out or forget a preempted request; one that vLLM itself preempts for lack of blocks swaps, too."""
+        """Swap out or forget a preempted request, also one that vLLM itself preempts for lack of blocks."""
         one, books = self._controller.roster[request.request_id], self._controller.books
-        order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
+        order = self._leaving or Preemption(one.seq_id, self._own_mode, Reason.POOL_EXHAUSTED)
         tables, num_computed = self.finder.tables(request.request_id), one.num_verified_tokens
         is_kept = (
             order.mode is PreemptionMode.SWAP
@@ -176,6 +177,11 @@ class FloodplainScheduler(SteeredScheduler):
             books.forget(one)
         became = PreemptionMode.SWAP if is_kept else PreemptionMode.RECOMPUTE
         self._controller.tally.count("preemptions_total", became.value)
+
+    @property
+    def _own_mode(self) -> PreemptionMode:
+        """The mode of preemptions that no policy ordered: ``fcfs`` resumes no request from swap space."""
+        return PreemptionMode.RECOMPUTE if isinstance(self.policy_object, FcfsPolicy) else PreemptionMode.SWAP
 
     def find_owner(self, arrival: str) -> str | None:
         """Return the request of an inbound copy, or of another connector's load."""
