@@ -33,9 +33,11 @@ def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
         rules += [partial(machine.reset, rng.random() < 0.1)]
         if "off" in where:
             rules += [partial(machine.come, index, rng.choice([0, 0, 1, 4]), rng.choice([0, 4, 18]))]
+            rules += [partial(machine.cut_away, index, rng.choice([4, 9, 18, 18, 18]))]
         if "on" in where:
             rules += [partial(machine.compute, index, rng.choice([1, 4, 9]))]
             rules += [partial(machine.back_up, index, rng.randint(1, 3))]
+            rules += [partial(machine.cut, index, rng.choice([4, 9, 18, 18]))]
             rules += [partial(machine.leave, index, rng.random() < 0.8)]
         if machine.flights:
             rules += [partial(machine.settle, index, rng.choice([0] * 12 + [1, 2, ALL]))] * 2

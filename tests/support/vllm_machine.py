@@ -84,6 +84,23 @@ class BooksMachine(RuleBasedStateMachine):
         self._launch(request)
 
     @needs_a_request("on")
+    @rule(index=INDEX, num_tokens=NUM_TOKENS)
+    def cut(self, index: int, num_tokens: int) -> None:
+        """The tokens of a request behind the first ones are replaced: no backup of them is left."""
+        request = self._pick(index, "on")
+        num_before, request.num_computed = len(request.tracked.backups), min(request.num_computed, num_tokens)
+        self.books.cut(request.tracked, request.num_computed)
+        assert len(request.tracked.backups) == min(num_before, request.num_computed // BLOCK_TOKENS)
+
+    @needs_a_request("off")
+    @rule(index=INDEX, num_tokens=NUM_TOKENS)
+    def cut_away(self, index: int, num_tokens: int) -> None:
+        """The same of a request that was preempted: none of the replaced tokens can be restored."""
+        tracked = self._pick(index, "off").tracked
+        self.books.cut(tracked, num_tokens)
+        assert self.books.count_restorable(tracked) <= num_tokens
+
+    @needs_a_request("on")
     @rule(index=INDEX, swaps=st.sampled_from([True, True, True, False]))
     def leave(self, index: int, swaps: bool = True) -> None:
         """Preempt a request; it still owns its blocks when the books get the call."""

@@ -389,3 +389,11 @@ def test_a_state_cannot_be_restored_for_fewer_tokens_than_it_is_for() -> None:
     for transfer in windows.take_due():
         windows.settle(transfer.transfer_id, frozenset())
     assert [windows.count_restorable(two, most) for most in (None, 16)] == [17, 16]
+
+
+def test_tokens_are_counted_over_several_answers_of_a_request() -> None:
+    one = World().arrive(0)
+    request = cast(Any, one.request)
+    for number, work, more in ((3, 3, 3), (4, 4, 1), (4, 4, 0), (2, 6, 2), (5, 9, 3), (0, 9, 0), (1, 10, 1)):
+        request.num_output_tokens = number
+        assert (one.note_tokens(1.0), one.stream_work) == (more, 0.5 + work)

@@ -266,6 +266,12 @@ class SwapBooks:
         tracked.is_away = False
         self._release_rest(tracked)
 
+    def cut(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Drop the backups of a request behind its first ``num_tokens``: other tokens will follow these."""
+        if not tracked.is_away or num_tokens < tracked.num_kept_tokens:
+            self._release_rest(tracked)
+            self._release_from(tracked, self._count_full(num_tokens))
+
     # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
 
     def is_on_device(self, backup: Backup) -> bool:

@@ -24,12 +24,13 @@ from floodplain.core.cache_groups import CacheKind
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
 from floodplain.plugins.vllm.compat_names import find_groups
+from floodplain.plugins.vllm.compat_sessions import SessionScheduler
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
-class SteeredScheduler(AsyncScheduler):
+class SteeredScheduler(SessionScheduler):
     """vLLM's scheduler with hooks for a subclass. If vLLM is so configured, steps are planned ahead of tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,8 +141,8 @@ class SteeredScheduler(AsyncScheduler):
 
     @property
     def holding(self) -> list[Request]:
-        """Return waiting requests that hold blocks, into which copies go."""
-        return list(self._holding)
+        """Return waiting requests that hold blocks, into which copies go; not those that wait for input."""
+        return [one for one in self._holding if one.status != RequestStatus.WAITING_FOR_STREAMING_REQ]
 
     def read_limits(self) -> Limits:
         """Return the limits that vLLM was configured with."""
@@ -168,10 +169,13 @@ class SteeredScheduler(AsyncScheduler):
     def take_arrived(self) -> tuple[list[Request], list[Request]]:
         """Return requests whose inbound copies have ended, and those whose have not.
 
-        A request whose copies failed has no blocks any more, and goes to the waiting queue.
+        A request whose copies failed has no blocks any more, and goes to the waiting queue. One whose next input has
+        come is among the former; one that waits for input is in neither.
         """
         arrived, loading = [], []
         for request in self._holding:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
             if not self._handle_blocked_waiting_request(request):
                 loading.append(request)
             elif request.num_computed_tokens:
@@ -284,9 +288,9 @@ class SteeredScheduler(AsyncScheduler):
         Blocks that another connector still fills or reads stay. With such a load under way, vLLM's reset fails.
         """
         arrived = self.finished_recving_kv_req_ids | self.failed_recving_kv_req_ids
+        for request in self.idle:
+            self.park(request)
         for request in self._holding:
-            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                continue
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id not in fetching | arrived:
                 continue
             self._holding.remove_request(request)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from floodplain.core.cache_groups import count_blocks
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
@@ -88,9 +89,17 @@ class FloodplainScheduler(SteeredScheduler):
         arrived, loading = self.take_arrived()
         if self.is_open:
             self._sorted_queue.refresh(self.take_queued(), self.is_ready)
+            self._park_idle()
         running, come, coming = map(self._find_all, (self.running, arrived, loading))
-        num_drafts = self.count_drafts(arrived)
-        present = Present(running, come, coming, self.deferred_blocks, self.find_fitting(), num_drafts)
+        present = Present(
+            running,
+            come,
+            coming,
+            self.deferred_blocks,
+            self.find_fitting(),
+            self.count_drafts(arrived),
+            self.num_idle,
+        )
         return self._views.view(
             self._step,
             present,
@@ -99,6 +108,20 @@ class FloodplainScheduler(SteeredScheduler):
             demand=self._demand.now,
             completion_step=self._completion_step,
         )
+
+    def _park_idle(self) -> None:
+        """Preempt requests that wait for input, the longest idle first, as far as others lack blocks or a place."""
+        if not self.num_idle:
+            return
+        books = self._controller.books
+        others = [one.request for one in (*self._sorted_queue.swapped.values(), *self._sorted_queue.shown())]
+        num_needed = len(self.running) + sum([count_blocks(self.groups, one.num_tokens) for one in others])
+        num_lacking = num_needed - self.finder.count_free() - books.count_draining(self.deferred_blocks)
+        for request in self.idle:
+            is_full = bool(others) and len(self.running) + self.num_idle >= self._limits.max_num_seqs
+            if num_lacking > 0 or is_full:
+                num_lacking -= sum(map(len, self.finder.tables(request.request_id)))
+                self.park(request)
 
     def _find_all(self, requests: Iterable[Request]) -> tuple[TrackedRequest, ...]:
         roster = self._controller.roster
@@ -162,6 +185,10 @@ class FloodplainScheduler(SteeredScheduler):
         if not was_aborted(request):
             self._ended_outputs.append(request.num_output_tokens)
         self._controller.depart(request.request_id)
+
+    def note_pause(self, request: Request, num_tokens: int) -> None:
+        """Drop copies of what the next part of a streamed input replaces: the last token, if a step computes it."""
+        self._controller.books.cut(self._controller.roster[request.request_id], num_tokens)
 
     def note_departure(self, request: Request) -> None:
         """Swap out or forget a preempted request, also one that vLLM itself preempts for lack of blocks."""

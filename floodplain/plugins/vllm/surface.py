@@ -45,13 +45,15 @@ SURFACE = (
         "vllm.v1.core.sched.scheduler", "Scheduler",
         called={
             "_free_blocks": "request", "_free_request_blocks": "request",
-            "_handle_blocked_waiting_request": "request", "_set_kv_fetch_stage": "request stage",
+            "_enqueue_waiting_request": "request", "_set_kv_fetch_stage": "request stage",
         },
         overridden={
-            "_free_request": "request delay_free_blocks", "_inflight_prefill_reserved_blocks": "",
+            "_free_request": "request delay_free_blocks", "_handle_blocked_waiting_request": "request",
+            "_handle_stopped_request": "request", "_inflight_prefill_reserved_blocks": "",
             "_preempt_request": "request timestamp drop_stale_output",
             "_reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
             "_update_after_schedule": "scheduler_output", "add_request": "request",
+            "_update_request_as_session": "session update", "get_num_unfinished_requests": "",
             "reset_prefix_cache": "reset_running_requests reset_connector", "schedule": "throttle_prefills",
             "update_from_output": "scheduler_output model_runner_output",
         },
@@ -63,12 +65,12 @@ SURFACE = (
         " failed_recving_kv_req_ids finished_recving_kv_req_ids hash_block_size kv_cache_config kv_cache_manager"
         " kv_holding_waiting lora_config"
         " max_model_len max_num_active_reqs max_num_scheduled_tokens num_lookahead_tokens num_prefill_lookahead"
-        " num_spec_tokens pause_state recompute_kv_load_failures requests running scheduler_config vllm_config waiting"
-        " _spec_decode_step_blocks",
+        " num_spec_tokens num_waiting_for_streaming_input pause_state"
+        " recompute_kv_load_failures requests running scheduler_config vllm_config waiting _spec_decode_step_blocks",
     ),
     Used("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", called={"_update_after_schedule": "scheduler_output"}),
     Used("vllm.platforms.interface", "Platform", called={"is_cpu": ""}),
-    Used("vllm.v1.core.sched.interface", "PauseState", attributes="UNPAUSED"),
+    Used("vllm.v1.core.sched.interface", "PauseState", attributes="PAUSED_NEW UNPAUSED"),
     Used(
         "vllm.v1.core.sched.output", "SchedulerOutput",
         attributes="num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens total_num_scheduled_tokens",
@@ -87,7 +89,7 @@ SURFACE = (
         "vllm.v1.request", "Request",
         attributes="arrival_time block_hashes drop_stale_output lora_request max_tokens num_computed_tokens"
         " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens"
-        " num_tokens priority request_id sampling_params spec_token_ids status",
+        " num_tokens priority request_id resumable sampling_params spec_token_ids status",
         called={"is_finished": ""},
     ),
     Used(

@@ -25,7 +25,7 @@ class TrackedRequest:
         seq_id: Its name in decisions, numbered in order of arrival.
         request: vLLM's own; read only.
         order_key: (priority, arrival in monotonic seconds, id).
-        credit: Served work that it counted as having had when it arrived.
+        credit: Served work that it counted as having had when it arrived, and of earlier answers.
         entered_step: The step in which it last entered the device.
         first_token_s: When it got its first token; None before.
         last_token_s: When it got its last token; None before the first.
@@ -83,10 +83,17 @@ class TrackedRequest:
         return int(self.request.num_tokens) + num_outstanding
 
     def note_tokens(self, now: float) -> int:
-        """Record the time of output tokens; return how many more there are than before."""
-        num_more: int = self.request.num_output_tokens - self.num_seen_tokens
+        """Record the time of output tokens; return how many more there are than before.
+
+        The answer to a further part of a streamed input begins again at no tokens; the one before becomes credit.
+        """
+        num_tokens: int = self.request.num_output_tokens
+        if num_tokens < self.num_seen_tokens:
+            self.credit += weighted_work(0, self.num_seen_tokens, self.request.priority)
+            self.num_seen_tokens = 0
+        num_more, self.num_seen_tokens = num_tokens - self.num_seen_tokens, num_tokens
         if num_more:
-            self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
+            self.last_token_s = now
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
         return num_more
 

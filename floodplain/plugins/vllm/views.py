@@ -30,6 +30,7 @@ class Present:
         deferred: Blocks that their requests hold no more, but outstanding steps do until they end.
         fits: Whether a request could compute beside these; others are not shown.
         num_drafts: Draft tokens that vLLM verifies in the next step, if all of these compute.
+        num_idle: Requests that take a place on the device, and wait for input.
     """
 
     running: tuple[TrackedRequest, ...]
@@ -38,6 +39,7 @@ class Present:
     deferred: Sequence[Any] = ()
     fits: Callable[[Request], bool] = lambda request: True
     num_drafts: int = 0
+    num_idle: int = 0
 
 
 class ViewMaker:
@@ -89,7 +91,7 @@ class ViewMaker:
             num_blocks=limits.num_blocks,
             block_tokens=limits.block_tokens,
             max_batched_tokens=limits.max_batched_tokens - present.num_drafts,
-            max_num_seqs=limits.max_num_seqs,
+            max_num_seqs=max(1, limits.max_num_seqs - present.num_idle),
             tiers=controller.links.view_tiers(controller.books.transfers),
             prices=prices,
             demand=demand,
