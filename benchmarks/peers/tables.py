@@ -10,6 +10,7 @@ from benchmarks.peers.reading import effective_rate, mean_unhidden_s
 from benchmarks.run_columns import COLUMNS, COUNTS, Formula, format_cell
 
 Run = Mapping[str, Any]
+Row = Mapping[str, Any]
 OURS = "timely"
 """The way that peers are compared with: our plug-in's default."""
 IS_OURS = ("timely", "paced", "timely, no swap", "paced, no swap")
@@ -24,58 +25,66 @@ SHOWN: Mapping[str, Formula] = {
 """Pooled over seeds; the longest gap and the recomputed tokens are means over seeds."""
 
 
-def summarise(runs: Sequence[Run]) -> str:
-    """Return one line with the columns of some runs."""
-    return ", ".join(f"{name} {_cell(name, runs)}" for name in SHOWN)
+def pool(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each load and way: its columns over all seeds, and ``attained_by_seed``."""
+    return [
+        {
+            "load": load, "way": way, **{name: _round(column(chosen)) for name, column in SHOWN.items()},
+            "attained_by_seed": {run["seed"]: _round(COLUMNS["attained"]([run])) for run in chosen},
+        }
+        for load, way in dict.fromkeys((run["load"], run["way"]) for run in runs)
+        for chosen in [[run for run in runs if (run["load"], run["way"]) == (load, way)]]
+    ]  # fmt: skip
 
 
-def format_all(runs: Sequence[Run]) -> str:
+def _round(value: float | None) -> float | None:
+    return value if value is None else round(value, 5)
+
+
+def summarise(run: Run) -> str:
+    """Return one line with the columns of a run."""
+    return ", ".join(f"{name} {_cell(name, pool([run])[0])}" for name in SHOWN)
+
+
+def format_all(rows: Sequence[Row]) -> str:
     """Return the table of attainment, the comparison with the best peer, and a table for each load."""
-    ways, loads = (list(dict.fromkeys(run[key] for run in runs)) for key in ("way", "load"))
+    ways, loads = (list(dict.fromkeys(row[key] for row in rows)) for key in ("way", "load"))
+    shares = {(row["way"], row["load"]): row["attained"] for row in rows}
     lines = [f"| way | {' | '.join(loads)} | mean |", "|---" * (len(loads) + 2) + "|"]
     for way in ways:
-        shares = [attained(runs, way, load) for load in loads]
-        lines.append(f"| {way} | {' | '.join(f'{share:.0%}' for share in shares)} | {mean(shares):.0%} |")
+        each = [shares[way, load] for load in loads]
+        lines.append(f"| {way} | {' | '.join(f'{share:.0%}' for share in each)} | {mean(each):.0%} |")
     if OURS in ways:
-        lines += ["", *_compare(runs, [way for way in ways if way not in IS_OURS], loads)]
+        lines += ["", *_compare(shares, [way for way in ways if way not in IS_OURS], loads)]
     for load in loads:
-        lines += ["", f"**{load}**", "", f"| way | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
-        for way in ways:
-            cells = [_cell(name, select(runs, way, load)) for name in SHOWN]
-            lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines += ["", f"**{load}**", "", *format_columns([row for row in rows if row["load"] == load])]
     return "\n".join(lines)
 
 
-def _compare(runs: Sequence[Run], peers: Sequence[str], loads: Sequence[str]) -> list[str]:
+def format_columns(rows: Sequence[Row]) -> list[str]:
+    """Return a table with all columns of the ways under one load."""
+    lines = [f"| way | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
+    return lines + [f"| {row['way']} | {' | '.join(_cell(name, row) for name in SHOWN)} |" for row in rows]
+
+
+def _compare(shares: Mapping[tuple[str, str], float], peers: Sequence[str], loads: Sequence[str]) -> list[str]:
     """Compare our share of requests within both goals with that of the best peer, by load and on the mean."""
     if not peers:
         return []
     lines = [f"| load | best peer | its share | {OURS} | ratio |", "|---|---|---|---|---|"]
     for load in loads:
-        best = max(peers, key=lambda way: attained(runs, way, load))
-        theirs, ours = attained(runs, best, load), attained(runs, OURS, load)
-        lines.append(f"| {load} | {best} | {theirs:.0%} | {ours:.0%} | {ours / theirs:.2f}x |")
-    shares = {way: mean(attained(runs, way, load) for load in loads) for way in [*peers, OURS]}
-    best = max(peers, key=lambda way: shares[way])
-    ratio = shares[OURS] / shares[best]
-    lines.append(f"| mean of the loads | {best} | {shares[best]:.0%} | {shares[OURS]:.0%} | {ratio:.2f}x |")
-    return lines
+        best = max(peers, key=lambda way: shares[way, load])
+        lines.append(_compare_line(load, best, shares[best, load], shares[OURS, load]))
+    means = {way: mean(shares[way, load] for load in loads) for way in [*peers, OURS]}
+    best = max(peers, key=lambda way: means[way])
+    return [*lines, _compare_line("mean of the loads", best, means[best], means[OURS])]
 
 
-def select(runs: Sequence[Run], way: str, load: str) -> list[Run]:
-    """Return the runs of a way under a load."""
-    return [run for run in runs if (run["way"], run["load"]) == (way, load)]
+def _compare_line(load: str, best: str, theirs: float, ours: float) -> str:
+    return f"| {load} | {best} | {theirs:.0%} | {ours:.0%} | {ours / theirs:.2f}x |"
 
 
-def attained(runs: Sequence[Run], way: str, load: str) -> float:
-    """Return the share of requests that met both goals."""
-    share = COLUMNS["attained"](select(runs, way, load))
-    assert share is not None
-    return share
-
-
-def _cell(name: str, runs: Sequence[Run]) -> str:
-    value = SHOWN[name](runs)
+def _cell(name: str, row: Row) -> str:
     if name == "effective tokens/s":
-        return f"{value:.0f}"
-    return format_cell(name, value)
+        return f"{row[name]:.0f}"
+    return format_cell(name, row[name])
