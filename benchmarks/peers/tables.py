@@ -23,6 +23,7 @@ SHOWN: Mapping[str, Formula] = {
     "recomputed": COUNTS["recomputed"],
 }
 """Pooled over seeds; the longest gap and the recomputed tokens are means over seeds."""
+MORE_IS_BETTER = ("attained", "effective tokens/s", "tokens/s")
 
 
 def pool(runs: Sequence[Run]) -> list[Row]:
@@ -56,6 +57,7 @@ def format_all(rows: Sequence[Row]) -> str:
         lines.append(f"| {way} | {' | '.join(f'{share:.0%}' for share in each)} | {mean(each):.0%} |")
     if OURS in ways:
         lines += ["", *_compare(shares, [way for way in ways if way not in IS_OURS], loads)]
+        lines += ["", *_list_losses(rows)]
     for load in loads:
         lines += ["", f"**{load}**", "", *format_columns([row for row in rows if row["load"] == load])]
     return "\n".join(lines)
@@ -82,6 +84,22 @@ def _compare(shares: Mapping[tuple[str, str], float], peers: Sequence[str], load
 
 def _compare_line(load: str, best: str, theirs: float, ours: float) -> str:
     return f"| {load} | {best} | {theirs:.0%} | {ours:.0%} | {ours / theirs:.2f}x |"
+
+
+def _list_losses(rows: Sequence[Row]) -> list[str]:
+    """List for each column the loads on which a peer is better than ours, with the best one."""
+    lines = [f"| column | loads on which a peer is better: the best one, its value for {OURS}'s |", "|---|---|"]
+    for name in SHOWN:
+        sign = -1 if name in MORE_IS_BETTER else 1
+        losses = []
+        for load in dict.fromkeys(row["load"] for row in rows):
+            each = [row for row in rows if row["load"] == load and row["way"] not in IS_OURS]
+            [ours] = [row for row in rows if row["load"] == load and row["way"] == OURS]
+            best = min([ours, *each], key=lambda row: sign * row[name])
+            if _cell(name, best) != _cell(name, ours):
+                losses.append(f"{load}: {best['way']} {_cell(name, best)} for {_cell(name, ours)}")
+        lines.append(f"| {name} | {'; '.join(losses) or 'none'} |")
+    return lines
 
 
 def _cell(name: str, row: Row) -> str:
