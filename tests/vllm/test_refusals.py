@@ -106,7 +106,7 @@ class _Uses(ast.NodeVisitor):
         self.imported |= {(node.module or "", one.name) for one in node.names}
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._is_scheduler = node.name in ("SessionScheduler", "SteeredScheduler", "FloodplainScheduler")
+        self._is_scheduler = node.name in ("StreamedInputScheduler", "SteeredScheduler", "FloodplainScheduler")
         self.generic_visit(node)
         self._is_scheduler = False
 

@@ -12,7 +12,7 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
-from floodplain.plugins.vllm.compat_sessions import SessionScheduler
+from floodplain.plugins.vllm.compat_streamed_inputs import StreamedInputScheduler
 from floodplain.policy.registry import make_policy
 from tests.vllm.ahead import plan_ahead
 from tests.vllm.engines import close, make_crowded, make_stock, scheduler_of
@@ -107,18 +107,18 @@ def engine(request: pytest.FixtureRequest, llama: Path, expected: dict[str, list
 @pytest.fixture
 def counts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count requests that are parked, and those preempted while the end of an answer was on its way."""
-    found, park, stop = Counter[str](), SessionScheduler.park, SessionScheduler._handle_stopped_request
+    found, park, stop = Counter[str](), StreamedInputScheduler.park, StreamedInputScheduler._handle_stopped_request
 
-    def note_park(scheduler: SessionScheduler, request: Any) -> None:
+    def note_park(scheduler: StreamedInputScheduler, request: Any) -> None:
         found["parked"] += 1
         park(scheduler, request)
 
-    def note_stop(scheduler: SessionScheduler, request: Any) -> bool:
+    def note_stop(scheduler: StreamedInputScheduler, request: Any) -> bool:
         found["left"] += request.resumable and not request.num_computed_tokens
         return stop(scheduler, request)
 
-    monkeypatch.setattr(SessionScheduler, "park", note_park)
-    monkeypatch.setattr(SessionScheduler, "_handle_stopped_request", note_stop)
+    monkeypatch.setattr(StreamedInputScheduler, "park", note_park)
+    monkeypatch.setattr(StreamedInputScheduler, "_handle_stopped_request", note_stop)
     return found
 
 

@@ -24,13 +24,13 @@ from floodplain.core.cache_groups import CacheKind
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
 from floodplain.plugins.vllm.compat_names import find_groups
-from floodplain.plugins.vllm.compat_sessions import SessionScheduler
+from floodplain.plugins.vllm.compat_streamed_inputs import StreamedInputScheduler
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
-class SteeredScheduler(SessionScheduler):
+class SteeredScheduler(StreamedInputScheduler):
     """vLLM's scheduler with hooks for a subclass. If vLLM is so configured, steps are planned ahead of tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 
-class SessionScheduler(AsyncScheduler):
+class StreamedInputScheduler(AsyncScheduler):
     """vLLM's scheduler, which can preempt requests that wait for input."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
