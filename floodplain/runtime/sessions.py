@@ -115,7 +115,10 @@ class SessionBook:
         return session.number
 
     def start(self, number: int, now: float) -> None:
-        """Note that a request of a session starts to compute: its gap has ended. No-op for its next starts."""
+        """Note that a request of a session starts to compute: its gap has ended. No-op for its next starts.
+
+        Its KV is on the device from now on, or kept for the request: the pin ends.
+        """
         session = self._sessions.get(number)
         if session is None or session.ended_s is None or session.arrived_s is None:
             return
@@ -123,7 +126,7 @@ class SessionBook:
         _learn((session.gaps, self._prior(session)), session.gap_bin, now - session.ended_s)
         session.num_gaps += 1
         self._stop_waiting(session)
-        self._revalue(session)
+        self._unpin(session)
 
     def end(self, number: int, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
         """Note that a request of a session ended; pin the contents ``keys`` of its full blocks, in order.

@@ -136,7 +136,7 @@ def test_a_pin_whose_next_request_has_arrived_is_worth_what_waits_teach() -> Non
     book.advance(60.0)
     assert pin.worth < arrived / 10
     book.start(one, 61.0)
-    assert pin in book._backups.idle.pins, "for the gap after this request"
+    assert pin not in book._backups.idle.pins, "its KV is on the device, or kept for the request"
 
 
 # -- what gaps teach ---------------------------------------------------------------------------------------------------
