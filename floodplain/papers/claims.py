@@ -31,6 +31,7 @@ class Statement:
         bound: ``at least`` and ``at most`` hold on one side whatever the distance.
         own: The quantity that says the same of Floodplain's own way; None if there is none.
         fitted: The parameter that was fitted to this very claim; None if none was.
+        assumed: A mechanism that decides the number, and that is assumed instead of simulated; None if there is none.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Statement:
     bound: Bound = "about"
     own: str | None = None
     fitted: str | None = None
+    assumed: str | None = None
 
     def holds(self, ours: float) -> bool:
         """Whether a number of ours agrees with the paper's."""
@@ -100,13 +102,14 @@ class Claim:
 
     @property
     def verdict(self) -> Verdict:
-        """``REPRODUCED`` if ours holds, with nothing fitted to the claim.
+        """``REPRODUCED`` if ours holds, with nothing fitted to the claim, and no mechanism assumed.
 
-        Else ``WITH_ASSUMPTION`` if a value of the unknown holds, if the claim lies between those of two values, or if
-        a fitted parameter makes it hold.
+        Else ``WITH_ASSUMPTION`` if it holds nevertheless, if a value of the unknown holds, or if the claim lies between
+        those of two values.
         """
         if self.statement.holds(self.ours):
-            return Verdict.WITH_ASSUMPTION if self.statement.fitted else Verdict.REPRODUCED
+            is_free = self.statement.fitted is None and self.statement.assumed is None
+            return Verdict.REPRODUCED if is_free else Verdict.WITH_ASSUMPTION
         swept = self.sweep.values()
         is_between = bool(swept) and min(swept) <= self.statement.paper <= max(swept)
         if is_between or any(map(self.statement.holds, swept)):
@@ -119,7 +122,11 @@ class Claim:
         if self.verdict is not Verdict.WITH_ASSUMPTION:
             return ""
         if self.statement.holds(self.ours):
-            return f"{self.statement.fitted}, fitted to this claim"
+            return (
+                f"{self.statement.fitted}, fitted to this claim"
+                if self.statement.fitted
+                else f"{self.statement.assumed}"
+            )
         nearest = min(self.sweep, key=lambda label: abs(self.sweep[label] - self.statement.paper))
         return (
             f"{self.unknown} {nearest}" if self.statement.holds(self.sweep[nearest]) else f"{self.unknown}, in between"

@@ -30,10 +30,10 @@ Each figure is simulated with the paper's models, GPUs, workload and baselines. 
 
 A claim is *reproduced* if ours differs from it by a factor of at most {tolerance}, at the value that is taken for
 what the paper does not tell; for *at least* and *at most* only one side counts. It is reproduced *only with* an
-assumption if another value of that comes as near, if the claim lies between the results of two values, or if a
-parameter was fitted to it. Ours is the mean over the seeds {seeds}. In brackets are the least and the largest
-result: of the values tried, else of the seeds. The last column is the same number under Floodplain's own way, where
-there is one."""
+assumption if another value of that comes as near, if the claim lies between the results of two values, if a
+parameter was fitted to it, or if it is decided by something that is assumed, not simulated. Ours is the mean over
+the seeds {seeds}. In brackets are the least and the largest result: of the values tried, else of the seeds. The
+last column is the same number under Floodplain's own way, where there is one."""
 
 
 def write_page(folder: Path, findings: Sequence[Finding], seeds: Sequence[int]) -> None:

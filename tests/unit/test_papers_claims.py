@@ -16,9 +16,14 @@ JUST = 1.0 - 1e-9
 
 
 def claim_of(
-    ours: float, sweep: Mapping[str, float] | None = None, *, bound: Bound = "about", fitted: str | None = None
+    ours: float,
+    sweep: Mapping[str, float] | None = None,
+    *,
+    bound: Bound = "about",
+    fitted: str | None = None,
+    assumed: str | None = None,
 ) -> Claim:
-    statement = Statement(text="gain", paper=4.0, quantity="gain", bound=bound, fitted=fitted)
+    statement = Statement(text="gain", paper=4.0, quantity="gain", bound=bound, fitted=fitted, assumed=assumed)
     return Claim(
         statement=statement,
         ours=ours,
@@ -43,6 +48,8 @@ def test_a_claim_within_the_tolerance_is_reproduced(factor: float) -> None:
     assert claim_of(4.0 * factor).verdict is Verdict.REPRODUCED
     assert claim_of(4.0 * factor, fitted="bandwidth").verdict is Verdict.WITH_ASSUMPTION  # never by a fit to itself
     assert claim_of(4.0 * factor, fitted="bandwidth").condition == "bandwidth, fitted to this claim"
+    assert claim_of(4.0 * factor, assumed="contention").verdict is Verdict.WITH_ASSUMPTION  # nor by what is assumed
+    assert claim_of(4.0 * factor, assumed="contention").condition == "contention"
 
 
 @pytest.mark.parametrize("factor", [0.1, JUST / TOLERANCE, TOLERANCE / JUST, 9.0])
