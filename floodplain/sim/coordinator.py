@@ -155,7 +155,7 @@ class VirtualCoordinator:
         agents = list(self.agents.values())
         for place, agent in enumerate(agents):
             agent.arrange(self.environment.now + BEAT_S * place / len(agents))
-        self.watch()
+        self._watch()
 
     def report_lost(self, name: str) -> None:
         """Report, as an operator, that a device and the bytes on it are lost; while it is down, when it is up again."""
@@ -165,10 +165,12 @@ class VirtualCoordinator:
         else:
             self._unreported.append(name)
 
-    def watch(self) -> None:
-        """Tick until the book has noticed all deaths; with ``beats`` it always ticks."""
-        if not self.beats and not self._is_ticking and self._has_unnoticed():
-            self._arrange_tick()
+    def lose(self, name: str) -> None:
+        """Hear no more of a member; its last heartbeat has just come."""
+        if not self.beats and self.is_up:
+            self.book.handle_all(self._heartbeats([name]), self.environment.now)
+        del self.agents[name]
+        self._watch()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -178,6 +180,11 @@ class VirtualCoordinator:
         book.may_borrow_from = self._may_borrow_from
         return book
 
+    def _watch(self) -> None:
+        """Tick until the book has noticed all deaths; with ``beats`` it always ticks."""
+        if not self.beats and not self._is_ticking and self._has_unnoticed():
+            self._arrange_tick()
+
     def _arrange_tick(self) -> None:
         self._is_ticking = True
         self.environment.schedule(self.environment.now + (TICK_S if self.beats else self.ttl_s / 4), self._tick)
@@ -186,14 +193,14 @@ class VirtualCoordinator:
         self._is_ticking = False
         if self.is_up and not self.is_over:
             if not self.beats:
-                self.book.handle_all(self._heartbeats(), self.environment.now)
+                self.book.handle_all(self._heartbeats(self.agents), self.environment.now)
             self.book.tick(self.environment.now)
             self._commit()
         if not self.is_over and (self.beats or (self.is_up and self._has_unnoticed())):
             self._arrange_tick()
 
-    def _heartbeats(self) -> list[Message]:
-        rows = ((name, self._members.get(name)) for name in self.agents)
+    def _heartbeats(self, names: Iterable[str]) -> list[Message]:
+        rows = ((name, self._members.get(name)) for name in names)
         return [
             Heartbeat(name, row.generation)
             for name, row in rows
@@ -247,6 +254,7 @@ class VirtualAgent:
         instance: The member's process: another life of its name has another one.
         can_offer: Whether the last exchange was answered.
         has_requests: Whether requests of the last exchange were not granted.
+        is_dead: Whether the process has ended.
     """
 
     def __init__(
@@ -256,7 +264,7 @@ class VirtualAgent:
         self.instance = instance
         self.can_offer = self.has_requests = False
         self._coordinator, self._environment = coordinator, coordinator.environment
-        self._is_dead = False
+        self.is_dead = False
         self._due_s, self._last_s = float("inf"), float("-inf")
         self.membership.on_change = self.wake
         coordinator.agents[name] = self
@@ -275,19 +283,18 @@ class VirtualAgent:
 
     def die(self) -> None:
         """End the process: no farewell, and no answer is read."""
-        self._is_dead = True
-        self._coordinator.agents.pop(self.membership.name)
-        self._coordinator.watch()
+        self.is_dead = True
+        self._coordinator.lose(self.membership.name)
 
     def _exchange(self, due_s: float) -> None:
-        if self._is_dead or due_s != self._due_s or self._coordinator.is_over:
+        if self.is_dead or due_s != self._due_s or self._coordinator.is_over:
             return
         self._due_s, self._last_s = float("inf"), self._environment.now
         messages, sent_s = self.membership.collect()
         self._environment.schedule(self._last_s + EXCHANGE_S, partial(self._settle, messages, sent_s))
 
     def _settle(self, messages: list[Message], sent_s: float) -> None:
-        if self._is_dead:
+        if self.is_dead:
             return
         replies, ttl_s = self._coordinator.answer(messages), self._coordinator.ttl_s
         self.can_offer = replies is not None

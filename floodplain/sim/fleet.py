@@ -87,6 +87,16 @@ class Fleet:
         """Whether all requests have arrived and ended."""
         return self._cluster.is_idle
 
+    @property
+    def num_steps(self) -> float:
+        """Steps so far, of all instances."""
+        return self.count(lambda engine: engine.loop.counters.num_steps)
+
+    @property
+    def expects_change(self) -> bool:
+        """Whether requests are to arrive, or an instance is to start."""
+        return self._cluster.num_coming > 0 or len(self._cluster.engines) < self._scenario.num_instances
+
     def fail(self, slot: int, at_s: float, down_s: float) -> None:
         """Have an instance die at a time, and an empty one take its place ``down_s`` seconds later."""
         self.environment.schedule(at_s, partial(self._stop, slot))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, cast
 
+from floodplain.core.backups import BackupTable
 from floodplain.core.plan import Relocation, StepPlan
 from floodplain.core.shrink import commit_shrink, plan_shrink
 from floodplain.core.tiers import Tier
@@ -24,6 +25,8 @@ LOOK_S = 0.02
 """Seconds between two looks of an engine at its leases and its load; they happen at the next boundary of its steps."""
 MOST_MOVED_BYTES = 2**31
 """What a lender's pool shrinks or grows by at one look: a GPU is assumed to map or unmap that much in 10 ms."""
+SAMPLE_S = 1.0
+"""Seconds between two samples of what borrowers need."""
 OUTCOMES = ("granted", "recalled", "returned", "lost")
 
 
@@ -205,6 +208,8 @@ class Leasing:
         self.devices = VirtualDevices()
         self.coordinator = VirtualCoordinator(environment, coordinator.ttl, coordinator.pairs)
         self.tiers: list[PeerTier] = []
+        self._borrowers: dict[str, tuple[BackupTable, int]] = {}
+        self._needed: list[tuple[float, int]] = []
         self._environment, self._part, self._borrow = environment, coordinator, borrow
         self._instances = count(1)
         for start_s, end_s in coordinator.down:
@@ -244,10 +249,17 @@ class Leasing:
         parts = cast(PeerParts, _Parts(VirtualPeerMemory(self.devices), slots, mover))
         tier = PeerTier(agent.membership, parts, loop.relocations, idle_s=part.idle)
         self.tiers.append(tier)
-        self._look(instance, lambda: tier.at_boundary(self._environment.now), tier.hurry)
+
+        def look() -> None:
+            tier.at_boundary(self._environment.now)
+            self._note_need()
+
+        self._borrowers[name] = loop.state.backups, block_bytes
+        self._look(instance, look, tier.hurry)
 
         def die() -> None:
             slots.close()
+            del self._borrowers[name]
             agent.die()
 
         return die
@@ -266,8 +278,20 @@ class Leasing:
             "forced": sum(tier.totals.num_forced for tier in self.tiers),
             "moved_to_host_bytes": self.devices.moved_bytes,
             "lent": {"t": [t for t, _ in totals.samples], "bytes": [num_bytes for _, num_bytes in totals.samples]},
+            "needed": {"t": [t for t, _ in self._needed], "bytes": [num_bytes for _, num_bytes in self._needed]},
             "messages": dict(self.coordinator.num_messages),
         }
+
+    def _note_need(self) -> None:
+        """Sample the bytes of swap space that requests of all borrowers need."""
+        now = self._environment.now
+        if not self._needed or now - self._needed[-1][0] >= SAMPLE_S:
+            kept = (
+                len(backups.kept_slots(tier)) * block_bytes
+                for backups, block_bytes in self._borrowers.values()
+                for tier in backups.slots
+            )
+            self._needed.append((now, sum(kept)))
 
     def _join(self, name: str, device: LentDevice | None = None) -> VirtualAgent:
         return VirtualAgent(self.coordinator, name, f"{name}-{next(self._instances)}", device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
 from floodplain.sim.fleet import Fleet, SimulatedEngine
 from floodplain.sim.instance import Environment
@@ -13,6 +14,8 @@ from floodplain.sim.scenario import INSTANCE, FaultPart, Scenario
 
 SLICE_S = 1.0
 """Seconds between two looks at whether all requests have ended: engines look at their leases until then."""
+STUCK_S = 3600.0
+"""Seconds without a step, while no fault or arrival is to come, after which requests wait for nothing."""
 
 
 class Neighbourhood:
@@ -42,14 +45,22 @@ class Neighbourhood:
                 self._fail(scenario.servers[fault.server], fault)
 
     def serve(self, requests: Iterable[Request], of_lenders: Mapping[str, Iterable[Request]]) -> None:
-        """Submit the requests of the instances and of each lender at their arrival times, and serve them all."""
-        self.fleet.expect(requests)
-        for name, fleet in self.lenders.items():
-            fleet.expect(of_lenders[name])
-        end_s = 0.0
-        while not all(fleet.is_idle for fleet in (self.fleet, *self.lenders.values())):
+        """Submit the requests of the instances and of each lender at their arrival times, and serve them all.
+
+        InvariantError if they wait for ever.
+        """
+        fleets = {INSTANCE: self.fleet, **self.lenders}
+        for name, load in {INSTANCE: requests, **of_lenders}.items():
+            fleets[name].expect(load)
+        end_s, num_steps, stuck_s = 0.0, 0.0, 0.0
+        while not all(fleet.is_idle for fleet in fleets.values()):
             end_s += SLICE_S
             self._environment.run(end_s)
+            before, num_steps = num_steps, sum(fleet.num_steps for fleet in fleets.values())
+            is_waiting = num_steps == before and not any(fleet.expects_change for fleet in fleets.values())
+            stuck_s = stuck_s + SLICE_S if is_waiting else 0.0
+            if stuck_s > STUCK_S:
+                raise InvariantError(f"at {end_s:g} s of the simulation requests wait, and no step can run")
         self.leasing.coordinator.is_over = True
 
     def _open_lender(self, group: str, part: Scenario) -> Fleet:

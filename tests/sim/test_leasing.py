@@ -9,6 +9,9 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.cost.step_time import StepCost
+from floodplain.sim.fleet import Fleet
+from floodplain.sim.leasing import VirtualPool
+from floodplain.sim.machine import resolve_machine
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import Scenario
 from tests.sim.test_prediction import make
@@ -91,6 +94,22 @@ def test_what_a_failed_server_has_lent_is_lost_and_computed_again(tmp_path: Path
     leases = hurt["simulation"]["leases"]
     assert leases["leases"]["lost"] > 0 and leases["forced"] == leases["leases"]["lost"]
     assert hurt["recomputed_tokens"] > calm["recomputed_tokens"]
+
+
+def test_a_lenders_pool_gives_way_down_to_what_is_used_and_takes_all_back(tmp_path: Path) -> None:
+    machine = resolve_machine(lend(tmp_path, QUIET).lenders["chat"])
+    fleet = Fleet(lend(tmp_path, QUIET).lenders["chat"], machine)
+    loop = fleet.engines[0].loop
+    pool = VirtualPool(loop, machine.block_bytes, least_blocks=75)
+    used = loop.state.ledger.allocate(200)
+    pool.give_way(pool.full_bytes // 2)
+    assert pool.own_bytes == pool.full_bytes // 2
+    pool.shrink(0)
+    assert pool.own_bytes == 200 * machine.block_bytes
+    pool.take_back(pool.full_bytes)
+    assert pool.own_bytes == pool.full_bytes
+    assert used is not None
+    loop.state.ledger.check_integrity()
 
 
 @pytest.mark.parametrize(
