@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -19,6 +19,11 @@ class VirtualEngine(Protocol):
 
     loop: Loop
     lifecycles: dict[SeqId, Lifecycle]
+
+    @property
+    def unseen(self) -> Sequence[Request]:
+        """Requests that have arrived and are not submitted to the loop yet."""
+        ...
 
     def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
         """Submit a request that arrives now, and call ``then`` with its id."""
@@ -84,7 +89,9 @@ def see(epoch: int, engine: VirtualEngine) -> InstanceView:
     """The dispatcher's view of an engine."""
     state = engine.loop.state
     block_tokens = state.ledger.block_tokens
-    demands = [-(-len(seq.tokens) // block_tokens) for seq in state.sequences.values()]
+    tokens = [len(seq.tokens) for seq in state.sequences.values()]
+    tokens += [len(request.prompt_token_ids) + len(request.known_token_ids) for request in engine.unseen]
+    demands = [-(-num_tokens // block_tokens) for num_tokens in tokens]
     return InstanceView(epoch, state.ledger.num_blocks, sum(demands), len(demands))
 
 

@@ -149,6 +149,11 @@ class VirtualInstance:
         """Time in which requests were live, copies under way, and nothing could run."""
         return self._driver.stall_s
 
+    @property
+    def unseen(self) -> list[Request]:
+        """Requests that have arrived and are not submitted yet, since a step runs."""
+        return [request for request, _ in self._unseen]
+
     def submit(self, request: Request) -> SeqId:
         """Submit a request that arrives now."""
         seq_id = self._take(request)
@@ -156,8 +161,8 @@ class VirtualInstance:
         return seq_id
 
     def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
-        """Submit a request that arrives now, or has it seen later; ``then`` is called with its id."""
-        if self._is_async and self._is_computing:
+        """Submit a request that arrives now, or at the end of the running step; ``then`` is called with its id."""
+        if self._is_computing:
             self._unseen.append((request, then))
         else:
             then(self._take(request))
@@ -193,7 +198,7 @@ class VirtualInstance:
         known = [
             replace(seq.request, known_token_ids=tuple(seq.tokens[seq.num_prompt :]), is_accepted=True) for seq in live
         ]
-        return sorted([*known, *(request for request, _ in self._unseen)], key=lambda request: request.arrival_s)
+        return sorted([*known, *self.unseen], key=lambda request: request.arrival_s)
 
     def _take(self, request: Request) -> SeqId:
         seq_id = self.loop.submit(request)
@@ -201,13 +206,16 @@ class VirtualInstance:
         return seq_id
 
     def advance(self) -> None:
-        """Plan the next step, and then see the requests that arrived while the last one ran."""
+        """Plan the next step. Requests that arrived while the last one ran are seen before; if asynchronous, after."""
         if self._is_computing:
             return
         if self._on_paused is not None:
             self._take_unseen()
             self._tell_if_paused(self._on_paused)
             return
+        if not self._is_async:
+            self._settle()
+            self._take_unseen()
         self._plan()
         if self._take_unseen() and not self._is_computing:
             self._plan()
@@ -265,4 +273,5 @@ class VirtualInstance:
 
     def _on_copied(self, transfer_id: int) -> None:
         self._copied.append((transfer_id, ()))
-        self.advance()
+        if not self._is_computing:  # copies that end at the same time are seen together
+            self._environment.schedule(self._environment.now, self.advance)

@@ -33,6 +33,7 @@ class VirtualStages:
         lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Seconds that each stage computed.
         active_s: Seconds in which steps were outstanding, up to the last time when none was.
+        unseen: As ``VirtualInstance``: none, since the leader plans at any time.
         on_step: Called with each plan and the time of its start.
     """
 
@@ -42,6 +43,7 @@ class VirtualStages:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = [0.0] * loop.state.config.depth
+        self.unseen: Sequence[Request] = ()
         self.active_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self._environment = environment
