@@ -456,6 +456,8 @@ def _check_links(file: _File) -> None:
 def _first_fault(error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "missing" and path not in ("model", "device"):
+        return f"{path}: it is required"
     if fault["type"] == "missing":
         return f"{path}: say which; there are {', '.join(sorted(SHAPES if path == 'model' else DEVICES))}"
     if fault["type"] == "extra_forbidden":

@@ -97,6 +97,19 @@ def test_a_pipeline_from_the_start_stays_one(tmp_path: Path) -> None:
     assert all(not life.token_times_s for life in fleet.engines[0].instance.lifecycles.values())
 
 
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_request_alone_takes_its_steps_through_all_stages(tmp_path: Path, num_stages: int) -> None:
+    """But for hops over a fast link. Its prompt is one chunk for each stage, and each reads all parameters."""
+    relief = {"mode": "pipeline", "most_stages": num_stages, "link": 1e12, "remap_s_per_gb": 0.0}
+    load = {"request_rate": 1.0, "num_prompts": 1, "goodput": ["ttft:2000"], "max_output": 100}
+    scenario = make(tmp_path, relief, instances=num_stages, workload=load)
+    (request,) = _make_requests(scenario, None)
+    (life,) = serve(scenario).lives_of(request)
+    steps_s = BASED.base_s * (2 * num_stages - 1) / num_stages + len(request.prompt_token_ids) * BASED.prefill_token_s
+    steps_s += (request.params.max_tokens - 1) * (BASED.base_s + BASED.decode_s)
+    assert life.token_times_s[-1] - life.arrival_s == pytest.approx(steps_s, rel=1e-3)
+
+
 def test_microbatches_of_equal_cost_have_the_fewest_bubbles(tmp_path: Path) -> None:
     """Long prompts at once: their late chunks cost more than early ones with as many tokens."""
     load = {"num_prompts": 12, "length_scale": 30.0, "max_input": 12_000, "max_output": 2, "goodput": ["ttft:2000"]}
@@ -130,11 +143,12 @@ def test_a_drop_shortens_the_wait_for_memory(tmp_path: Path) -> None:
         ({"mode": "maybe"}, {}, "test: relief.mode: "),
         ({"most_stages": 5}, {}, "test: relief.most_stages: "),
         ({"link": "string"}, {}, "test: relief.link: no link is called 'string'"),
+        (None, {"lender": {}}, "test: lender.memory: it is required"),
         ({"groups": 2}, {}, "test: relief.groups: there is no such key; there are mode, link"),
     ],
 )
 def test_bad_input_is_refused_with_its_path(
-    tmp_path: Path, relief: dict[str, Any], changes: dict[str, Any], message: str
+    tmp_path: Path, relief: dict[str, Any] | None, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as refused:
         make(tmp_path, relief, **changes)
