@@ -76,7 +76,7 @@ def make_requests(
     if the load needs a trace, and there is no folder.
     """
     if load.trace is None:
-        return _with_texts(_own_rows(load.phases, rate, seed), seed, tokenizer)
+        return _with_texts(own_rows(load.phases, rate, seed), seed, tokenizer)
     if traces is None:
         raise UserError(f"this load needs --traces FOLDER with {load.trace}")
     return _with_texts(_window(load_trace(traces / load.trace).rows, rate, load.trace_s), seed, tokenizer)
@@ -98,7 +98,8 @@ def streams_of_half(blocks: int, block_tokens: int) -> int:
     return max(1, round(blocks * block_tokens / held))
 
 
-def _own_rows(phases: Sequence[tuple[float, float]], rate: float, seed: int) -> list[TraceRow]:
+def own_rows(phases: Sequence[tuple[float, float]], rate: float, seed: int) -> list[TraceRow]:
+    """Our own requests over phases of seconds and multiples of ``rate`` per second, without texts."""
     count = round(rate * sum(seconds * multiple for seconds, multiple in phases))
     steps = [Phase(seconds, multiple * rate) for seconds, multiple in phases]
     return _lengths(phase_arrivals(steps, max(1, count), 1.0, np.random.default_rng(seed)), seed)
