@@ -209,7 +209,7 @@ class SimulatedEngine:
         self._decodes: tuple[int, ...] | None = None
         self.loop = _make_loop(scenario, machine, number)
         links = {link.tier: link for link in machine.links}
-        self.links = VirtualLinks(links, machine.block_bytes)
+        self.links = VirtualLinks(links, machine.block_bytes, machine.bandwidths)
         is_async, time_s = scenario.engine.scheduling == "async", StepTimer(machine.cost).time_s
         self.pool = _expand(scenario, machine, self.loop, time_s) if scenario.expansion else None
         step_time_s = self.pool.step_time_s if self.pool else time_s

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
@@ -41,11 +42,17 @@ class StepLine:
 class VirtualLinks:
     """Links on which copies of one direction run one at a time; the two directions are independent.
 
-    ``links`` has them by the tier at their far end; the caller may change them during the simulation.
+    ``links`` has them by the tier at their far end; the caller may change them during the simulation. ``bandwidths``:
+    bytes per second of directions that differ from the link's own.
     """
 
-    def __init__(self, links: Mapping[Tier, Link], block_bytes: int) -> None:
-        self._links = links
+    def __init__(
+        self,
+        links: Mapping[Tier, Link],
+        block_bytes: int,
+        bandwidths: Mapping[tuple[Tier, Direction], float] = MappingProxyType({}),
+    ) -> None:
+        self._links, self._bandwidths = links, bandwidths
         self._times: list[tuple[float, CopyTime]] = []
         self._block_bytes = block_bytes
         self._free_at_s: dict[tuple[Tier, Direction], float] = {}
@@ -58,7 +65,8 @@ class VirtualLinks:
         for tier in {location.tier for location in transfer.locations}:
             num_blocks = sum(location.tier is tier for location in transfer.locations)
             link, key = self._links[tier], (tier, direction)
-            duration_s = link.latency_s + num_blocks * self._block_bytes / link.bandwidth
+            bandwidth = self._bandwidths.get(key, link.bandwidth)
+            duration_s = link.latency_s + num_blocks * self._block_bytes / bandwidth
             self._free_at_s[key] = max(now, self._free_at_s.get(key, 0.0)) + duration_s
             self._times.append((self._free_at_s[key], CopyTime(tier, direction, 1, num_blocks, duration_s)))
             self.moved_bytes[transfer.kind] += num_blocks * self._block_bytes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from floodplain.core.tiers import Link, Tier
+from floodplain.core.tiers import Direction, Link, Tier
 from floodplain.cost.devices import Roofline, predict_blocks
 from floodplain.cost.fits import fit_of
 from floodplain.cost.link import LINKS
@@ -24,6 +24,7 @@ class Machine:
     Attributes:
         block_bytes: Of one KV block on one GPU.
         slots: Slots of swap space by tier, the nearest first; those of a lender come with its memory.
+        bandwidths: Bytes per second of each direction of named links; policies see the slower one, in ``links``.
         num_lent_blocks: Slots that the lender's memory holds.
         overhead_s: The part of a step's time that is the same for any layers, beside kernels.
         cost_source: Where step times come from, in a line.
@@ -34,6 +35,7 @@ class Machine:
     max_model_len: int
     slots: Mapping[Tier, int]
     links: Sequence[Link]
+    bandwidths: Mapping[tuple[Tier, Direction], float]
     num_lent_blocks: int
     cost: BatchCost
     overhead_s: float
@@ -68,11 +70,18 @@ def resolve_machine(scenario: Scenario) -> Machine:
         max_model_len=longest,
         slots={tier: 0 if tier is Tier.PEER else number for tier, number in blocks.items()},
         links=[_link(tier, part.link) for tier, part in parts.items()],
+        bandwidths={key: rate for tier, part in parts.items() for key, rate in _bandwidths(tier, part.link)},
         num_lent_blocks=blocks.get(Tier.PEER, 0),
         cost=cost,
         overhead_s=overhead_s,
         cost_source=cost_source,
     )
+
+
+def _bandwidths(tier: Tier, name: str | float) -> Iterator[tuple[tuple[Tier, Direction], float]]:
+    if isinstance(name, str):
+        yield (tier, Direction.OUTBOUND), LINKS[name].outbound.peak_bandwidth
+        yield (tier, Direction.INBOUND), LINKS[name].inbound.peak_bandwidth
 
 
 def _link(tier: Tier, name: str | float) -> Link:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, Transfer, TransferKind
 from floodplain.core.request import SeqId
-from floodplain.core.tiers import Link, Location, Tier
+from floodplain.core.tiers import Direction, Link, Location, Tier
 from floodplain.sim.instance import DUMMY_TOKEN, Environment, StepLine, VirtualLinks, dummy_result
+from floodplain.sim.machine import resolve_machine
+from floodplain.sim.scenario import make_scenario
 from tests.support.examples import examples
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -106,6 +110,20 @@ def make_links() -> VirtualLinks:
 
 def test_a_copy_takes_the_latency_and_its_bytes() -> None:
     assert make_links().start(copy(OUT, HOST, HOST, HOST), now=10.0) == 13.5
+
+
+def test_a_direction_may_have_a_bandwidth_of_its_own() -> None:
+    links = VirtualLinks({HOST: Link(HOST, 1000.0, 0.5)}, 1000, {(HOST, Direction.INBOUND): 4000.0})
+    assert links.start(copy(OUT, HOST, HOST), 10.0) == 12.5
+    assert links.start(copy(BACK, HOST, HOST), 10.0) == 11.0
+
+
+def test_named_links_copy_both_ways_as_fast_as_they_were_measured() -> None:
+    content = {"model": "llama-3.1-8b", "device": "rtx4090", "swap": {"memory": "1GiB", "link": "c2c"}}
+    machine = resolve_machine(make_scenario(content, "test", Path()))
+    assert machine.bandwidths[HOST, Direction.INBOUND] == pytest.approx(419e9, rel=0.01)
+    assert machine.bandwidths[HOST, Direction.OUTBOUND] == pytest.approx(371e9, rel=0.01)
+    assert machine.links[0].bandwidth == min(machine.bandwidths.values())
 
 
 def test_copies_of_one_direction_follow_each_other() -> None:
