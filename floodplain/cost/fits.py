@@ -1,8 +1,9 @@
 """Costs of steps that ship: parts fitted to measured kernels, by device, model and tensor parallelism.
 
-Yi-34B and Llama-2-70B are derived by ``benchmarks/swap_space/steps.py``. The others are from the kernel tables of
-LLMServingSim's repository (casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM 0.19), priced by
-``cost.kernels``: ``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``.
+Yi-34B and Llama-2-70B are derived by ``benchmarks/swap_space/steps.py``; Qwen2.5 on A800 and H800 by
+``benchmarks/sim_vs_real/fit_kernels.py``. The others are from the kernel tables of LLMServingSim's repository
+(casys-kaist/LLMServingSim, commit 5daddb2, MIT licence; vLLM 0.19), priced by ``cost.kernels``:
+``python benchmarks/sim_vs_real/fit.py TABLES MODEL DECODES``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,22 @@ _FITS = {
         0.045, "RTX PRO 6000, at most 128 decodes",
         base_s=0.04402, decode_s=0.00015, context_token_s=1.858e-07, chunk_s=0.001274, prefill_token_s=0.0001349,
         self_pair_s=3.64e-08, prefix_token_s=2.061e-06, prefix_pair_s=7.012e-09,
+    ),
+    ("a800-80gb", "qwen2.5-14b", 1): ShippedFit(
+        StepCost(
+            base_s=0.01789, decode_s=8.768e-05, context_token_s=1.331e-07, prefill_token_s=8.321e-05,
+            self_pair_s=2.228e-08, prefix_pair_s=5.242e-09,
+        ),
+        "fit to sums of kernels that aiconfigurator-core measured on an A100",
+        0.035,
+    ),
+    ("h800-80gb", "qwen2.5-72b", 4): ShippedFit(
+        StepCost(
+            base_s=0.01571, decode_s=4.244e-05, context_token_s=2.991e-08, prefill_token_s=3.785e-05,
+            self_pair_s=2.988e-08, prefix_pair_s=5.492e-10,
+        ),
+        "fit to sums of kernels that aiconfigurator-core measured on an H100, and to assumed sums over GPUs",
+        0.036,
     ),
     ("a100-80gb", "yi-34b-200k", 1): ShippedFit(
         StepCost(
