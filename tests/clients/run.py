@@ -124,7 +124,16 @@ def guided(result: dict[str, Any]) -> dict[str, Any]:
     return {"completed": totals["successful"]}
 
 
+def scripted(name: str, distribution: str, file: str) -> Client:
+    """A client that a script beside this file uses."""
+    return Client(name, ".venv-clients", (distribution,), script(file), last_line)
+
+
 CLIENTS = (
+    scripted("openai: parse, tools, responses, echo", "openai", "openai_python.py"),
+    scripted("npm openai and ai-sdk: generateObject, tools", "openai", "npm_client.py"),
+    scripted("llm --schema", "llm", "llm_client.py"),
+    scripted("lm-eval, loglikelihood", "lm_eval", "lm_eval_client.py"),
     Client(
         "langchain-openai", ".venv-clients", ("langchain-openai", "openai"), script("langchain_client.py"), last_line
     ),
