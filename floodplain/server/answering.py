@@ -19,6 +19,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.core.structure import Structure
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.server.auth import Client
+from floodplain.server.counts import RequestCounts
 from floodplain.server.fields import UNSUPPORTED_FIELDS
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
@@ -83,8 +84,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 class Answering:
     """Answers with what an engine generates. A stream gets a comment after ``ping_s`` seconds of silence; 0: never."""
 
-    def __init__(self, engine: ServingEngine, ping_s: float) -> None:
-        self._engine, self._ping_s = engine, ping_s
+    def __init__(self, engine: ServingEngine, counts: RequestCounts, ping_s: float) -> None:
+        self._engine, self._counts, self._ping_s = engine, counts, ping_s
 
     def reader(self, request: Request) -> PromptReader:
         """What reads the prompts of a request's body."""
@@ -136,6 +137,7 @@ class Answering:
         """The streams of a prompt's choices; the first one's acceptance counts for all."""
         first, *others = request.choices()
         streams = [self._engine.generate(first, on_accepted=acceptance.note), *map(self._engine.generate, others)]
+        streams = list(map(self._counts.watch, streams))
         structure = request.params.structure
         if structure is not None:
             streams = [_unless_cut(stream, structure, self._grammars()) for stream in streams]

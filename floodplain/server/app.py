@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from floodplain import __version__
 from floodplain.server.answering import ERRORS, REQUEST_FIELDS
 from floodplain.server.auth import KeyRing
+from floodplain.server.counts import RefusalCounter, RequestCounts
 from floodplain.server.metrics import ServingMetrics
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
@@ -69,17 +70,19 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    counts = RequestCounts()
+    app.add_middleware(RefusalCounter, counts=counts)
     names = config.served_model_name or (engine.model_name,)
-    app.include_router(OpenAIRoutes(engine, names, config.ping_interval, config.tool_call_parser).router())
+    routes = OpenAIRoutes(engine, names, counts, config.ping_interval, config.tool_call_parser)
+    app.include_router(routes.router())
     app.include_router(TextRoutes(engine, names).router())
-    registry = _add_service_routes(app, engine, names[0])
+    registry = _add_service_routes(app, engine, ServingMetrics(names[0], engine.stats, counts))
     if extend is not None:
         extend(app, registry)
     return app
 
 
-def _add_service_routes(app: FastAPI, engine: ServingEngine, model_name: str) -> CollectorRegistry:
-    metrics = ServingMetrics(model_name, engine.stats)
+def _add_service_routes(app: FastAPI, engine: ServingEngine, metrics: ServingMetrics) -> CollectorRegistry:
     engine.subscribe(metrics.observe)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)

@@ -12,6 +12,7 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import PreemptionMode
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
+from floodplain.server.counts import RequestCounts
 
 FIRST_TOKEN_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
@@ -22,9 +23,10 @@ REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.
 
 
 class ServingMetrics(Collector):
-    """Collects ``stats()`` on every scrape; ``observe`` feeds the histograms in between."""
+    """Collects ``stats()`` and ``counts`` on every scrape; ``observe`` feeds the histograms in between."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts) -> None:
+        self._counts = counts
         self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8
         self._stats = stats
         self._ttft = self._histogram("time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S)
@@ -33,6 +35,11 @@ class ServingMetrics(Collector):
         )
         self._itl = self._histogram("inter_token_latency_seconds", "Every gap between tokens.", TOKEN_BUCKETS_S)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S)
+        self._queue = self._histogram("request_queue_seconds", "First scheduled - arrival.", FIRST_TOKEN_BUCKETS_S)
+        self._prefill = self._histogram(
+            "request_prefill_seconds", "First token - first scheduled.", FIRST_TOKEN_BUCKETS_S
+        )
+        self._decode = self._histogram("request_decode_seconds", "Last token - first token.", REQUEST_BUCKETS_S)
         text = "From hearing of a recall until the bytes were free."
         self._recalls = self._histogram("lease_recall_seconds", text, RECALL_BUCKETS_S)
         self._num_recalls = 0
@@ -43,6 +50,9 @@ class ServingMetrics(Collector):
         self._observe(self._tpot, lifecycle.tpot_s)
         self._observe(self._itl, *lifecycle.itl_s)
         self._observe(self._e2e, lifecycle.e2e_s)
+        self._observe(self._queue, lifecycle.queueing_delay_s)
+        self._observe(self._prefill, lifecycle.prefill_s)
+        self._observe(self._decode, lifecycle.decode_s)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now. Without swap space its counters stay 0."""
@@ -68,7 +78,11 @@ class ServingMetrics(Collector):
         yield self._stages(stats)
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
-        for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
+        finished = _by_one(self._counts.finished)
+        yield self._counter("requests_finished", "Generated choices by why they ended.", finished, "reason")
+        refused = _by_one(self._counts.refused)
+        yield self._counter("requests_refused", "Answers that refuse a request, by HTTP status.", refused, "status")
+        for histogram in (self._ttft, self._tpot, self._itl, self._e2e, self._queue, self._prefill, self._decode):
             yield self._family(histogram)
 
     def _swap(self, stats: EngineStats) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.answering import CLIENT_CLOSED_REQUEST, ERRORS, STREAMED, Answering, name_of
+from floodplain.server.counts import RequestCounts
 from floodplain.server.fields import IgnoredFields
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import ChatReply, CompletionReply
@@ -32,13 +33,21 @@ class OpenAIRoutes:
 
     Args:
         names: The names of the model.
+        counts: Counts ends of answers.
         ping_s: A stream gets a comment after so many seconds of silence; 0: never.
         tool_call_parser: A key of ``FORMS``, or ``auto``.
     """
 
-    def __init__(self, engine: ServingEngine, names: Sequence[str], ping_s: float, tool_call_parser: str) -> None:
+    def __init__(
+        self,
+        engine: ServingEngine,
+        names: Sequence[str],
+        counts: RequestCounts,
+        ping_s: float,
+        tool_call_parser: str,
+    ) -> None:
         self._engine, self._names = engine, names
-        self._answering = Answering(engine, ping_s)
+        self._answering = Answering(engine, counts, ping_s)
         self._tool_call_parser = tool_call_parser
         self._created = int(time.time())
         self._ignored_fields = IgnoredFields()

@@ -10,6 +10,7 @@ import pytest
 
 from floodplain.server.settings import ServerConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.waiting import HANG_S
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -63,6 +64,26 @@ def test_a_refusal_is_one_sentence(
 ) -> None:
     answer = post(server, path, **body)
     assert answer.status_code == status and message in answer.json()["error"]["message"]
+
+
+def test_ends_and_refusals_are_counted() -> None:
+    with serving(FakeEngine(num_free_tokens=3)) as running:
+        for body in ({"max_tokens": 2}, {"max_tokens": 2, "n": 2, "stream": True}, {"top_p": 5}, {"model": "other"}):
+            post(running, "/v1/completions", **{"model": "fake", "prompt": "a", **body})
+        httpx.get(f"{running.url}/nowhere")
+        with httpx.stream(
+            "POST", f"{running.url}/v1/completions", json={"model": "fake", "prompt": "a", "stream": True}
+        ) as answer:
+            next(answer.iter_lines())
+        running.engine.aborted.get(timeout=HANG_S)
+        shown = httpx.get(f"{running.url}/metrics").text
+    for line in (
+        'requests_finished_total{model_name="fake",reason="length"} 3.0',
+        'requests_finished_total{model_name="fake",reason="abort"} 1.0',
+        'requests_refused_total{model_name="fake",status="400"} 1.0',
+        'requests_refused_total{model_name="fake",status="404"} 2.0',
+    ):
+        assert f"floodplain_{line}" in shown
 
 
 def test_only_allowed_origins_get_their_headers(server: RunningServer) -> None:

@@ -14,6 +14,7 @@ from floodplain.demo.users import Users
 from floodplain.demo.watch import LendingSample, sample_of, to_columns
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.demo_plots import token_rate
+from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import RequestRecord
@@ -23,7 +24,7 @@ TARGET = HttpTarget("http://a", "m")
 
 def text_of(stats: EngineStats) -> str:
     registry = CollectorRegistry()
-    registry.register(ServingMetrics("m", lambda: stats))
+    registry.register(ServingMetrics("m", lambda: stats, RequestCounts()))
     return generate_latest(registry).decode()
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.engine.outputs import EngineStats
+from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import TOKEN_BUCKETS_S, ServingMetrics
 
 PROMISED = {
@@ -44,6 +45,11 @@ PROMISED = {
     "time_per_output_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
+    "request_queue_seconds": "histogram",
+    "request_prefill_seconds": "histogram",
+    "request_decode_seconds": "histogram",
+    "requests_finished_total": "counter",
+    "requests_refused_total": "counter",
 }
 """Types of all metrics by name."""
 
@@ -63,6 +69,8 @@ LABELS = {
     "coordinator_failures_total": {"problem"},
     "kv_stream_bytes_total": {"direction", "tier"},
     "stage_seconds_total": {"stage", "state"},
+    "requests_finished_total": {"reason"},
+    "requests_refused_total": {"status"},
 }
 
 
@@ -86,7 +94,9 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         failed_exchanges={"malformed": 0},
         stage_busy_s={"0": 1.0},
     )
-    families = scrape(ServingMetrics("m", lambda: stats))
+    counts = RequestCounts()
+    counts.refused["429"] += 1
+    families = scrape(ServingMetrics("m", lambda: stats, counts))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
     for name, labels in LABELS.items():
         for sample in families[f"floodplain_{name}"].samples:  # type: ignore[attr-defined]
@@ -98,7 +108,7 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
     now = EngineStats(
         num_running=1, preemptions={"recompute": 3}, num_prompt_tokens=10, kv_blocks={"free": 4, "owned": 5}
     )
-    metrics = ServingMetrics("m", lambda: now)
+    metrics = ServingMetrics("m", lambda: now, RequestCounts())
     before = value_of(metrics, "floodplain_prompt_tokens_total")
     now = EngineStats(num_running=2, num_prompt_tokens=12)
     assert (before, value_of(metrics, "floodplain_prompt_tokens_total")) == (10, 12)
@@ -107,7 +117,8 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
 
 
 def test_idle_time_of_a_stage_while_steps_are_outstanding_is_its_bubble() -> None:
-    metrics = ServingMetrics("m", lambda: EngineStats(pipeline_s=5.0, stage_busy_s={"0": 4.0, "1": 1.5}))
+    stats = EngineStats(pipeline_s=5.0, stage_busy_s={"0": 4.0, "1": 1.5})
+    metrics = ServingMetrics("m", lambda: stats, RequestCounts())
     name = "floodplain_stage_seconds_total"
     assert [value_of(metrics, name, stage="1", state=state) for state in ("busy", "bubble")] == [1.5, 3.5]
     assert value_of(metrics, name, stage="0", state="bubble") == 1.0
@@ -127,7 +138,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
         session_returns={"pinned": 8, "unpinned": 1},
         unpinned_blocks={"expired": 11, "evicted": 12},
     )
-    metrics = ServingMetrics("m", lambda: stats)
+    metrics = ServingMetrics("m", lambda: stats, RequestCounts())
     seen = {
         (way, tier): value_of(metrics, "floodplain_swap_bytes_total", direction=way, tier=tier)
         for way in ("out", "in")
@@ -154,7 +165,7 @@ def test_leases_are_seen_by_role_and_peer_and_each_recall_once() -> None:
         borrowed_leases={"granted": 8, "forced": 2},
         failed_exchanges={"unreachable": 3},
     )
-    metrics = ServingMetrics("m", lambda: now)
+    metrics = ServingMetrics("m", lambda: now, RequestCounts())
 
     def recalls() -> tuple[float | None, float | None]:
         return tuple(value_of(metrics, f"floodplain_lease_recall_seconds_{end}") for end in ("count", "sum"))  # type: ignore[return-value]
@@ -182,11 +193,12 @@ def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
 
 @given(st.lists(st.lists(st.floats(0, 50), min_size=0, max_size=6), max_size=6))
 def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]]) -> None:
-    metrics = ServingMetrics("m", EngineStats)
+    metrics = ServingMetrics("m", EngineStats, RequestCounts())
     lifecycles = []
     for gaps in gaps_of:
         times = [100.0 + sum(gaps[: i + 1]) for i in range(len(gaps))]
-        lifecycles.append(Lifecycle(100.0, token_times_s=times))
+        lifecycles.append(Lifecycle(99.0, token_times_s=times))
+        lifecycles[-1].record(EventKind.SCHEDULED, 100.0)
         metrics.observe(lifecycles[-1])
     gaps_seen = [gap for lifecycle in lifecycles for gap in lifecycle.itl_s]
     for name, values in {
@@ -194,6 +206,9 @@ def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]
         "time_per_output_token": [x.tpot_s for x in lifecycles if x.tpot_s is not None],
         "inter_token_latency": gaps_seen,
         "e2e_request_latency": [x.e2e_s for x in lifecycles if x.e2e_s is not None],
+        "request_queue": [1.0] * len(lifecycles),
+        "request_prefill": [x.token_times_s[0] - 100.0 for x in lifecycles if x.token_times_s],
+        "request_decode": [x.token_times_s[-1] - x.token_times_s[0] for x in lifecycles if len(x.token_times_s) > 1],
     }.items():
         assert value_of(metrics, f"floodplain_{name}_seconds_count") == len(values)
         assert value_of(metrics, f"floodplain_{name}_seconds_sum") == pytest.approx(sum(values))

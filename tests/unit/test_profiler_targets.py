@@ -15,6 +15,7 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.observe.scraped import Scraped
 from floodplain.profiler.measured import VLLM_USAGE, KvUse, VllmBlocks, kv_use_of, wait_until_idle, watching
 from floodplain.profiler.targets import Load
+from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.traces import Trace, TraceRow
@@ -83,7 +84,7 @@ def test_our_metrics_give_the_engines_numbers() -> None:
         kv_bytes={"local": 20_000, "host": 777},
     )
     registry = CollectorRegistry()
-    registry.register(ServingMetrics("m", lambda: stats))
+    registry.register(ServingMetrics("m", lambda: stats, RequestCounts()))
     use = kv_use_of(Scraped(generate_latest(registry).decode()), VLLM)
     assert use == KvUse(used_bytes=15_000, pool_bytes=20_000, num_live=7)
 
