@@ -133,6 +133,7 @@ CLIENTS = (
     scripted("openai: parse, tools, responses, echo", "openai", "openai_python.py"),
     scripted("npm openai and ai-sdk: generateObject, tools", "openai", "npm_client.py"),
     scripted("llm --schema", "llm", "llm_client.py"),
+    scripted("aiperf profile", "aiperf", "aiperf_client.py"),
     scripted("lm-eval, loglikelihood", "lm_eval", "lm_eval_client.py"),
     Client(
         "langchain-openai", ".venv-clients", ("langchain-openai", "openai"), script("langchain_client.py"), last_line
