@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from floodplain.core.errors import RequestRefused, UserError
@@ -26,6 +26,9 @@ Message = Mapping[str, Any]
 _FAULT = "the tokenizer cannot be loaded"
 _TRIAL = "Hi \u00e9\u6cb3"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class HfTokenizer:
@@ -147,10 +150,13 @@ class HfTokenizer:
         found = self._tokenizer.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
         """The text of a conversation up to where the answer begins, by the model's template; encode it as it is.
 
-        ``tools`` are functions that the model may call, as in the OpenAI API.
+        ``tools`` are functions that the model may call, as in the OpenAI API. ``options`` are the template's variables,
+        and ``add_generation_prompt`` (true) and ``continue_final_message`` (false) of transformers.
 
         Raises UserError if the model has no chat template, or the template refuses these messages or knows no tools.
         """
@@ -162,7 +168,7 @@ class HfTokenizer:
             )
         with template_errors():
             text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+                list(messages), tools=list(tools) or None, tokenize=False, **{"add_generation_prompt": True, **options}
             )
         return str(text)
 

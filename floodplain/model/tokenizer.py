@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from floodplain.model.hf_tokenizer import HfTokenizer, Message
+from floodplain.model.hf_tokenizer import NO_OPTIONS, HfTokenizer, Message
 
 
 class ByteTokenizer:
@@ -50,8 +51,10 @@ class ByteTokenizer:
         """The text of one token."""
         return self.decode([token_id])
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """Lines of ``role: content``, behind a line of tools if there are any."""
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] = NO_OPTIONS
+    ) -> str:
+        """Lines of ``role: content``, behind a line of tools if there are any. It has no options."""
         shown = f"tools: {json.dumps(tools)}\n" if tools else ""
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return f"{shown}{turns}assistant:"

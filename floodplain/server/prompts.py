@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.model.hf_tokenizer import Message
+from floodplain.model.hf_tokenizer import NO_OPTIONS, Message
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.requests import ChatRequest, PromptLimit, templated
 from floodplain.web.workers import Workers
@@ -65,10 +66,14 @@ class PromptReader:
 
     def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
-        return self._encode_turns(templated(body.messages), tools), body.ignored_fields
+        options = body.template_options(self._tokenizer.chat_template)
+        unused = {f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or () if name not in options}
+        return self._encode_turns(templated(body.messages), tools, options), body.ignored_fields | unused
 
-    def _encode_turns(self, turns: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        text = self._tokenizer.render_chat(turns, tools)
+    def _encode_turns(
+        self, turns: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any] = NO_OPTIONS
+    ) -> list[int]:
+        text = self._tokenizer.render_chat(turns, tools, options)
         tokens = self._encode(text, add_special_tokens=False)
         if not tokens:
             raise UserError("prompt must hold at least one token")

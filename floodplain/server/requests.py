@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.goals import Goals
@@ -375,6 +375,23 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
 
+def _check_template_name(name: str) -> str:
+    """Refuse names that are arguments of the function that renders templates."""
+    if not name.isidentifier() or name in RESERVED_NAMES:
+        raise ValueError("should be a name of the template's own variables")
+    return name
+
+
+RESERVED_NAMES = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+        "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+TemplateName = Annotated[str, AfterValidator(_check_template_name)]
+
+
 class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``. Without ``max_tokens`` the answer may be as long as the model allows."""
 
@@ -387,6 +404,23 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[TemplateName, Any], Field(max_length=64)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+
+    def template_options(self, template: str) -> dict[str, Any]:
+        """What the template is given beside messages and tools: of its variables, those that it has.
+
+        Raises UserError if fields contradict each other.
+        """
+        if self.add_generation_prompt and self.continue_final_message:
+            raise UserError("add_generation_prompt and continue_final_message contradict each other: give one of them")
+        given = {**(self.chat_template_kwargs or {}), "reasoning_effort": self.reasoning_effort}
+        known = {name: value for name, value in given.items() if value is not None and name in template}
+        if self.continue_final_message:
+            return known | {"add_generation_prompt": False, "continue_final_message": True}
+        return known | {"add_generation_prompt": self.add_generation_prompt is not False}
 
     @property
     def calls(self) -> ToolChoice:

@@ -55,7 +55,7 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
 
-    def render_chat(self, messages: list[dict[str, str]], tools: object = (), /) -> str:
+    def render_chat(self, messages: list[dict[str, str]], tools: object = (), options: object = (), /) -> str:
         if messages[0]["content"] == "refuse me":
             raise UserError("the chat template refuses this conversation")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"

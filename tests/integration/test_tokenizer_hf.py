@@ -278,6 +278,17 @@ def test_tools_are_shown_by_the_template_or_refused(folder: Path) -> None:
     assert (tokenizer.render_chat(chat, tools), tokenizer.render_chat(chat)) == ("with 1", "b")
 
 
+def test_options_are_variables_of_the_template(folder: Path) -> None:
+    tokenizer, chat = HfTokenizer.from_folder(folder), [{"role": "user", "content": "a"}]
+    thinks = "{{ 'thinks' if enable_thinking else 'answers' }}"
+    ends = f"{{% if add_generation_prompt %}}|{thinks}{{% endif %}}"
+    tokenizer._tokenizer.chat_template = f"{{{{ messages[-1].content }}}}{ends}"
+    assert tokenizer.render_chat(chat) == "a|answers"
+    assert tokenizer.render_chat(chat, (), {"enable_thinking": True}) == "a|thinks"
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert tokenizer.render_chat(chat, (), options) == "a"
+
+
 @pytest.mark.parametrize(
     ("template", "quoted"),
     [

@@ -267,6 +267,28 @@ def test_a_message_that_cannot_be_a_turn_is_one_line(message: dict[str, Any], pr
         Message.model_validate(message).templated("messages.3")
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"add_generation_prompt": True}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"add_generation_prompt": False, "continue_final_message": True}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False, "other": 1}, "reasoning_effort": "low"},
+            {"add_generation_prompt": True, "enable_thinking": False},
+        ),
+    ],
+)
+def test_a_template_gets_the_variables_that_it_has(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    chat = ChatRequest.model_validate({**CHAT, **fields})
+    assert chat.template_options("{{ enable_thinking }}") == options
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "a b"])
+def test_arguments_of_the_renderer_are_no_variables(name: str) -> None:
+    assert error_of(ChatRequest, {**CHAT, "chat_template_kwargs": {name: 1}})["param"] == "chat_template_kwargs"
+
+
 def test_calls_and_their_results_reach_the_template() -> None:
     made = Message.model_validate({"role": "assistant", "tool_calls": [CALL]}).templated("")
     assert made["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]
