@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import torch
 from PIL import Image
 from vllm import LLM
 
-from tests.vllm.engines import Load, drive, scheduler_of
+from floodplain.core.plan import Transfer, TransferKind
+from floodplain.core.tiers import Location
+from floodplain.memory.swap_space import SwapSpace
+from tests.vllm.engines import BLOCK_TOKENS, Load, controller_of, drive, scheduler_of, worker_of
 from tests.vllm.storm import StormPolicy
 
 SIDE = 128
@@ -143,3 +147,39 @@ def test_images_are_split_by_chunks_of_prompts(llm: LLM, load: Load, expected: d
 
     assert drive(llm, load, each_step=note).tokens == expected
     assert within > 10
+
+
+def test_the_storm_notices_a_block_of_another_image(
+    llm: LLM, load: Load, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: of what is swapped in, each block within an image is replaced by the one before, digest too."""
+    scheduler_of(llm).policy_object = StormPolicy(seed=1, chance=0.1, recompute=0.0)
+    slots, start, last = worker_of(llm).slots, SwapSpace.start, list[Any]()
+
+    def start_wrong(space: SwapSpace, transfer: Transfer) -> None:
+        if transfer.kind is TransferKind.SWAP_IN:
+            for location in locate_images(llm, transfer):
+                words, digest = slots.words[location.slot].clone(), slots.digests[location.slot]
+                if last:
+                    slots.words[location.slot], slots.digests[location.slot] = last
+                last[:] = words, digest
+        start(space, transfer)
+
+    monkeypatch.setattr(SwapSpace, "start", start_wrong)
+    tokens = drive(llm, load).tokens
+    assert sum(tokens[index] != expected[index] for index in expected) > len(load) // 2
+
+
+def locate_images(llm: LLM, transfer: Transfer) -> list[Location]:
+    """Where a copy has blocks all of whose tokens are an image's."""
+    assert transfer.seq_id is not None
+    request = controller_of(llm).roster.by_id[transfer.seq_id].request
+    [table] = scheduler_of(llm).finder.tables(request.request_id)
+    first_tokens = {block.block_id: place * BLOCK_TOKENS for place, block in enumerate(table)}
+    spans = [(one.mm_position.offset, one.mm_position.offset + one.mm_position.length) for one in request.mm_features]
+    pairs = zip(transfer.blocks, transfer.locations, strict=True)
+    return [
+        location
+        for block, location in pairs
+        if any(begin <= first_tokens[block] <= end - BLOCK_TOKENS for begin, end in spans)
+    ]
