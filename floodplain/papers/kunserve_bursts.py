@@ -164,7 +164,8 @@ COMMON = (
     "Lengths are log-normal with the paper's means (LongBench 5.9K and 499 tokens, BurstGPT 642 and 262); their "
     "spreads are assumed.",
     "A step's time is a fit to measured kernels of an A100 or H100, without the time of vLLM's host. Steps are planned "
-    "one after the other, in chunks of up to 2,048 tokens beside decodes.",
+    "one after the other, in chunks of up to 2,048 tokens beside decodes. By these times, a burst that fills the KV "
+    "memory also takes most of the compute.",
     "InferCept is first come, first served with swap space in host memory over PCIe 4. Llumnix is not simulated: "
     "instances of a scenario do not migrate requests.",
     "KunServe has microbatches of at least 1,024 prompt tokens, and its exchange never delays activations.",

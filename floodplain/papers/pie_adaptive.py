@@ -73,7 +73,12 @@ FIGURE_9 = Figure(
             quantity="overhead",
             own="own_overhead",
         ),
-        Statement(text="expansion at which the adaptive one settles", paper=2.08, quantity="settled"),
+        Statement(
+            text="expansion at which the adaptive one settles",
+            paper=2.08,
+            quantity="settled",
+            fitted="model and pool",
+        ),
         Statement(
             text="largest fixed expansion whose copies do not show (2.0; at 2.2 they do)",
             paper=2.0,
