@@ -205,13 +205,20 @@ def finished_tokens(llm: LLM) -> dict[int, list[int]]:
 
 def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
     """The tokens of stock vLLM with room for all requests; its engine is closed afterwards."""
+    return serve_all_calmly(model, [load], **flags)[load]
+
+
+def serve_all_calmly(model: Path, loads: Sequence[Load], **flags: Any) -> dict[Load, dict[int, list[int]]]:
+    """The same of several loads, one after the other in one engine."""
     llm = make_stock(model, **flags)
-    tokens: dict[int, list[int]] = {}
-    load.send(llm)
-    while llm.llm_engine.has_unfinished_requests():
-        tokens |= finished_tokens(llm)
+    found: dict[Load, dict[int, list[int]]] = {}
+    for load in loads:
+        tokens = found[load] = {}
+        load.send(llm)
+        while llm.llm_engine.has_unfinished_requests():
+            tokens |= finished_tokens(llm)
     close(llm)
-    return tokens
+    return found
 
 
 def expect_nothing_left(llm: LLM) -> None:

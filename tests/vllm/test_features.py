@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from floodplain.plugins.vllm.settings import PluginSettings
 from tests.vllm.engines import (
     Load,
     close,
@@ -23,6 +24,7 @@ from tests.vllm.engines import (
     make_crowded,
     make_load,
     scheduler_of,
+    serve_all_calmly,
     serve_calmly,
     transfer_config,
 )
@@ -68,17 +70,6 @@ class SampledLoad(Load):
         return SamplingParams(temperature=0.9, max_tokens=self.lengths[index], ignore_eos=True, seed=100 + index)
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
-def test_samples_with_seeds_survive_a_storm(llama: Path, caches: bool) -> None:
-    """vLLM's runner for CPUs cannot split such a prompt, so it is never split, also if a policy would."""
-    plain = make_load(seed=6, num_requests=12, num_common=40 * caches)
-    load = SampledLoad(plain.prompts, plain.lengths)
-    flags = {"skip_tokenizer_init": True, "enable_prefix_caching": caches}
-    expected = serve_calmly(llama, load, **flags)
-    assert expected != serve_calmly(llama, plain, **flags), "they do sample"
-    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 256}) == expected
-
-
 @dataclass(frozen=True)
 class SeveralLoad(SampledLoad):
     """Three answers to each prompt."""
@@ -87,23 +78,6 @@ class SeveralLoad(SampledLoad):
         params = super().params(index)
         params.n, params.output_kind = 3, RequestOutputKind.FINAL_ONLY
         return params
-
-
-def test_several_answers_to_a_prompt_survive_a_storm(llama: Path) -> None:
-    plain = make_load(seed=12, num_requests=6)
-    load = SeveralLoad(plain.prompts, plain.lengths)
-    flags = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
-    expected = serve_calmly(llama, load, **flags)
-    assert {index: len(tokens) for index, tokens in expected.items()} == {i: 3 * n for i, n in enumerate(load.lengths)}
-    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 256}) == expected
-
-
-def test_whole_prompts_survive_a_storm(llama: Path) -> None:
-    """Chunked prefill is switched off."""
-    load = make_load(seed=7, num_requests=12)
-    flags = {"skip_tokenizer_init": True, "enable_chunked_prefill": False}
-    expected = serve_calmly(llama, load, **flags)
-    assert serve_in_a_storm(llama, load, **flags | {"max_num_batched_tokens": 512}) == expected
 
 
 @dataclass(frozen=True)
@@ -116,12 +90,51 @@ class UrgentLoad(Load):
             llm.llm_engine.add_request(str(index), prompt, self.params(index), priority=-(index % 4))
 
 
-def test_requests_with_priorities_survive_a_storm(llama: Path) -> None:
+def make_special(kind: type[Load], seed: int, num_requests: int, num_common: int = 0) -> Load:
+    plain = make_load(seed, num_requests, num_common=num_common)
+    return kind(plain.prompts, plain.lengths)
+
+
+SAMPLED = {caches: make_special(SampledLoad, 6, 12, num_common=40 * caches) for caches in (False, True)}
+SEVERAL = make_special(SeveralLoad, 12, 6)
+WHOLE = make_load(seed=7, num_requests=12)
+URGENT = make_special(UrgentLoad, 13, 12)
+GREEDY = {load: Load(load.prompts, load.lengths) for load in SAMPLED.values()}
+ADAPTED = make_load(seed=8, num_requests=12, num_common=40)
+
+
+@pytest.fixture(scope="module")
+def calm(llama: Path) -> dict[Load, dict[int, list[int]]]:
+    """The tokens of stock vLLM: one engine serves all loads of the small Llama."""
+    loads = [*SAMPLED.values(), *GREEDY.values(), SEVERAL, WHOLE, URGENT, ADAPTED]
+    return serve_all_calmly(llama, loads, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
+def test_samples_with_seeds_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]], caches: bool) -> None:
+    """vLLM's runner for CPUs cannot split such a prompt, so it is never split, also if a policy would."""
+    load, flags = SAMPLED[caches], {"enable_prefix_caching": caches, "max_num_batched_tokens": 256}
+    assert calm[load] != calm[GREEDY[load]], "they do sample"
+    assert serve_in_a_storm(llama, load, skip_tokenizer_init=True, **flags) == calm[load]
+
+
+def test_several_answers_to_a_prompt_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:
+    lengths = {index: len(tokens) for index, tokens in calm[SEVERAL].items()}
+    assert lengths == {index: 3 * length for index, length in enumerate(SEVERAL.lengths)}
+    flags = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 256}
+    assert serve_in_a_storm(llama, SEVERAL, **flags) == calm[SEVERAL]
+
+
+def test_whole_prompts_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:
+    """Chunked prefill is switched off."""
+    flags = {"skip_tokenizer_init": True, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+    assert serve_in_a_storm(llama, WHOLE, **flags) == calm[WHOLE]
+
+
+def test_requests_with_priorities_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:
     """vLLM, too, preempts by priority, where a step lacks blocks."""
-    plain = make_load(seed=13, num_requests=12)
-    load = UrgentLoad(plain.prompts, plain.lengths)
     flags = {"skip_tokenizer_init": True, "scheduling_policy": "priority"}
-    assert serve_in_a_storm(llama, load, **flags) == serve_calmly(llama, load, **flags)
+    assert serve_in_a_storm(llama, URGENT, **flags) == calm[URGENT]
 
 
 def test_urgent_requests_are_first(llama: Path) -> None:
@@ -164,27 +177,28 @@ class AdaptedLoad(Load):
             llm.llm_engine.add_request(str(index), prompt, self.params(index), lora_request=adapter)
 
 
-def test_requests_of_several_adapters_survive_a_storm(llama: Path, tmp_path: Path) -> None:
+def test_requests_of_several_adapters_survive_a_storm(
+    llama: Path, calm: dict[Load, dict[int, list[int]]], tmp_path: Path
+) -> None:
     """Prompts begin alike: KV that one adapter computed is of no use to another. Two of three adapters fit at once."""
-    plain = make_load(seed=8, num_requests=12, num_common=40)
-    load = AdaptedLoad(plain.prompts, plain.lengths, tuple(write_adapter(tmp_path, seed) for seed in (1, 2, 3)))
+    load = AdaptedLoad(ADAPTED.prompts, ADAPTED.lengths, tuple(write_adapter(tmp_path, seed) for seed in (1, 2, 3)))
     flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     expected = serve_calmly(llama, load, **flags, enable_prefix_caching=True)
-    base = serve_calmly(llama, plain, skip_tokenizer_init=True)
-    assert all(expected[index] != base[index] for index in base)
+    assert all(expected[index] != tokens for index, tokens in calm[ADAPTED].items())
     assert serve_in_a_storm(llama, load, **flags, enable_prefix_caching=True) == expected
 
 
-@pytest.mark.parametrize("policy", ["cfs", "timely"])
-def test_a_policy_ends_no_turn_for_an_adapter_that_does_not_fit(llama: Path, tmp_path: Path, policy: str) -> None:
+def test_a_policy_ends_no_turn_for_an_adapter_that_does_not_fit(llama: Path, tmp_path: Path) -> None:
     """Else it would do so in every step, and no request would ever end."""
     plain = make_load(seed=8, num_requests=12)
     load = AdaptedLoad(plain.prompts, plain.lengths, tuple(write_adapter(tmp_path, seed) for seed in (1, 2, 3)))
     flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    llm = make_crowded(llama, kv_transfer_config=transfer_config({"policy": policy, "swap_memory": "256MiB"}), **flags)
-    run = drive(llm, load)
-    assert len(run.tokens) == len(load) and run.num_steps < 2_000
-    expect_nothing_left(llm)
+    llm = make_crowded(llama, **flags)
+    for policy in ("cfs", "timely"):
+        scheduler_of(llm).policy_object = PluginSettings(policy).make_policy()
+        run = drive(llm, load)
+        assert len(run.tokens) == len(load) and run.num_steps < 2_000
+        expect_nothing_left(llm)
     close(llm)
 
 

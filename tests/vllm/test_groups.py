@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -40,6 +42,7 @@ LINEAR_TOKENS = 128
 LOAD = make_load(seed=2, num_requests=12)
 FLAGS: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
 FULL = CacheGroup(BLOCK_TOKENS)
+Calm = Callable[[str, int], dict[int, list[int]]]
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "float32", "hidden_size": 64,
     "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 40_000,
@@ -74,6 +77,18 @@ def serve_in_a_storm(
     return run.tokens
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """Returns the tokens of stock vLLM for layers of these kinds; each model is served once."""
+
+    def serve(kinds: str, window: int) -> dict[int, list[int]]:
+        folder = tmp_path_factory.mktemp(kinds)
+        write_model(folder, TINY, kinds, window)
+        return serve_calmly(folder, LOAD, **FLAGS)
+
+    return cache(serve)
+
+
 @pytest.mark.parametrize(
     ("kinds", "window", "groups"),
     [
@@ -85,11 +100,10 @@ def serve_in_a_storm(
 )
 @pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
 def test_windows_beside_full_attention_survive_a_storm(
-    tmp_path: Path, kinds: str, window: int, groups: tuple[CacheGroup, ...], caches: bool
+    calm: Calm, tmp_path: Path, kinds: str, window: int, groups: tuple[CacheGroup, ...], caches: bool
 ) -> None:
     write_model(tmp_path, TINY, kinds, window)
-    found = serve_in_a_storm(tmp_path, groups, enable_prefix_caching=caches)
-    assert found == serve_calmly(tmp_path, LOAD, **FLAGS)
+    assert serve_in_a_storm(tmp_path, groups, enable_prefix_caching=caches) == calm(kinds, window)
 
 
 def test_sinks_and_alternating_windows_survive_a_storm(tmp_path: Path) -> None:
@@ -114,9 +128,11 @@ def leave_a_window_block_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapBooks, "_begin", begin_less)
 
 
-def test_the_storm_notices_a_window_block_that_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_storm_notices_a_window_block_that_is_left_out(
+    calm: Calm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(tmp_path, TINY, "wfwf", 48)
-    expected = serve_calmly(tmp_path, LOAD, **FLAGS)
+    expected = calm("wfwf", 48)
     leave_a_window_block_out(monkeypatch)
     assert serve_in_a_storm(tmp_path, (window_of(48), FULL)) != expected
 
@@ -160,15 +176,25 @@ def serve_linear_in_a_storm(folder: Path, *, caches: bool) -> dict[int, list[int
     return serve_in_a_storm(folder, groups_of_linear(caches=caches), storm, **flags_of_linear(caches=caches))
 
 
+@pytest.fixture(scope="module")
+def calm_linear(linear: Path) -> Callable[[bool], dict[int, list[int]]]:
+    """Returns the tokens of stock vLLM with and without a prefix cache, each served once."""
+    return cache(lambda caches: serve_calmly(linear, LOAD, **FLAGS | flags_of_linear(caches=caches)))
+
+
 @pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
-def test_states_of_linear_attention_survive_a_storm(linear: Path, caches: bool) -> None:
-    expected = serve_calmly(linear, LOAD, **FLAGS | flags_of_linear(caches=caches))
+def test_states_of_linear_attention_survive_a_storm(
+    linear: Path, calm_linear: Callable[[bool], dict[int, list[int]]], caches: bool
+) -> None:
+    expected = calm_linear(caches)
     assert len({tuple(tokens) for tokens in expected.values()}) == len(LOAD), "each answer is its own"
     assert serve_linear_in_a_storm(linear, caches=caches) == expected
 
 
-def test_the_storm_notices_a_state_that_is_a_token_too_late(linear: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = serve_calmly(linear, LOAD, **FLAGS | flags_of_linear(caches=False))
+def test_the_storm_notices_a_state_that_is_a_token_too_late(
+    linear: Path, calm_linear: Callable[[bool], dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = calm_linear(False)
     swap_out = SwapBooks.swap_out
 
     def swap_out_late(books: SwapBooks, one: Any, tables: Any, num_computed: int, *args: Any) -> bool:
