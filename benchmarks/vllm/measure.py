@@ -174,6 +174,12 @@ def send_plain(llm: LLM, request: LoadRequest, clock: Clock) -> None:
     llm.llm_engine.add_request(request.request_id, prompt, params, arrival_time=clock.wall_s())
 
 
+def warm_up(llm: LLM) -> None:
+    """Compute a few requests, so that nothing happens for the first time later."""
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [7] * 64}] * 4, params, use_tqdm=False)
+
+
 def measure_burst(llm: LLM, burst: Sequence[LoadRequest], clock: Clock) -> dict[str, Any]:
     """A run as the columns of comparisons need it (``run_columns``), without goals."""
     work = watch(llm)
@@ -213,7 +219,7 @@ def main() -> None:
         model, dtype = (str(write_tiny_model(Path(folder))), "float32") if args.hardware else (args.model, args.dtype)
         llm = make_engine(args.way, model, args.kv_tokens, dtype, **settings)
     clock = make_clock(llm, args.hardware)
-    llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
+    warm_up(llm)
     burst = make_burst(args.seed, args.requests, args.rate)
     found = measure_goals(llm, burst, clock) if args.unloaded else measure_burst(llm, burst, clock)
     print(json.dumps({"way": args.way, "settings": settings, "seed": args.seed} | found), flush=True)
