@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.no_model import NoModelExecutor
 from benchmarks.vllm.virtual import Hardware
 
 FCFS = "FCFS"
@@ -29,6 +28,8 @@ SWAPS = ("TokenFlow",)
 """Peers that have our plug-in's swap space."""
 PEERS = (*FLAGS, *CLASSES)
 OURS = ("timely", "paced", "timely, no swap", "paced, no swap")
+REAL = (FCFS, "priority", "gate", "SJF", "VTC", "TokenFlow", "timely")
+"""Measured with a model and a clock on the wall, too: those with the most requests within their goals, and the gate."""
 
 
 def tell_peer(hardware: Hardware, tpot_goal_s: float) -> dict[str, Any]:
@@ -39,12 +40,10 @@ def tell_peer(hardware: Hardware, tpot_goal_s: float) -> dict[str, Any]:
 
 
 def find_arguments(way: str, hardware: Hardware, goals_s: Sequence[float]) -> tuple[str, dict[str, Any]]:
-    """Return a way of ``benchmarks.vllm.measure.make_engine``, and more arguments of ``LLM``; without a model."""
-    bare = {"distributed_executor_backend": NoModelExecutor}
+    """Return a way of ``benchmarks.vllm.measure.make_engine``, and more arguments of ``LLM``."""
     if way in OURS:
-        return way, bare
+        return way, {}
     if way in FLAGS:
-        return "stock", {**bare, **FLAGS[way]}
-    return "timely" if way in SWAPS else "stock", {
-        **bare, "scheduler_cls": CLASSES[way], "additional_config": tell_peer(hardware, goals_s[1]),
-    }  # fmt: skip
+        return "stock", dict(FLAGS[way])
+    told = {"scheduler_cls": CLASSES[way], "additional_config": tell_peer(hardware, goals_s[1])}
+    return "timely" if way in SWAPS else "stock", told
