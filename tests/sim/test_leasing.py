@@ -46,6 +46,7 @@ def facts_of(scenario: Scenario) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.slow
 def test_an_idle_lender_lends_and_its_burst_recalls(tmp_path: Path) -> None:
     calm, busy = (facts_of(lend(tmp_path, load))["leases"] for load in (QUIET, BUSY))
     assert calm["leases"]["granted"] > 0 and calm["leases"]["recalled"] == 0
@@ -53,6 +54,7 @@ def test_an_idle_lender_lends_and_its_burst_recalls(tmp_path: Path) -> None:
     assert calm["moved_to_host_bytes"] == 0 and calm["leases"]["lost"] == busy["leases"]["lost"] == 0
 
 
+@pytest.mark.slow
 def test_a_lender_whose_load_leaves_nothing_lends_nothing(tmp_path: Path) -> None:
     """The control: the same lender with a pool that its longest request fills."""
     engine = LENDER["engine"] | {"kv_blocks": 75}  # type: ignore[operator]
@@ -61,11 +63,13 @@ def test_a_lender_whose_load_leaves_nothing_lends_nothing(tmp_path: Path) -> Non
     assert not any(leases["bytes"].values())
 
 
+@pytest.mark.slow
 def test_equal_scenarios_have_equal_events_and_leases(tmp_path: Path) -> None:
     first, again = (facts_of(lend(tmp_path, BUSY)) for _ in range(2))
     assert first["events"] == again["events"] and first["leases"] == again["leases"]
 
 
+@pytest.mark.slow
 def test_while_no_coordinator_answers_leases_stay_and_none_is_granted(tmp_path: Path) -> None:
     """It is dead from before the lender's first offer, or from after it; recalls wait for the next coordinator."""
     never = facts_of(lend(tmp_path, QUIET, coordinator={"down": [[1.0, 1e6]]}))["leases"]
@@ -78,6 +82,7 @@ def test_while_no_coordinator_answers_leases_stay_and_none_is_granted(tmp_path: 
     assert back["leases"]["recalled"] > 0
 
 
+@pytest.mark.slow
 def test_leases_of_a_borrower_that_dies_are_lost_after_a_ttl(tmp_path: Path) -> None:
     facts = facts_of(lend(tmp_path, QUIET, faults=[{"at": 15.0, "down": 15.0}]))
     lost = facts["leases"]["bytes"]["lost"]
@@ -88,6 +93,7 @@ def test_leases_of_a_borrower_that_dies_are_lost_after_a_ttl(tmp_path: Path) -> 
     assert 24.0 <= gone_s < 27.0  # 10 s after its last heartbeat
 
 
+@pytest.mark.slow
 def test_what_a_failed_server_has_lent_is_lost_and_computed_again(tmp_path: Path) -> None:
     servers = {"servers": [["instance-0"], ["chat-0"]], "faults": [{"at": 16.0, "server": 1, "down": 5.0}]}
     hurt, calm = (predict(lend(tmp_path, QUIET, **parts)).result["floodplain"] for parts in (servers, {}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from examples.simulate.planning.run import main as plan
 from floodplain.cli.main import main
 
@@ -13,6 +15,7 @@ models: [{name: chat, count: 4, lends: 20GB}, {name: code, count: 4, needs: 20GB
 """
 
 
+@pytest.mark.slow
 def test_the_example_answers_all_its_questions(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     placement = tmp_path / "placement.json"

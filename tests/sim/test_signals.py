@@ -116,6 +116,7 @@ UP: Fault = (260.0, lambda members: members.coordinator.start())
     ],
     ids=["none", "borrower", "lender", "coordinator", "coordinator and borrower", "coordinator and lender"],
 )
+@pytest.mark.slow
 def test_heartbeats_that_say_nothing_can_be_left_out(faults: tuple[Fault, ...]) -> None:
     lazy, real = run(*faults), run(*faults, beats=True)
     assert counts(lazy) == counts(real)

@@ -126,7 +126,7 @@ KV on recalled or lost leases: {kv["to_host"] / 1e12:.2f} TB to host memory, {kv
 needed and not on a lease: {leases["needed_without_lease"]:.1%} of bytes times seconds
 messages: {per_s["operations_mean"]:.1f} a second in the mean, {rate} in the busiest second; and {beats} heartbeats
 the real store at that rate:
-  python benchmarks/coordinator/run.py --rate {rate} --devices {5 * beats} --seconds 30 --seeds 1
+  python benchmarks/coordinator/run.py --rate {rate} --devices {5 * beats} --seconds 30 --seeds 1 --out store.json
 processor: {cpu_s["windows"]:.0f} s for windows, {cpu_s["leases"]:.0f} s for leases"""
 
 
