@@ -58,6 +58,7 @@ def run(*faults: Fault, beats: bool = False, settings: SignalSettings = SETTINGS
     coordinator.book.rows.check_integrity()
     leased = sum(coordinator.book.rows.leased_bytes(f"l{place}") for place in range(NUM_PAIRS))
     assert leased == sum(totals.live.values()) >= sum(members.devices.held.values())
+    assert min(members.devices.held.values()) >= 0
     return members
 
 
@@ -67,6 +68,11 @@ def counts(members: SignalMembers) -> Mapping[str, int]:
 
 def lent_at(members: SignalMembers, when_s: float) -> int:
     return [num_bytes for t, num_bytes in members.coordinator.totals.samples if t <= when_s][-1]
+
+
+def lose_device(members: SignalMembers) -> None:
+    members.kill("l0", is_device_lost=True)
+    assert members.devices.held["l0"] == 0, "the next device is not empty"
 
 
 def restart_borrower(members: SignalMembers) -> None:
@@ -99,7 +105,7 @@ def test_equal_runs_have_equal_leases_and_messages() -> None:
 
 
 DEATH: Fault = (200.0, lambda members: members.kill("b0", is_device_lost=False))
-LENDER_DEATH: Fault = (200.0, lambda members: members.kill("l0", is_device_lost=True))
+LENDER_DEATH: Fault = (200.0, lose_device)
 DOWN: Fault = (195.0, lambda members: members.coordinator.stop())
 UP: Fault = (260.0, lambda members: members.coordinator.start())
 
