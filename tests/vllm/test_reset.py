@@ -14,6 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from floodplain.core.plan import Decision, Reason
 from floodplain.core.view import View
 from floodplain.plugins.vllm.worker import SwapWorker
+from floodplain.runtime.prices import StepPrices
 from tests.vllm.engines import (
     Load,
     controller_of,
@@ -35,7 +36,7 @@ FLAGS = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True}
 
 @pytest.fixture
 def llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """The engine with slow copies, in a storm."""
+    """The engine with slow copies, in a storm; unmeasured, they are worth it on a busy machine, too."""
     finish, num_calls = SwapWorker.finish, Counter[str]()
 
     def finish_late(worker: SwapWorker) -> tuple[set[str], set[str]]:
@@ -43,6 +44,8 @@ def llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
         return (set(), set()) if num_calls["finish"] % HOLD_STEPS else finish(worker)
 
     monkeypatch.setattr(SwapWorker, "finish", finish_late)
+    monkeypatch.setattr(scheduler_of(llm), "_prices", StepPrices())
+    monkeypatch.setattr(StepPrices, "learn", lambda *args, **more: None)
     scheduler_of(llm).policy_object = StormPolicy(seed=6, chance=0.15, recompute=0.1)
     return llm
 
