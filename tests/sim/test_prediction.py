@@ -12,7 +12,9 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.cost.step_time import PARTS, StepCost
 from floodplain.files.profile import Profile
 from floodplain.observe.strict_json import save_result
-from floodplain.sim.prediction import predict
+from floodplain.sim.fleet import Fleet
+from floodplain.sim.machine import resolve_machine
+from floodplain.sim.prediction import _make_requests, predict
 from floodplain.sim.scenario import Scenario, make_scenario
 from floodplain.sim.sweeping import predict_all
 from floodplain.workload.traces import TraceRow
@@ -114,6 +116,14 @@ def test_swap_space_replaces_recomputation(tmp_path: Path) -> None:
     with_swap, without = report(swap={"memory": "16GiB", "link": "nvlink4"}), report()
     assert with_swap["preemptions"] and not with_swap["recomputed_tokens"] and with_swap["swap"]["in_bytes"]
     assert without["recomputed_tokens"] and not without["swap"]["in_bytes"]
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_requests_that_arrive_in_one_step_are_spread_over_instances(tmp_path: Path, scheduling: str) -> None:
+    scenario = make(tmp_path, StepCost(base_s=1.0), {"scheduling": scheduling}, instances=2)
+    fleet = Fleet(scenario, resolve_machine(scenario))
+    fleet.serve(_make_requests(scenario, [TraceRow(0.01 * place, 300, 3) for place in range(8)]))
+    assert [engine.loop.num_submitted for engine in fleet.engines] == [4, 4]
 
 
 def test_two_instances_share_the_load_and_one_takes_over_when_the_other_dies(tmp_path: Path) -> None:
