@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from floodplain.core.group_merge import Merge, no_merge, plan_merge
 from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
-from floodplain.core.tiers import find_slot
 from floodplain.cost.pipeline import StageMemory, split_layers
 from floodplain.policy.drop import DropSizes
 from floodplain.runtime.handover import Record
@@ -96,14 +95,9 @@ def _reports(merge: Merge, sizes: DropSizes, num_blocks: int) -> list[MemberRepo
 
 
 def _link_bytes(merge: Merge, home: int, record: Record, token_bytes: float) -> dict[int, float]:
-    """KV that each member sends to others; members of the old group of ``home`` have their layers, but not swap space.
-
-    Swapped KV that the same member keeps does not cross these links.
-    """
-    is_swapped = any(find_slot(source) is not None for source in record.sources)
+    """KV that each member sends to others: of the layers that they keep and did not have."""
     num_layers: Counter[int] = Counter()
-    for place, (kept, holder) in enumerate(zip(merge.kept, merge.holders, strict=True)):
-        if holder != home or is_swapped:
-            num_layers.update(source for layer in kept if (source := merge.sources[home][layer]) != place)
+    for place, kept in enumerate(merge.kept):
+        num_layers.update(source for layer in kept if (source := merge.sources[home][layer]) != place)
     total = len(merge.sources[home])
     return {place: record.num_computed * token_bytes * count / total for place, count in num_layers.items()}

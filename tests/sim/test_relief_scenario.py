@@ -12,6 +12,9 @@ from floodplain.core.lifecycle import residence_s
 from floodplain.cost.step_time import PARTS, StepCost
 from floodplain.files.profile import Profile
 from floodplain.observe.strict_json import save_result
+from floodplain.runtime.handover import Record, take_records
+from floodplain.runtime.loop import Loop
+from floodplain.sim import regrouping
 from floodplain.sim.fleet import Fleet
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.prediction import _make_requests, predict
@@ -61,17 +64,34 @@ def check(scenario: Scenario, fleet: Fleet) -> None:
         assert engine.loop.state.ledger.num_available == engine.loop.state.ledger.num_blocks
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "timely"])
-def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(tmp_path: Path, policy: str) -> None:
-    """Under ``timely`` some are in swap space when layers are dropped."""
+def take_without_copies(loop: Loop) -> list[Record]:
+    assert not len(loop.state.transfers)
+    return take_records(loop)
+
+
+@pytest.mark.parametrize(("policy", "link"), [("fcfs", "pcie4"), ("timely", "pcie4"), ("paced", 5e8)])
+def test_every_request_gets_its_tokens_across_a_drop_and_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, link: str | float
+) -> None:
+    """Under ``timely`` and ``paced`` some are in swap space when layers are dropped, and no copy is under way."""
+    monkeypatch.setattr(regrouping, "take_records", take_without_copies)
     engine = {"policy": policy, "kv_blocks": 100, "max_model_len": 1600}
-    scenario = make(tmp_path, QUICK, engine=engine, swap={"memory": "8GiB"})
+    scenario = make(tmp_path, QUICK, engine=engine, swap={"memory": "8GiB", "link": link})
     fleet = serve(scenario)
     check(scenario, fleet)
     assert kinds(fleet)[0] == (True, 2) and kinds(fleet).count((False, 1)) >= 2
     assert fleet.events == serve(scenario).events
-    if policy == "timely":
-        assert fleet.groups is not None and fleet.groups.transitions[0].kv_bytes
+    assert policy == "fcfs" or (fleet.groups is not None and fleet.groups.transitions[0].kv_bytes)
+
+
+def test_a_pause_waits_for_copies_that_are_under_way(tmp_path: Path) -> None:
+    instance = Fleet(scenario := make(tmp_path, None), resolve_machine(scenario)).engines[0].instance
+    calls, instance._driver.num_copying = list[str](), 1
+    instance.pause(lambda: calls.append("paused"))
+    assert not calls
+    instance._driver.num_copying = 0
+    instance.advance()
+    assert calls == ["paused"]
 
 
 def test_while_memory_is_enough_nothing_is_dropped(tmp_path: Path) -> None:
