@@ -76,15 +76,16 @@ class Links:
             return
         self._last_step = None
         line = self._lines[copied.tier, copied.direction]
-        amounts = (copied.num_copies, copied.num_blocks)
+        amounts = (float(copied.num_copies), copied.num_blocks, 0.0)
         expected_s = line.price(amounts) or copied.duration_s
         line.learn(amounts, min(copied.duration_s, _MOST * expected_s), scale=expected_s)
-        line.weights = [max(0.0, weight) for weight in line.weights]
+        latency_s, block_s, _ = line.weights
+        line.weights = (max(0.0, latency_s), max(0.0, block_s), 0.0)
         self._stale.add(copied.tier)
 
     def _price(self, tier: Tier) -> Link:
         """The link with the price of the slower direction; unchanged if the learned price of a block is 0."""
-        latencies, prices = zip(*(self._lines[tier, way].weights for way in Direction), strict=True)
+        latencies, prices, _ = zip(*(self._lines[tier, way].weights for way in Direction), strict=True)
         if max(prices) <= 0:
             return self._now[tier]
         return replace(self._now[tier], bandwidth=self._block_bytes / max(prices), latency_s=max(latencies))
@@ -101,4 +102,5 @@ class Links:
 
 def _line(link: Link, block_bytes: int) -> Line:
     block_s = block_bytes / link.bandwidth
-    return Line((link.latency_s, block_s), (max(link.latency_s, block_s), block_s), noise=_NOISE, drift=_DRIFT)
+    sizes = (max(link.latency_s, block_s), block_s, 0.0)
+    return Line((link.latency_s, block_s, 0.0), sizes, noise=_NOISE, drift=_DRIFT)
