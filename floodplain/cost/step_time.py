@@ -9,7 +9,7 @@ its context. The constant cost of a batch is mostly the loading of parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol
 
@@ -119,6 +119,15 @@ class WorkMeter:
         """The work of the next plan; InvariantError as of ``read``."""
         return StepWork.of(*self.read(plan))
 
+    def skip(self, decodes: Sequence[SeqId], num_steps: int) -> None:
+        """Note steps that only decode these sequences."""
+        for seq_id in decodes:
+            self._contexts[seq_id] += num_steps
+
+    def contexts(self, decodes: Sequence[SeqId]) -> list[int]:
+        """The contexts of these sequences in the last plan."""
+        return [self._contexts[seq_id] for seq_id in decodes]
+
     def read(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, int]]]:
         """The contexts and chunks of the next plan, as ``StepWork.of`` takes them.
 
@@ -164,6 +173,17 @@ class StepTimer:
         """Seconds that the device computes the next plan; 0 for a plan that only moves KV."""
         contexts, chunks = self._meter.read(plan)
         return self._cost.batch_s(contexts, chunks, len(plan.sampled))
+
+    def repeats_s(self, decodes: Sequence[SeqId]) -> Iterator[float]:
+        """Seconds of each of the next steps if they only decode these sequences; of those that are made, ``skip``."""
+        contexts = self._meter.contexts(decodes)
+        while True:
+            contexts = [context + 1 for context in contexts]
+            yield self._cost.batch_s(contexts, [], len(contexts))
+
+    def skip(self, decodes: Sequence[SeqId], num_steps: int) -> None:
+        """Note that so many steps were made that only decode these sequences."""
+        self._meter.skip(decodes, num_steps)
 
 
 def read_cost(result: Mapping[str, Any]) -> StepCost:

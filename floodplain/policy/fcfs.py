@@ -20,7 +20,8 @@ from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_for, count_spare_blocks
 from floodplain.policy.microbatch import MicrobatchRule, can_go_on
-from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
+from floodplain.policy.prefixes import count_at_risk, pays_to_fetch, prefix_backup
+from floodplain.policy.standing import Standing
 
 
 class FcfsPolicy:
@@ -55,6 +56,19 @@ class FcfsPolicy:
         num_spare = count_spare_blocks(view, num_steps=2)  # this one, and the next, planned beside it
         order = prefix_backup(view, decision, num_spare)
         return decision if order is None else replace(decision, prefix_backup=order)
+
+    def stands(self, view: View) -> Standing | None:
+        """While the first waiting request does not fit: blocks become fewer.
+
+        A block that becomes shared with it is full, so that its owner takes another one in the same step.
+        """
+        has_seat = len(view.running) + len(view.loading) < view.max_num_seqs
+        if view.waiting and has_seat and view.tiers and self._fits(view, view.waiting[0]):
+            return None  # its prefix is fetched, or comes with another request's, by prices
+        return Standing(num_at_risk=count_at_risk(view) if self._saves_prefixes else 0)
+
+    def _fits(self, view: View, row: SequenceView) -> bool:
+        return blocks_for(view, row.num_tokens) - row.num_shared_blocks <= view.num_available_blocks
 
 
 class _Step:

@@ -12,9 +12,10 @@ from floodplain.core.sequence import Sequence
 from floodplain.core.view import View
 from floodplain.policy.base import SharingPolicy
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.growth import count_spare_blocks
-from floodplain.policy.prefixes import prefix_backup
+from floodplain.policy.growth import count_spare_blocks, most_growth
+from floodplain.policy.prefixes import count_at_risk, prefix_backup
 from floodplain.policy.ranking import Ranking, live_rows
+from floodplain.policy.standing import Standing
 from floodplain.policy.swap import copying_pays
 from floodplain.policy.turn import share
 
@@ -53,6 +54,13 @@ class GatedPolicy:
         if view.tiers and copying_pays(view) and self._has_slots(view):
             return self._inner.decide(view, now, rng)
         return self._without_turns(view, now, rng, _why_no_turns(view) if num_spare < 0 else None)
+
+    def stands(self, view: View) -> Standing | None:
+        """While all live requests run and have room to grow: then FCFS decides."""
+        least_available = most_growth(view, self._slice_steps)
+        if view.waiting or view.swapped or view.loading or view.num_available_blocks < least_available:
+            return None
+        return Standing(least_available, count_at_risk(view))
 
     def _has_slots(self, view: View) -> bool:
         return sum(tier.num_slots for tier in view.tiers) >= self._inner.least_slots * view.num_blocks

@@ -52,10 +52,15 @@ def count_spare_blocks(view: View, num_steps: int) -> int:
         num_free -= blocks_for(view, row.num_tokens + num_steps) - row.num_shared_blocks
     for row in view.loading:
         num_free -= blocks_for(view, row.num_tokens + num_steps) - row.num_blocks
-    num_most = len(view.running) * (1 + num_steps // view.block_tokens) * max(1, len(view.groups))
+    num_most = most_growth(view, num_steps)
     if num_free >= num_most and _only_decodes(view):
         return num_free - num_most  # fast path for a pool with room: streams cannot grow by more than num_most
     return num_free - sum(blocks_due(view, row, num_steps) for row in view.running)
+
+
+def most_growth(view: View, num_steps: int) -> int:
+    """Most blocks by which running streams grow in so many steps."""
+    return len(view.running) * (1 + num_steps // view.block_tokens) * max(1, len(view.groups))
 
 
 def _only_decodes(view: View) -> bool:

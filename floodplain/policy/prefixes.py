@@ -36,7 +36,7 @@ def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBa
     if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
         return None
     tier = next((tier for tier in view.tiers if tier.num_free_slots), view.tiers[0])
-    num_at_risk = blocks_for(view, view.max_batched_tokens)
+    num_at_risk = count_at_risk(view)
     if tier.num_outbound_blocks or view.num_empty_blocks >= num_at_risk:
         return None
     num_at_risk = min(num_at_risk, tier.num_free_slots)  # more would evict backups that were just made
@@ -55,6 +55,11 @@ def least_chance_to_save(tiers: Iterable[TierView], prices: Prices, block_tokens
     if tier is None or not compute_s:
         return inf if tier is None else 0.0
     return tier.block_s / (compute_s - tier.block_s) if tier.block_s < compute_s else inf
+
+
+def count_at_risk(view: View) -> int:
+    """The most cached blocks that one step could evict; 0 without swap space."""
+    return blocks_for(view, view.max_batched_tokens) if view.tiers else 0
 
 
 def _blocks_within_step(view: View, step: Decision, tier: TierView) -> int:

@@ -17,9 +17,15 @@ class PlanBuilder:
 
     def __init__(self, state: LoopState, swaps: Swaps) -> None:
         self._state, self._swaps = state, swaps
-        self._last_decodes: tuple[SeqId, ...] = ()
+        self.last_decodes: tuple[SeqId, ...] = ()
         self._admitted: set[SeqId] = set()  # the executor knows their requests
         self._tables: list[TableUpdate] = []
+
+    def repeat(self, step: int, decodes: tuple[SeqId, ...]) -> tuple[StepPlan, list[Sequence]]:
+        """Plan one more step of the decodes of the last one: (the plan, its decoding sequences)."""
+        self._tables = []
+        decoding = self._schedule_decodes(decodes)
+        return StepPlan(step, self.last_decodes, tables=tuple(self._tables)), decoding
 
     def build(
         self, view: View, decision: Decision, saves: list[Transfer], now: float
@@ -42,7 +48,7 @@ class PlanBuilder:
         self._state.released.clear()
         plan = StepPlan(
             step_id=view.step,
-            decodes=self._last_decodes,
+            decodes=self.last_decodes,
             prefills=tuple(chunk for _, chunk in chunks),
             tables=tuple(self._tables),
             transfers=tuple(transfers),
@@ -86,8 +92,8 @@ class PlanBuilder:
             seq.num_sampling += 1
             seq.num_outstanding += 1
             decoding.append(seq)
-        if decodes != self._last_decodes:
-            self._last_decodes = decodes
+        if decodes != self.last_decodes:
+            self.last_decodes = decodes
         self._mark_pausing(len(decodes))
         return decoding
 
@@ -95,7 +101,7 @@ class PlanBuilder:
         """Mark rows of decoding sequences that get no token in this step as stale."""
         if num_decodes == len(self._state.running):
             return
-        active = set(self._last_decodes)
+        active = set(self.last_decodes)
         stale = [s.seq_id for s in self._state.running if s.is_decoding and s.seq_id not in active]
         self._state.row_changes.update(stale)
 

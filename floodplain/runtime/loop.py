@@ -25,8 +25,10 @@ from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wa
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
+from floodplain.runtime.ahead import decode_ahead
 from floodplain.runtime.apply import PlanBuilder
 from floodplain.runtime.relocations import Relocations
+from floodplain.runtime.standing import LastDecision
 from floodplain.runtime.state import Counters, LoopState
 from floodplain.runtime.swaps import Swaps
 from floodplain.runtime.view import ViewBuilder
@@ -52,6 +54,7 @@ class Loop:
         self._swaps = Swaps(state)
         self._views = ViewBuilder(state)
         self._plans = PlanBuilder(state, self._swaps)
+        self._last = LastDecision(state)
         self._steps: deque[_Outstanding] = deque()
         self._last_end_s = -inf
         self._ended: list[Sequence] = []  # finished, but outstanding steps still touch their blocks
@@ -136,19 +139,31 @@ class Loop:
                 return Wait()
             state.trim_logs()
             state.links.note_step(state.counters.num_steps)
+            if not saves and (decision := self._last.find(state.counters.num_steps)) is not None:
+                return self._repeat(decision, now)
             view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
             decision = self.policy.decide(view, now, self._rng) if has_work else Decision()
+            self._last.note(self.policy, view, decision)
             plan, decoding, chunked = self._plans.build(view, decision, saves, now)
             if plan.decodes or plan.prefills or plan.transfers:
-                state.counters.num_steps += 1
-                if decision.reason is not None:
-                    state.counters.limited_steps[decision.reason.value] += 1
-                self._steps.append(_Outstanding(plan, decoding, chunked, now, bool(state.transfers)))
-                return plan
+                return self._issue(decision, _Outstanding(plan, decoding, chunked, now, bool(state.transfers)))
             self._postpone(plan)
             if not decision.preemptions and not decision.resumptions:
                 return self._wait_or_stall()
         raise InvariantError(f"policy {self.policy.name} preempts and resumes without end")
+
+    def _repeat(self, decision: Decision, now: float) -> StepPlan:
+        plan, decoding = self._plans.repeat(self.state.counters.num_steps, decision.decodes)
+        return self._issue(decision, _Outstanding(plan, decoding, [], now, bool(self.state.transfers)))
+
+    def _issue(self, decision: Decision, step: _Outstanding) -> StepPlan:
+        counters = self.state.counters
+        counters.num_steps += 1
+        if decision.reason is not None:
+            counters.limited_steps[decision.reason.value] += 1
+        self._steps.append(step)
+        self._last.keep(step.plan)
+        return step.plan
 
     def _postpone(self, plan: StepPlan) -> None:
         """Keep preemptions, releases and tables of a plan without work for the next plan; it is not issued."""
@@ -170,8 +185,8 @@ class Loop:
             raise InvariantError(f"step {result.step_id} completes out of order")
         step = self._steps.popleft()
         sampling = self._commit_chunks(step)
-        if len(result.token_ids) != len(step.decoding) + len(sampling):
-            num_expected = len(step.decoding) + len(sampling)
+        num_expected = len(step.plan.decodes) + len(sampling)
+        if len(result.token_ids) != num_expected:
             raise InvariantError(f"step {result.step_id} has {len(result.token_ids)} tokens, not {num_expected}")
         seq_ids: list[SeqId] = []
         token_ids: list[int] = []
@@ -207,6 +222,35 @@ class Loop:
         if self._ended:
             self._release_ended(now)
         return StepOutputs(seq_ids, token_ids, finished, result.logprobs, result.prompt_logprobs)
+
+    def look_ahead(self, token: int, most: int) -> tuple[tuple[SeqId, ...], int]:
+        """(the decodes of the last step, how many steps can only repeat it and end no request if all sample ``token``).
+
+        Unless a request arrives or a copy ends. At most ``most``; 0 if a step is outstanding, or pins expire with time.
+        """
+        decodes = () if self._steps or self.state.sessions is not None else self._last.decodes
+        seqs = [self.state.sequences[seq_id] for seq_id in decodes if seq_id in self.state.sequences]
+        if not seqs or any(token in seq.stop_ids for seq in seqs):
+            return (), 0
+        return self._plans.last_decodes, self._last.count_ahead(self.state.counters.num_steps, most)
+
+    def advance(self, token: int, begin_s: float, ends_s: Seq[float]) -> None:
+        """Plan and complete as many steps at once as there are ``ends_s``, at most those of ``look_ahead``.
+
+        Each begins when the one before it ends. For executors that need no block tables.
+        """
+        state, counters = self.state, self.state.counters
+        state.trim_logs()
+        decodes, num_steps = self._last.decodes, len(ends_s)
+        decode_ahead(state, [state.sequences[seq_id] for seq_id in decodes], token, ends_s)
+        for step, (before_s, end_s) in enumerate(pairwise([begin_s, *ends_s]), counters.num_steps):
+            state.links.note_step(step)
+            state.prices.learn(len(decodes), 0, end_s - before_s, has_copies=bool(state.transfers))
+            state.note_supply(end_s - before_s, len(decodes), ())
+        counters.num_steps += num_steps
+        counters.num_generated_tokens += num_steps * len(decodes)
+        self._last_end_s = ends_s[-1]
+        self._last.keep(StepPlan(counters.num_steps))
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
         """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost.

@@ -64,7 +64,7 @@ class Fleet:
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
         self.engines: list[SimulatedEngine | SimulatedGroup] = []
-        self._events, self._next_sample_s = blake2b(digest_size=16), 0.0
+        self._events, self.next_sample_s = blake2b(digest_size=16), 0.0
         self.groups = self._regroup(scenario.relief) if scenario.relief else None
         self._slots = [] if self.groups else [self._start(slot) for slot in range(scenario.num_instances)]
         for fault in scenario.faults:
@@ -161,8 +161,8 @@ class Fleet:
         chunks = [(chunk.seq_id, chunk.start, len(chunk.token_ids)) for chunk in plan.prefills]
         moves = [(transfer.kind.value, len(transfer.blocks)) for transfer in plan.transfers]
         self._events.update(repr((number, now, decodes, chunks, moves)).encode())
-        if now >= self._next_sample_s:
-            self._next_sample_s = now + SAMPLE_S
+        if now >= self.next_sample_s:
+            self.next_sample_s = now + SAMPLE_S
             self.timeline.record(self._sample(now))
 
     def _sample(self, now: float) -> TimelineSample:
@@ -210,10 +210,19 @@ class SimulatedEngine:
         self.loop = _make_loop(scenario, machine, number)
         links = {link.tier: link for link in machine.links}
         self.links = VirtualLinks(links, machine.block_bytes, machine.bandwidths)
-        is_async, time_s = scenario.engine.scheduling == "async", StepTimer(machine.cost).time_s
+        is_async, timer = scenario.engine.scheduling == "async", StepTimer(machine.cost)
+        time_s = timer.time_s
         self.pool = _expand(scenario, machine, self.loop, time_s) if scenario.expansion else None
         step_time_s = self.pool.step_time_s if self.pool else time_s
-        self.instance = VirtualInstance(fleet.environment, self.loop, step_time_s, self.links, is_async=is_async)
+        self.instance = VirtualInstance(
+            fleet.environment,
+            self.loop,
+            step_time_s,
+            self.links,
+            is_async=is_async,
+            timer=None if self.pool else timer,
+            until_s=lambda: fleet.next_sample_s,
+        )
         if self.pool:
             self.instance.on_boundary = self.pool.at_boundary
         self.instance.on_step = self._note

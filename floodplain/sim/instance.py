@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
+from math import inf
 from types import MappingProxyType
 
 from floodplain.core.errors import InvariantError
@@ -15,6 +16,7 @@ from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
+from floodplain.cost.step_time import StepTimer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.handover import adopt
 from floodplain.runtime.loop import Loop
@@ -94,6 +96,9 @@ def dummy_result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))
 
 
+LEAST_AHEAD, MOST_AHEAD = 2, 256
+"""Least and most steps that are made at once."""
+
 Event = Callable[[], object]
 
 
@@ -103,7 +108,7 @@ class Environment:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Event]] = []
-        self._order = count()
+        self._order, self._until_s = count(), inf
 
     def schedule(self, when_s: float, event: Event) -> None:
         """Run ``event`` at ``when_s``; InvariantError if that time has passed."""
@@ -111,8 +116,14 @@ class Environment:
             raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
         heapq.heappush(self._events, (when_s, next(self._order), event))
 
-    def run(self, until_s: float = float("inf")) -> None:
+    @property
+    def next_s(self) -> float:
+        """The time of the next event, or at which the run ends; inf if there is none."""
+        return min(self._events[0][0], self._until_s) if self._events else self._until_s
+
+    def run(self, until_s: float = inf) -> None:
         """Run all events up to ``until_s``, those that they schedule included."""
+        self._until_s = until_s
         while self._events and self._events[0][0] <= until_s:
             self.now, _, event = heapq.heappop(self._events)
             event()
@@ -126,6 +137,10 @@ class VirtualInstance:
     before it runs, as under vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next
     one is planned. ``on_step`` is called with each plan and the time of its start, ``on_boundary`` when a step has
     ended, before the next one is planned.
+
+    With a ``timer``, which ``step_time_s`` uses, steps that can only repeat the last one are made at once if they end
+    before the next event and before ``until_s()``; all else is as it would be without. Then ``on_boundary`` must not be
+    set, and ``on_step`` must not read the loop before ``until_s()``.
     """
 
     def __init__(
@@ -136,6 +151,8 @@ class VirtualInstance:
         links: VirtualLinks,
         *,
         is_async: bool = False,
+        timer: StepTimer | None = None,
+        until_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
@@ -144,6 +161,7 @@ class VirtualInstance:
         self.on_boundary: Callable[[], None] | None = None
         self._environment = environment
         self._step_time_s, self._links = step_time_s, links
+        self._timer, self._until_s, self._step_s = timer, until_s, 0.0  # and the time of the last step
         self._driver = StepDriver(loop)
         self._is_computing = False
         self._is_async, self._is_stopped = is_async, False
@@ -248,6 +266,8 @@ class VirtualInstance:
     def _plan(self) -> None:
         now = self._environment.now
         self._settle()
+        if self._timer is not None and not self._unseen and self._run_ahead(self._timer, now):
+            return
         plan = self._driver.next_plan(now)
         if isinstance(plan, StepPlan):
             self._driver.end_wait(now)
@@ -255,11 +275,38 @@ class VirtualInstance:
         else:
             self._driver.note_wait(now)
 
+    def _run_ahead(self, timer: StepTimer, now: float) -> bool:
+        """Make the steps at once that can only repeat the last one; returns whether there are several."""
+        until_s, times_s = min(self._environment.next_s, self._until_s()), [now]
+        most = min(MOST_AHEAD, (until_s - now) / self._step_s) if self._step_s else 0
+        decodes, num_steps = self.loop.look_ahead(DUMMY_TOKEN, int(most)) if most >= LEAST_AHEAD else ((), 0)
+        for duration_s in islice(timer.repeats_s(decodes), num_steps):
+            if times_s[-1] + duration_s >= until_s:
+                break
+            times_s.append(times_s[-1] + duration_s)
+        if len(times_s) <= LEAST_AHEAD:
+            return False
+        first = self.loop.counters.num_steps
+        if self.on_step is not None:
+            for step, begin_s in enumerate(times_s[:-1], first):
+                self.on_step(StepPlan(step, decodes), begin_s)
+        self.busy_s += times_s[-1] - now
+        timer.skip(decodes, len(times_s) - 1)
+        self.loop.advance(DUMMY_TOKEN, now, times_s[1:])
+        self._is_computing = True
+        self._environment.schedule(times_s[-1], self._end_run)
+        return True
+
+    def _end_run(self) -> None:
+        if not self._is_stopped:
+            self._is_computing = False
+            self.advance()
+
     def _begin(self, plan: StepPlan, now: float) -> None:
         for transfer in plan.transfers:
             end = self._links.start(transfer, now)
             self._environment.schedule(end, lambda transfer_id=transfer.transfer_id: self._on_copied(transfer_id))  # type: ignore[misc]
-        duration = self._step_time_s(plan)
+        duration = self._step_s = self._step_time_s(plan)
         self.busy_s += duration
         if self.on_step is not None:
             self.on_step(plan, now)
