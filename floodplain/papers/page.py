@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.files.results import write_result
 from floodplain.observe.strict_json import save_result
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
+from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, render, styled
 from floodplain.observe.table import format_number
 from floodplain.papers.claims import TOLERANCE, Claim, Curves, Finding, Verdict
 from floodplain.papers.registry import PAPERS
@@ -24,7 +25,7 @@ PAGE, DATA, IMAGES = "papers.md", "papers.json", "images"
 HEADINGS = ("claim", "paper", "ours", "ratio", "verdict", "Floodplain's own way")
 MANY_POINTS = 100
 """Curves with more points have no markers."""
-WIDTH_INCHES = 6.0
+WIDTH_INCHES, NUM_COLOURS = 6.0, 64
 _RULE = """\
 Each figure is simulated with the paper's models, GPUs, workload and baselines. Nothing here was measured on those GPUs.
 
@@ -39,9 +40,19 @@ last column is the same number under Floodplain's own way, where there is one.""
 def write_page(folder: Path, findings: Sequence[Finding], seeds: Sequence[int]) -> None:
     """Write the page, its pictures and its JSON. Raises WriteFailed."""
     for finding in findings:
-        save_figure(draw(finding), folder / picture_path(finding))
+        write_result(folder / picture_path(finding), _small_png(draw(finding)))
     write_result(folder / PAGE, make_page(findings, seeds))
     save_result(folder / DATA, to_document(findings, seeds))
+
+
+def _small_png(drawing: Drawing) -> bytes:
+    """A picture with few colours, a third of the bytes. Pillow comes with matplotlib."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(render(drawing, "png"))) as image:
+        image.convert("RGB").quantize(NUM_COLOURS).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def picture_path(finding: Finding) -> Path:
@@ -87,9 +98,10 @@ def make_page(findings: Sequence[Finding], seeds: Sequence[int]) -> str:
     """The page as Markdown."""
     counts = Counter(claim.verdict for finding in findings for claim in finding.claims)
     totals = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+    what = "--all" if len(findings) > 1 else findings[0].figure.name
     parts = [
         "# The papers' figures",
-        "```\nfloodplain reproduce --all --out docs\n```",
+        f"```\nfloodplain reproduce {what} --seeds {' '.join(map(str, seeds))} --out docs\n```",
         _RULE.format(tolerance=f"{TOLERANCE:g}", seeds=", ".join(map(str, seeds))),
         f"{sum(counts.values())} claims: {totals}.",
         _table(("figure", "shows", "verdicts"), [_overview(finding) for finding in findings]),

@@ -109,6 +109,7 @@ def test_an_unknown_figure_is_refused_with_those_that_there_are() -> None:
 def test_the_page_has_every_figure_claim_assumption_and_picture(tmp_path: Path) -> None:
     findings = [same_finding(figure, 1.0) for figure in FIGURES.values()]
     page = make_page(findings, [0, 1])
+    assert "floodplain reproduce --all --seeds 0 1 --out" in page
     for figure in FIGURES.values():
         assert f"### {figure.name}\n" in page and f"](#{figure.name})" in page
         assert all(f"| {statement.text} | " in page for statement in figure.statements)
