@@ -88,6 +88,12 @@ def test_a_batch_has_the_logits_of_transformers(requests: list[Request]) -> None
     torch.testing.assert_close(ours(requests, logits.clone()), expected)
 
 
+def test_a_word_of_several_tokens_is_excluded_where_its_beginning_stands() -> None:
+    params = SamplingParams(bad_token_ids=((2, 3), (1, 2, 4), (1, 5), (9, 2, 6), (7,)))
+    request_ = Request(request_id="", prompt_token_ids=(9,), params=params, arrival_s=0.0, known_token_ids=(1, 2))
+    assert ours([request_], logits_of(1)).isinf().nonzero()[:, 1].tolist() == [3, 4, 7]
+
+
 @given(REQUESTS)
 def test_a_history_is_the_same_however_its_tokens_came(request_: Request) -> None:
     whole, grown = TokenHistory(request_), TokenHistory(replace(request_, known_token_ids=()))
