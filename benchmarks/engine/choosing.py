@@ -1,4 +1,4 @@
-"""What it costs to choose tokens otherwise than greedily: fields that nobody gives, JSON schemas, and choices.
+"""What it costs to choose tokens otherwise than greedily: fields that are not given, JSON schemas, and choices.
 
     git worktree add /tmp/before 08e1cde && python benchmarks/engine/choosing.py --before /tmp/before
 
