@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.model.batch import ForwardBatch
-from floodplain.model.network.decoder import Decoder, LayerHooks
+from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.load import load_decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.weights.open_model import open_model
@@ -52,21 +52,25 @@ class TimedModel:
     """A decoder that keeps the device's time of each forward pass, and the last batch."""
 
     def __init__(self, model: Decoder) -> None:
-        self.device = model.device
         self.batch: ForwardBatch | None = None
         self._model = model
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def forward(
-        self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
-    ) -> torch.Tensor:
-        """Compute a batch as the model does, between two events."""
-        begin, end = make_events()
-        begin.record()
-        logits = self._model.forward(batch, kv_layers, hooks)
-        end.record()
-        self._events.append((begin, end))
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, which is not timed."""
+        return getattr(self._model, name)
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Begin a pass as the model does, behind an event."""
+        self._events.append(make_events())
+        self._events[-1][0].record()
         self.batch = batch
+        return self._model.embed(batch)
+
+    def finish(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
+        """End the pass as the model does, before an event."""
+        logits = self._model.finish(batch, x)
+        self._events[-1][1].record()
         return logits
 
     def take_times(self) -> list[float]:

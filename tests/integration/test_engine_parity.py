@@ -186,13 +186,13 @@ def test_corrupted_kv_is_noticed(texts: list[str], monkeypatch: pytest.MonkeyPat
     """Negative control: with a layer's KV zeroed after each step, at least half of the outputs are wrong."""
     with load() as llm:
         runner: Any = llm.engine._executor
-        forward = runner._model.forward
+        run_layers = runner._model.run_layers
 
-        def forgetful(batch: Any, kv_layers: Any, hooks: Any) -> torch.Tensor:
-            logits: torch.Tensor = forward(batch, kv_layers, hooks)
+        def forgetful(layers: Any, batch: Any, x: torch.Tensor, kv_layers: Any, hooks: Any) -> torch.Tensor:
+            x = run_layers(layers, batch, x, kv_layers, hooks)
             kv_layers[15][: llm.stats().num_blocks].zero_()  # the pool has no memory beyond these
-            return logits
+            return x
 
-        monkeypatch.setattr(runner._model, "forward", forgetful)
+        monkeypatch.setattr(runner._model, "run_layers", forgetful)
         verdict = check(llm.generate(texts[:6], greedy(), use_tqdm=False))
     assert len(verdict.wrong) >= 3

@@ -102,7 +102,7 @@ def refusal(model: Path | str) -> str:
 
 
 def test_names_that_are_no_model() -> None:
-    assert "MODEL is a Hugging Face folder" in refusal("/no/such/thing")
+    assert "MODEL is a name of the Hugging Face hub, a folder" in refusal("/no/such/thing")
     assert "no model shape is called 'what'" in refusal("dummy:what")
 
 
