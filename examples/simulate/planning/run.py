@@ -20,6 +20,7 @@ from examples.simulate.planning.windows import VARIANTS, Window, draw_sample, si
 from floodplain.core.errors import UserError
 from floodplain.files.results import write_result
 from floodplain.files.yaml_file import read_yaml_mapping
+from floodplain.leases.limits import MAX_MEMBERS
 
 
 def estimate(windows: Sequence[Window], gpus: Gpus, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def describe(result: Mapping[str, Any]) -> str:
     lent, kv = leases["lent_bytes"], leases["recalled_kv_bytes"]
     alone, lending = found["lenders_kept"]["alone"], found["lenders_kept"]["lending"]
     beats, cpu_s = per_s["heartbeats_at_most"], result["cpu_s"]
+    devices = min(5 * beats, MAX_MEMBERS)
     return f"""{found["requests"][BORROWER]:,} requests of {BORROWER} in a day, within their goals: {kept}
 {found["requests"][LENDER]:,} requests of {LENDER}, within their goals: alone {alone:.1%}, lending {lending:.1%}
 lent: {lent["mean"] / 1e12:.2f} TB in the mean, {lent["max"] / 1e12:.2f} TB at most
@@ -126,7 +128,7 @@ KV on recalled or lost leases: {kv["to_host"] / 1e12:.2f} TB to host memory, {kv
 needed and not on a lease: {leases["needed_without_lease"]:.1%} of bytes times seconds
 messages: {per_s["operations_mean"]:.1f} a second in the mean, {rate} in the busiest second; and {beats} heartbeats
 the real store at that rate:
-  python benchmarks/coordinator/run.py --rate {rate} --devices {5 * beats} --seconds 30 --seeds 1 --out store.json
+  python benchmarks/coordinator/run.py --rate {rate} --devices {devices} --seconds 30 --seeds 1 --out store.json
 processor: {cpu_s["windows"]:.0f} s for windows, {cpu_s["leases"]:.0f} s for leases"""
 
 
