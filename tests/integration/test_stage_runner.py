@@ -18,6 +18,7 @@ from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.structure import ANY_OBJECT
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.batches import Batches
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.runner import StageRunner
@@ -148,6 +149,16 @@ def test_a_prompt_is_scored_by_the_last_stage(max_tokens_of_step: int) -> None:
         ]
     assert len(found[0]) == len(found[1]) == len(prompt) - 1
     assert all(abs(a.chosen - b.chosen) < 1e-4 and a.rank == b.rank for a, b in zip(*found, strict=True))
+
+
+def test_an_ended_request_leaves_nothing_behind() -> None:
+    fields: dict[str, Any] = {"frequency_penalty": 1.0, "prompt_logprobs": 1}
+    chunk = PrefillChunk(SeqId(0), 0, (1, 2), True, make_request("r", (1, 2), max_tokens=9, **fields))
+    batches = Batches(torch.device("cpu"), block_tokens=16, max_model_len=64)
+    batches.apply(StepPlan(step_id=0, decodes=(), prefills=(chunk,)))
+    assert batches._histories and batches.scores._prompts
+    batches.apply(StepPlan(step_id=1, decodes=(), prefills=(), released=(SeqId(0),)))
+    assert not (batches._histories or batches._params or batches.scores._prompts)
 
 
 def test_a_prompt_whose_beginning_came_from_elsewhere_has_no_scores() -> None:
