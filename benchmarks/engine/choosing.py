@@ -1,6 +1,6 @@
 """What it costs to choose tokens otherwise than greedily: fields that are not given, JSON schemas, and choices.
 
-    git worktree add /tmp/before 08e1cde && python benchmarks/engine/choosing.py --before /tmp/before
+    git worktree add ../before 08e1cde && python benchmarks/engine/choosing.py --before ../before
 
 All in one run, in turns, medians of ``--rounds``: tokens a second of 32 greedy streams, of this tree and of an earlier
 one (``--before``); of 32 streams under a JSON schema beside free ones; and the seconds until all choices of a prompt of
