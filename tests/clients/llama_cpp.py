@@ -1,6 +1,6 @@
 """Compares token ids with llama.cpp's, for every kind of ``.gguf`` tokenizer that is served.
 
-``--write`` makes the data of ``tests/support/llama_texts.py``: merges from our own README, and llama.cpp's ids.
+``--write`` makes the data of ``tests/support/llama_texts.py``: merges from our own docs, and llama.cpp's ids.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _trained() -> dict[str, Any]:
     """Return two vocabularies whose merges cross every boundary, since they are trained on unsplit lines."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    corpus = [(ROOT / "README.md").read_text()[:40_000], *CORPUS_LINES * 30]
+    corpus = [(ROOT / "docs" / "architecture.md").read_text(), *CORPUS_LINES * 30]
     chunks = pre_tokenizers.Split(Regex(r"[\s\S]{1,24}"), "isolated")
     letters = Tokenizer(models.BPE())
     letters.pre_tokenizer = pre_tokenizers.Sequence([chunks, pre_tokenizers.ByteLevel(False, use_regex=False)])

@@ -435,8 +435,8 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 def test_the_documented_clients_are_those_of_the_last_run() -> None:
     result = json.loads((ROOT / "tests" / "clients" / "result.json").read_text())
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "clients.md").read_text()
     for name, facts in result["clients"].items():
-        assert f"| `{name}` | {': '.join(facts[key] for key in ('status', 'why') if key in facts)} |" in readme
+        assert f"| `{name}` | {': '.join(facts[key] for key in ('status', 'why') if key in facts)} |" in page
     for name, facts in result["servers"].items():
-        assert f"| `{name}` | {facts['status']} | {facts['profile llm']} |" in readme
+        assert f"| `{name}` | {facts['status']} | {facts['profile llm']} |" in page

@@ -1,4 +1,4 @@
-"""Features that the README lists as supported: tokens are those of stock vLLM, also in a storm."""
+"""Features that docs/how-to/vllm.md lists as supported: tokens are those of stock vLLM, also in a storm."""
 
 from __future__ import annotations
 

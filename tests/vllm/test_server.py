@@ -30,7 +30,7 @@ TRANSFER = {
 
 
 def command(model: Path, port: int) -> list[str]:
-    """The README's command, with a pool for a third of the requests."""
+    """The how-to's command, with a pool for a third of the requests."""
     flags = {
         "--model": model, "--served-model-name": "smollm2", "--port": port, "--dtype": "float32", "--block-size": 32,
         "--num-gpu-blocks-override": 18, "--max-model-len": 512,

@@ -1,6 +1,6 @@
 """Refuses by name the features of vLLM that the plug-in does not support. Imports nothing of vLLM.
 
-What would be wrong, or might be and was never tried, is refused. The README has the list.
+What would be wrong, or might be and was never tried, is refused. docs/how-to/vllm.md has the list.
 """
 
 from __future__ import annotations
