@@ -113,14 +113,19 @@ def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
     return parser, words
 
 
+def list_parsers() -> dict[str, Parser]:
+    """The parser of each verb by its words: ``bench``, ``bench serve``. Imports the modules of all verbs."""
+    parsers: dict[str, Parser] = {}
+    found = {name: _verbs_of(_build(name)[0])[name] for name in VERBS}
+    while found:
+        parsers |= found
+        found = {f"{words} {verb}": leaf for words in found for verb, leaf in _verbs_of(found[words]).items()}
+    return parsers
+
+
 def _find_flags() -> set[str]:
-    leaves = [_build(name)[0] for name in VERBS]
-    flags: set[str] = set()
-    while leaves:
-        parser = leaves.pop()
-        flags |= {action.dest for action in parser._actions if action.default is not argparse.SUPPRESS}
-        leaves += _verbs_of(parser).values()
-    return flags
+    actions = [action for parser in list_parsers().values() for action in parser._actions]
+    return {action.dest for action in actions if action.default is not argparse.SUPPRESS}
 
 
 def _verbs_of(parser: Parser) -> dict[str, Any]:
