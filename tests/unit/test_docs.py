@@ -1,0 +1,105 @@
+"""The pages of the repository: every relative link leads somewhere, and every command is one that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from floodplain.cli.main import list_parsers
+from floodplain.cli.options import Parser, resolve
+from floodplain.core.errors import UserError
+from tests.support.markdown import find_broken_links, find_commands, find_mentions
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *(
+            path
+            for folder in ("docs", "benchmarks", "examples", "tests", "deploy")
+            for path in (ROOT / folder).rglob("*.md")
+        ),
+    }
+)
+parsers = cache(list_parsers)
+
+
+def _find_leaf(arguments: Sequence[str]) -> tuple[Parser | None, Sequence[str]]:
+    """The parser of the longest verb that the arguments begin with, and the rest."""
+    for length in (2, 1):
+        if parser := parsers().get(" ".join(arguments[:length])):
+            return parser, arguments[length:]
+    return None, arguments
+
+
+def _find_complaint(arguments: Sequence[str]) -> str:
+    """What the command line says against a whole command."""
+    parser, rest = _find_leaf(arguments)
+    if parser is None:
+        return "" if arguments[0] in ("--help", "--version", "-V") else f"no verb {arguments[0]}"
+    if "--help" in rest or "-h" in rest:
+        return ""
+    try:
+        resolve(deepcopy(parser), list(rest), {})  # it changes the parser
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _find_unknown(arguments: Sequence[str]) -> list[str]:
+    """Verbs and flags of a mention that there are not."""
+    words = [word.split("|")[0] for word in arguments]
+    parser, rest = _find_leaf(words)
+    if parser is None:
+        return [] if words[0].startswith("-") or words[0].isupper() else [words[0]]
+    known = {option for action in parser._actions for option in action.option_strings}
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    return [word for word in own if word.startswith("--") and word.partition("=")[0] not in known]
+
+
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    assert len(PAGES) > 60
+    assert not {str(page.relative_to(ROOT)): broken for page in PAGES if (broken := find_broken_links(page))}
+
+
+def test_every_shown_command_parses() -> None:
+    shown = [(page.name, command) for page in PAGES for command in find_commands(page.read_text())]
+    assert len(shown) > 50
+    assert not [(name, command, wrong) for name, command in shown if (wrong := _find_complaint(command))]
+
+
+def test_every_mentioned_verb_and_flag_is_one() -> None:
+    mentioned = [(page.name, words) for page in PAGES for words in find_mentions(page.read_text())]
+    assert len(mentioned) > 30
+    assert not [(name, words, wrong) for name, words in mentioned if (wrong := _find_unknown(words))]
+
+
+@pytest.mark.parametrize(
+    "link", ["gone.md", "there.md#gone", "#gone", "empty/", "there.md#it-is-here-1", "../there.md"]
+)
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "there.md").write_text("## It is `here`!\n")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n[good](there.md#it-is-here), [bad]({link})\n```\n[code](gone)\n```\n")
+    assert find_broken_links(page) == [link]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serv smollm2", "serve smollm2 --prot 8000", "serve", "bench serve --base-url", "serve smollm2 --port many"],
+)
+def test_a_command_that_does_not_parse_is_found(command: str) -> None:
+    (found,) = find_commands(f"```\n.venv/bin/floodplain {command}   # a comment\n```\n")
+    assert found == command.split()
+    assert _find_complaint(found)
+
+
+@pytest.mark.parametrize("words", ["serv", "serve --prot 8000", "bench offline --config-file FILE"])
+def test_a_mention_of_no_verb_or_flag_is_found(words: str) -> None:
+    (found,) = find_mentions(f"Call `floodplain {words}` first.")
+    assert _find_unknown(found)
