@@ -1,6 +1,7 @@
 # make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
 # make test-vllm sets up .venv-vllm, 3.5 GB, and with VLLM=0.33 .venv-vllm-0.33, 0.2 GB. make test-clients sets up
-# .venv-vllm and .venv-clients, 2 GB. make test-cluster sets up .venv-cluster, 0.3 GB.
+# .venv-vllm and .venv-clients, 2 GB. make test-cluster sets up .venv-cluster, 0.3 GB. make docs sets up .venv-docs,
+# 0.2 GB.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,9 +16,10 @@ VLLM_TESTS := $(VLLM_SLOWEST) $(filter-out $(VLLM_SLOWEST),$(wildcard tests/vllm
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync
 CLIENTS_STAMP := .venv-clients/.installed
 CLUSTER_STAMP := .venv-cluster/.installed
+DOCS_STAMP := .venv-docs/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check format clean
+.PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -94,6 +96,14 @@ check: $(STAMP)
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python -m pytest tests/unit/test_floors.py
 	$(BIN)/python -m pytest -qq --collect-only tests/gpu  # make test does not import them
+
+$(DOCS_STAMP): tools/setup_docs.sh constraints.txt $(STAMP)
+	PYTHON=$(PYTHON) tools/setup_docs.sh
+	touch $(DOCS_STAMP)
+
+# The site, in out/site: a broken link or anchor is an error. It needs no network, and can be read from the disk.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 format: $(STAMP)
 	$(BIN)/ruff format .
