@@ -1,7 +1,7 @@
 """An HTTP client for servers that are not trusted: the size and time of answers are bounded.
 
 It follows no redirects, keeps no cookies, refuses compressed bodies, and sends only credentials that the caller gives.
-httpx uses the proxies of the environment, except for this machine.
+httpx2 uses the proxies of the environment, except for this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from floodplain.files.parsing import parse_json
 from floodplain.web.address import check_address
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 MAX_ERROR_BYTES, ERROR_S = 2**14, 10.0
 """Most bytes that are read of an error answer, and most seconds for reading them."""
@@ -64,7 +64,7 @@ class Exchange:
         deadline_s: When reading must end, on the clock ``time.monotonic``; may be changed to a later time.
     """
 
-    def __init__(self, response: httpx.Response, deadline_s: float) -> None:
+    def __init__(self, response: httpx2.Response, deadline_s: float) -> None:
         self.status = response.status_code
         self.content_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         self.deadline_s = deadline_s
@@ -137,9 +137,9 @@ def one_line(text: str) -> str:
 @cache
 def network_errors() -> tuple[type[Exception], ...]:
     """The exception types of the network and the protocol."""
-    import httpx
+    import httpx2
 
-    return (httpx.HTTPError, httpx.StreamError, OSError, ValueError)
+    return (httpx2.HTTPError, httpx2.StreamError, OSError, ValueError)
 
 
 def problem_of(error: BaseException) -> str:
@@ -214,9 +214,9 @@ class HttpClient:
             TimeoutError: The deadline has passed.
             UserError: The environment names an invalid proxy.
         """
-        import httpx
+        import httpx2
 
-        request = httpx.Request(
+        request = httpx2.Request(
             "GET" if body is None else "POST",
             self.url + path,
             headers=[*self._headers.items()],
@@ -228,9 +228,9 @@ class HttpClient:
             try:
                 async with asyncio.timeout_at(deadline_s):
                     response = await client.send(request, stream=True)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 hint = " (asked through a proxy: see no_proxy)" if may_use_proxy and _names_proxies() else ""
-                is_late = isinstance(error, httpx.ConnectTimeout)
+                is_late = isinstance(error, httpx2.ConnectTimeout)
                 why = f"no connection within {connect_s:g} s" if is_late else problem_of(error)
                 raise NoServer(f"no server at {self.url}{hint}: {why}") from error
             except TimeoutError:
@@ -264,12 +264,12 @@ def check_server(url: str) -> None:
         pass  # something accepts connections
 
 
-def _client(scheme: str, *, trust_env: bool) -> httpx.AsyncClient:
+def _client(scheme: str, *, trust_env: bool) -> httpx2.AsyncClient:
     """A client for one exchange: it keeps no cookie. Raises UserError for a proxy that is not supported."""
-    import httpx
+    import httpx2
 
     try:
-        return httpx.AsyncClient(verify=_tls(scheme), trust_env=trust_env)
+        return httpx2.AsyncClient(verify=_tls(scheme), trust_env=trust_env)
     except (ValueError, ImportError) as error:
         raise UserError(f"a proxy of the environment is no HTTP proxy ({one_line(str(error))}): see no_proxy") from None
 
