@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -16,7 +15,9 @@ from typing import Any
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.files.parsing import parsing, quiet_panics
 from floodplain.files.reading import is_file
-from floodplain.model.token_bound import TokenBound
+from floodplain.model.chat_template import choose_template, render
+from floodplain.model.fast_tokenizer import FastTokenizer, read_folder
+from floodplain.model.token_bound import TokenBound, bytes_of_letters
 from floodplain.model.tokenizer_view import VOCABULARIES, view_of_folder
 
 Message = Mapping[str, Any]
@@ -32,7 +33,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class HfTokenizer:
-    """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); ``more_eos_token_ids`` end a sequence, too.
+    """A fast tokenizer with the interface of the engine; ``more_eos_token_ids`` end a sequence, too.
 
     Attributes:
         vocab_size: Known ids are below this. The model's vocabulary may be larger, for padding.
@@ -41,23 +42,24 @@ class HfTokenizer:
         is_byte_level: Whether a token's bytes do not depend on its neighbours, so that ``token_bytes`` works.
     """
 
-    def __init__(self, tokenizer: Any, more_eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: FastTokenizer, more_eos_token_ids: Collection[int] = ()) -> None:
         from tokenizers.decoders import ByteLevel
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-        self.vocab_size = len(tokenizer)
+        self._tokenizer, self._backend = tokenizer, tokenizer.backend
+        own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = frozenset((*own_eos, *more_eos_token_ids))
         self.special_tokens: Mapping[str, int] = {
-            token.content: int(token_id) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+            token.content: int(number)
+            for number, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
         }
         self.special_token_ids = frozenset(self.special_tokens.values())
-        decoder = tokenizer.backend_tokenizer.decoder
+        decoder = self._backend.decoder
         self.is_byte_level = isinstance(decoder, ByteLevel)
         self._has_fallback_bytes = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
-        self._tokenizer = tokenizer
-        self._byte_of: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        self._bound = TokenBound.of(tokenizer.backend_tokenizer.to_str(), self._byte_of)
+        self._byte_of = bytes_of_letters()
+        self._bound = TokenBound.of(self._backend.to_str(), self._byte_of)
         self._bytes_of_token: dict[int, bytes] = {}
         self._fallback_byte_of_token: dict[int, int | None] = {}
 
@@ -67,7 +69,9 @@ class HfTokenizer:
         if not any(is_file(folder / file) for file in VOCABULARIES):
             raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
         with view_of_folder(folder) as view, parsing(folder, _FAULT), quiet_panics():
-            return cls(_from_pretrained(view), more_eos_token_ids)
+            tokenizer = read_folder(view, folder)
+            tokenizer.backend.decode(tokenizer.backend.encode(_TRIAL).ids)  # some faults of a file show only in use
+            return cls(tokenizer, more_eos_token_ids)
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
@@ -83,10 +87,7 @@ class HfTokenizer:
 
     def serialized(self) -> str:
         """The tokenizer as JSON of the tokenizers library, without padding and truncation."""
-        backend = copy(self._tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        return str(backend.to_str())
+        return str(self._backend.to_str())
 
     @property
     def has_chat_template(self) -> bool:
@@ -99,7 +100,7 @@ class HfTokenizer:
         Raises UserError if the tokenizer fails on it.
         """
         with parsing("the text", "cannot be encoded by the model's tokenizer"):
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of ``text``; 0 if only tokenising it would tell."""
@@ -107,16 +108,13 @@ class HfTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, if ``is_byte_level``; empty for a token that only pads the vocabulary."""
         cached = self._bytes_of_token.get(token_id)
         if cached is None:
-            letters = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+            letters = self._backend.id_to_token(token_id) or ""
             known = [self._byte_of.get(letter) for letter in letters]
             # An added token with letters outside the alphabet stands for itself.
             cached = letters.encode() if None in known else bytes(byte for byte in known if byte is not None)
@@ -128,7 +126,7 @@ class HfTokenizer:
         if not self._has_fallback_bytes:
             return None
         if token_id not in self._fallback_byte_of_token:
-            found = _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+            found = _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "")
             self._fallback_byte_of_token[token_id] = int(found[1], 16) if found else None
         return self._fallback_byte_of_token[token_id]
 
@@ -167,24 +165,18 @@ class HfTokenizer:
                 'tools: the model\'s chat template does not show any: leave them out, or tool_choice "none"'
             )
         with template_errors():
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, **{"add_generation_prompt": True, **options}
-            )
-        return str(text)
+            template = choose_template(self._tokenizer.chat_template or "", has_tools=bool(tools))
+            return render(template, messages, tools, **_split_options(self._tokenizer.names, options))
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation, by the model's chat template, which writes the special tokens itself."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
 
-def _from_pretrained(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if not tokenizer.is_fast:
-        raise UserError("only fast tokenizers (tokenizer.json) are supported")
-    tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only in use
-    return tokenizer
+def _split_options(names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
+    ways = {key: options[key] for key in ("add_generation_prompt", "continue_final_message") if key in options}
+    variables = {key: value for key, value in options.items() if key not in ways}
+    return {**ways, "variables": {**names, **variables}}
 
 
 MAX_RENDER_S = 10.0

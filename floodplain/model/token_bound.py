@@ -12,6 +12,16 @@ _KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext",
 _BYTES = range(256)
 
 
+def bytes_of_letters() -> dict[str, int]:
+    """The byte of each letter of byte-level tokens: itself if it is printable in Latin-1, else from U+0100 on.
+
+    The alphabet of GPT-2 (https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in _BYTES if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBound:
     """The bound of a tokenizer whose tokens represent every byte of a text except ``dropped`` ones.

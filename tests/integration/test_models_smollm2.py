@@ -110,7 +110,7 @@ def test_texts_are_split_as_smollm2s_own_tokenizer_does(tokenizer: Tokenizer) ->
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     assert isinstance(tokenizer, HfTokenizer)
-    backend = Backend.from_str(tokenizer._tokenizer.backend_tokenizer.to_str())
+    backend = Backend.from_str(tokenizer.serialized())
     backend.pre_tokenizer = digits
     assert [one.ids for one in backend.encode_batch(some)] == found
     backend.pre_tokenizer = words  # negative control: digits are not split

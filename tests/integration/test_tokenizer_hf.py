@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.model import hf_tokenizer as own
+from floodplain.model.fast_tokenizer import FastTokenizer
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
 from floodplain.model.text_pieces import StreamDecoder
@@ -123,7 +124,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
 
 
 def _of_gguf(name: str) -> Backend:
-    backend: Backend = read_gguf_tokenizer(Fields(keys_of(name, read_data()), "m.gguf"))[0].backend_tokenizer
+    backend: Backend = read_gguf_tokenizer(Fields(keys_of(name, read_data()), "m.gguf"))[0].backend
     return backend
 
 
@@ -135,7 +136,7 @@ def _with_decoder(backend: Backend, decoder: decoders.Decoder) -> Backend:
 @lru_cache
 def tokenizer_of(kind: str) -> HfTokenizer:
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), bos_token="<s>", eos_token="</s>")
-    return HfTokenizer(fast)
+    return HfTokenizer(FastTokenizer.of_transformers(fast))
 
 
 def streamed(tokenizer: HfTokenizer, prompt: list[int], output: list[int], **options: Any) -> str:
@@ -235,7 +236,7 @@ def test_byte_tokens_are_characters_or_one_broken_character_each(
     kind: str, prompt: bytes, output: bytes, text: str
 ) -> None:
     tokenizer = tokenizer_of(kind)
-    number = tokenizer._tokenizer.convert_tokens_to_ids
+    number = tokenizer._tokenizer.backend.token_to_id
     tokens = [[number("t"), *(number(f"<0x{b:02X}>") for b in some)] for some in (prompt, output)]
     assert streamed(tokenizer, tokens[0], tokens[1][1:]) == text
 

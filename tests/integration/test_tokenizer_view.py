@@ -12,10 +12,11 @@ from typing import Any
 import gguf
 import pytest
 import transformers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from floodplain.core.errors import UserError
+from floodplain.model.fast_tokenizer import read_plain
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.tokenizer_view import view_of_folder
 
@@ -55,6 +56,7 @@ def metaspace() -> Backend:
 
 def write(folder: Path, architecture: str, tokenizer_class: str | None, backend: Backend, **settings: Any) -> None:
     types = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "OPTForCausalLM": "opt"}
+    types["Qwen3ForCausalLM"] = "qwen3"
     config = {"architectures": [architecture], "model_type": types.get(architecture, "mistral")}
     (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.40.0"}))
     named = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
@@ -88,6 +90,45 @@ def opt(folder: Path) -> None:
     (folder / "special_tokens_map.json").write_text('{"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}')
 
 
+def qwen2() -> Backend:
+    backend, words = byte_level(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
+    backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Sequence([split, words])
+    return backend
+
+
+def digits() -> Backend:
+    backend = qwen2()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    return backend
+
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = {"bos_token": None, "pad_token": "<unk>", "unk_token": None}
+FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+ADDED = {"added_tokens_decoder": {str(number): {"content": text, **FLAGS} for number, text in enumerate(SPECIAL)}}
+TEMPLATES = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+
+
+def template_in_a_file(folder: Path) -> None:
+    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True))
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+
+
+def padded(folder: Path, pad_token: str) -> None:
+    backend = byte_level()
+    backend.enable_padding(length=20, pad_token=pad_token)
+    backend.enable_truncation(2)
+    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", backend)
+
+
+def special_map(folder: Path) -> None:
+    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level())
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|turn|>"}')
+
+
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llama 2": lambda folder: write(folder, "LlamaForCausalLM", "LlamaTokenizer", metaspace(), legacy=False),
     "llama 2, legacy, no bos": lambda folder: write(
@@ -106,21 +147,64 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     ),
     "qwen3": lambda folder: write(folder, "Qwen3ForCausalLM", "Qwen2Tokenizer", byte_level()),
     "opt": opt,
+    "opt, one file": lambda folder: write(folder, "OPTForCausalLM", "GPT2Tokenizer", byte_level(), unk_token="<unk>"),
+    "qwen2, own parts": lambda folder: write(folder, "Qwen2ForCausalLM", "PreTrainedTokenizerFast", qwen2(), **QWEN2),
+    "qwen3, own parts": lambda folder: write(folder, "Qwen3ForCausalLM", "Qwen2TokenizerFast", qwen2(), **QWEN2),
+    "qwen2, prefix space": lambda folder: write(
+        folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", qwen2(), add_prefix_space=True, **QWEN2
+    ),
+    "qwen2, other digits": lambda folder: write(folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", digits(), **QWEN2),
+    "llama 3, templates": lambda folder: write(
+        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), chat_template=TEMPLATES, **ADDED
+    ),
+    "llama 3, template in a file": template_in_a_file,
+    "llama 3, more tokens": lambda folder: write(
+        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), pad_token="<pad>", **ADDED
+    ),
+    "llama 3, a word as a token": lambda folder: write(
+        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), pad_token="the"
+    ),
+    "llama 3, split special tokens": lambda folder: write(
+        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True), split_special_tokens=True
+    ),
+    "llama 3, padded": lambda folder: padded(folder, "</s>"),
+    "llama 3, padded with a new token": lambda folder: padded(folder, "[PAD]"),
+    "llama 3, a special map": special_map,
 }  # fmt: skip
+PLAIN = frozenset({
+    "llama 3", "llama, other kind", "mistral", "smollm2", "no class", "opt, one file", "qwen2, own parts",
+    "qwen3, own parts", "llama 3, templates", "llama 3, template in a file", "llama 3, split special tokens",
+    "llama 3, padded",
+})  # fmt: skip
+"""Folders that are read without transformers."""
 
 
-def everything(tokenizer: Any) -> list[Any]:
+CHAT = [{"role": "user", "content": "the plain"}]
+
+
+def everything(tokenizer: HfTokenizer) -> list[Any]:
     tokens = [tokenizer.encode(text, add_special_tokens=special) for text in TEXTS for special in (True, False)]
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the plain"}], tokenize=False)
-    texts = [tokenizer.decode(ids) for ids in tokens]
-    return [tokens, chat, texts, len(tokenizer), tokenizer.eos_token_id, sorted(map(str, tokenizer.all_special_tokens))]
+    texts = [tokenizer.decode(ids, skip_special_tokens=skips) for ids in tokens for skips in (True, False)]
+    ends, special = list(tokenizer.eos_token_ids), sorted(tokenizer.special_tokens.items())
+    names = dict(tokenizer._tokenizer.names)
+    return [tokens, texts, tokenizer.render_chat(CHAT), tokenizer.vocab_size, ends, special, names]
+
+
+def everything_by_transformers(folder: Path) -> list[Any]:
+    own = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    tokens = [own.encode(text, add_special_tokens=special) for text in TEXTS for special in (True, False)]
+    texts = [own.decode(ids, skip_special_tokens=skips) for ids in tokens for skips in (True, False)]
+    special = sorted((token.content, number) for number, token in own.added_tokens_decoder.items() if token.special)
+    chat = own.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    return [tokens, texts, chat, len(own), [own.eos_token_id], special, own.special_tokens_map]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_view_gives_the_tokens_of_the_folder(tmp_path: Path, family: str) -> None:
     FAMILIES[family](tmp_path)
-    own = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True, trust_remote_code=False)
-    assert everything(HfTokenizer.from_folder(tmp_path)._tokenizer) == everything(own)
+    assert everything(HfTokenizer.from_folder(tmp_path)) == everything_by_transformers(tmp_path)
+    with view_of_folder(tmp_path) as view:
+        assert (read_plain(view) is not None) == (family in PLAIN)
 
 
 def test_families_differ_where_settings_do(tmp_path: Path) -> None:
@@ -130,7 +214,7 @@ def test_families_differ_where_settings_do(tmp_path: Path) -> None:
         folder = tmp_path / family
         folder.mkdir()
         FAMILIES[family](folder)
-        seen.add(str(everything(HfTokenizer.from_folder(folder)._tokenizer)))
+        seen.add(str(everything(HfTokenizer.from_folder(folder))))
     assert len(seen) == 5
 
 
@@ -149,11 +233,11 @@ def test_code_beside_a_tokenizer_is_not_run_and_logged_as_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     FAMILIES["llama 3"](tmp_path)
-    before = everything(HfTokenizer.from_folder(tmp_path)._tokenizer)
+    before = everything(HfTokenizer.from_folder(tmp_path))
     plant_code(tmp_path, "tokenizer_config.json", gguf_file="m.gguf", tokenizer_file="/etc/passwd", init_inputs=[1])
     plant_code(tmp_path, "config.json")
     with caplog.at_level(logging.WARNING):
-        assert everything(HfTokenizer.from_folder(tmp_path)._tokenizer) == before
+        assert everything(HfTokenizer.from_folder(tmp_path)) == before
     assert "auto_map is ignored" in caplog.text
     assert not (tmp_path / "ran").exists()
 

@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.model.fast_tokenizer import FastTokenizer
 from floodplain.model.network.fields import Fields
 
 
@@ -136,23 +137,18 @@ def check_tokenizer_keys(fields: Fields) -> None:
         fields.value(_KEYS + key, None)
 
 
-def read_gguf_tokenizer(fields: Fields) -> tuple[Any, frozenset[int]]:
-    """The tokenizer, as one of transformers, and the tokens that end an answer, from the keys of the (first) file.
+def read_gguf_tokenizer(fields: Fields) -> tuple[FastTokenizer, frozenset[int]]:
+    """The tokenizer, and the tokens that end an answer, from the keys of the (first) file.
 
     Raises UserError if a key is missing, malformed or not supported.
     """
-    from transformers import PreTrainedTokenizerFast
-
     check_tokenizer_keys(fields)
     vocabulary = _read_vocabulary(fields)
     is_sentencepiece = fields.text(f"{_KEYS}model") == "llama"
     backend = _sentencepiece(vocabulary) if is_sentencepiece else _byte_level(vocabulary)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    for name, kind in _NAMED.items():  # chat templates use these texts; the tokens are in the vocabulary already
-        token = vocabulary.id_of(kind)
-        setattr(tokenizer, name, None if token is None else vocabulary.tokens[token])
-    tokenizer.chat_template = fields.value("tokenizer.chat_template", None)
-    return tokenizer, _ends(vocabulary)
+    ids = {name: vocabulary.id_of(kind) for name, kind in _NAMED.items()}
+    names = {name: vocabulary.tokens[token] for name, token in ids.items() if token is not None}
+    return FastTokenizer(backend, names, fields.value("tokenizer.chat_template", None)), _ends(vocabulary)
 
 
 def _read_vocabulary(fields: Fields) -> _Vocabulary:
