@@ -13,6 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.early_checks import check_early
+from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 from floodplain.web.client import check_server
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if bench.out is not None:
         check_writable(bench.out)
         if bench.plot:
+            require("--plot", "matplotlib")
             check_writable(_plots_folder(bench.out) / "ttft.svg", "--plot")
     result = _bench(
         args, Replay(max_concurrency=bench.max_concurrency, save_tokens=bench.save_tokens, quiet=args.quiet)

@@ -9,6 +9,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.settings import CoordinatorConfig
+from floodplain.files.extras import require
 from floodplain.observe.terminal import announce
 
 
@@ -21,6 +22,7 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the coordinator; returns when a signal has stopped it."""
     config = dataclass_from(args, CoordinatorConfig)
+    require("coordinator", "sqlalchemy", "alembic")
     if config.placement is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored until it serves; then the signal rereads the file
 

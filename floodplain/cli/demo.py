@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
+from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     demo = dataclass_from(args, DemoConfig)
     if demo.cluster and demo.expansion:
         raise UserError("--cluster does not go with --expansion: each is a demo of its own")
+    require("demo", "matplotlib")
     for name in ("demo.json", "index.html"):
         check_writable(demo.out / name)
     if demo.cluster:

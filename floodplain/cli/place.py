@@ -10,6 +10,7 @@ from typing import Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
+from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
 
@@ -51,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
     for name, path in (("--out", config.out), ("--plot", config.plot)):
         if path is not None:
             check_writable(path, name)
+    require("place", "highspy")
+    if config.plot is not None:
+        require("--plot", "matplotlib")
 
     from floodplain.observe.placement import draw_placement
     from floodplain.observe.strict_json import save_result, to_json

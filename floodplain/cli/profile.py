@@ -13,6 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.early_checks import check_early
+from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import check_writable
 from floodplain.observe.profile import describe_profile, save_and_show
@@ -123,6 +124,7 @@ def _run_step(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     config = dataclass_from(args, ShowConfig)
     if config.plot is not None:
+        require("--plot", "matplotlib")
         check_writable(config.plot, "--plot")
 
     from floodplain.observe.strict_json import to_json

@@ -10,6 +10,7 @@ from typing import Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
+from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
 
@@ -69,6 +70,7 @@ def _reproduce(config: ReproduceConfig, figures: Any, args: argparse.Namespace) 
     from floodplain.papers.running import run_figures
 
     if config.out is not None:
+        require("--out", "matplotlib")
         for name in (PAGE, DATA):
             check_writable(config.out / name)
     findings = run_figures(figures, config.seeds, shows_progress=not args.quiet)

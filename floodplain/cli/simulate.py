@@ -10,6 +10,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     for flag, path in (("--out", config.out), ("--trace-out", config.trace_out)):
         if path is not None:
             check_writable(path, flag)
+    if config.plot:
+        require("--plot", "matplotlib")
     runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)
     _report(args, config, runs)
     failed = sum(int(result["failed"]) for _, result in runs)

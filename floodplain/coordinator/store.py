@@ -23,6 +23,7 @@ from floodplain.coordinator import schema
 from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
 from floodplain.coordinator.soundness import check_value, intact, sound, to_row
 from floodplain.core.errors import UserError
+from floodplain.files.extras import require
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
@@ -115,6 +116,7 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _open_postgresql(url: sql.URL) -> sql.Engine:
+    require("a store in PostgreSQL", "psycopg")
     timeouts_ms = {
         "statement_timeout": STATEMENT_TIMEOUT_S * 1000,
         "idle_in_transaction_session_timeout": STOPPED_TIMEOUT_S * 1000,
@@ -134,8 +136,8 @@ def _open_postgresql(url: sql.URL) -> sql.Engine:
                 "keepalives_count": 3,
             },
         )
-    except ImportError as error:
-        raise UserError(f"a store in PostgreSQL needs psycopg ({error}): pip install 'floodplain[postgres]'") from None
+    except ImportError as error:  # psycopg may lack the library libpq
+        raise UserError(f"psycopg cannot be loaded ({error}): pip install 'floodplain[postgres]'") from None
 
 
 Row = Mapping[str, Any]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from floodplain.core.errors import UserError
+from floodplain.files.extras import require
 from floodplain.files.parsing import parsing, reason_of
 
 BatchRun = Callable[[int], object]
@@ -113,11 +114,10 @@ def open_pipeline(
 
 
 def _load_pipeline(folder: Path, dtype: torch.dtype) -> Any:
-    try:
-        from diffusers import DiffusionPipeline
-        from diffusers.utils.logging import disable_progress_bar
-    except ImportError:
-        raise UserError("--pipeline needs diffusers: pip install floodplain[media]") from None
+    require("--pipeline", "diffusers")
+    from diffusers import DiffusionPipeline
+    from diffusers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     with parsing(f"--pipeline {folder}"):
         load: Any = DiffusionPipeline.from_pretrained

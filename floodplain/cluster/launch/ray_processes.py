@@ -18,6 +18,7 @@ from floodplain.cluster.launch.processes import Ending, LastWords
 from floodplain.cluster.launch.ray_driver import MOST_LINE_BYTES
 from floodplain.cluster.settings import RaySetup
 from floodplain.core.errors import UserError
+from floodplain.files.extras import missing
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def check_ray() -> None:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError("--cluster needs Ray, which is not installed: pip install 'floodplain[cluster]'") from None
+        raise missing("--cluster", "ray") from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if release < FIRST_RELEASE:
         wanted = ".".join(map(str, FIRST_RELEASE))

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError
+from floodplain.files.extras import require
 
 _NAME_BYTES = 128
 
 
 def _load_driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise UserError("CUDA memory needs the package cuda-bindings: pip install 'floodplain[gpu]'") from None
+    require("CUDA memory", "cuda.bindings")
+    from cuda.bindings import driver
+
     return driver
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from floodplain.core.errors import UserError
+from floodplain.files.extras import require
 from floodplain.files.parsing import reason_of
 from floodplain.files.reading import is_file
 from floodplain.model.network.fields import Fields
@@ -150,6 +151,8 @@ def read_gguf(path: Path, changed_ns: int) -> Any:
     A vocabulary has hundreds of thousands of values, and the original reader makes several arrays for each. Here an
     array of numbers is one array, and an array of strings is a list of views. A malformed file may raise any error.
     """
+    require(str(path), "gguf")
+
     from gguf import GGUFReader, GGUFValueType
 
     class QuickReader(GGUFReader):  # type: ignore[misc]

@@ -1,0 +1,46 @@
+"""Packages that only some commands need, and the extra of ``pip install`` that brings each."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from floodplain.core.errors import UserError
+
+EXTRAS = {
+    "alembic": "coordinator",
+    "cuda.bindings": "gpu",
+    "diffusers": "media",
+    "gguf": "gguf",
+    "highspy": "place",
+    "matplotlib": "plot",
+    "psycopg": "postgres",
+    "ray": "cluster",
+    "sqlalchemy": "coordinator",
+    "transformers": "transformers",
+}
+"""The extra of each optional module, by the module's name."""
+_NAMES = {"cuda.bindings": "cuda-bindings", "highspy": "HiGHS", "ray": "Ray", "sqlalchemy": "SQLAlchemy"}
+
+
+def require(user: str, *modules: str) -> None:
+    """Raise UserError if one of these ``EXTRAS`` is not installed. Imports none: a command can check before long work.
+
+    Args:
+        user: The command, flag or file that needs them; the first word of the error.
+    """
+    for module in modules:
+        if not _is_installed(module):
+            raise missing(user, module)
+
+
+def missing(user: str, module: str) -> UserError:
+    """The error for an optional module that is not installed, in one line with its extra."""
+    name, extra = _NAMES.get(module, module), EXTRAS[module]
+    return UserError(f"{user} needs {name}, which is not installed: pip install 'floodplain[{extra}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that holds it
+        return False

@@ -1,0 +1,154 @@
+"""A base install serves, and a command that needs an extra names it in one line before any work."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import httpx
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from floodplain.cli.main import main
+from floodplain.core.errors import UserError
+from floodplain.files.extras import EXTRAS, require
+from floodplain.model.fast_tokenizer import read_folder
+from tests.support.waiting import HANG_S
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+PROGRAM = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+MISSING = set(sys.argv.pop(1).split(","))
+sys.meta_path.insert(0, NotInstalled())
+from floodplain.cli.main import main
+sys.exit(main())
+"""
+
+
+def _closure(requirements: list[str]) -> set[str]:
+    """Names of the distributions that these requirements install here, with their dependencies."""
+    names: set[str] = set()
+    waiting = [Requirement(one) for one in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        extras = [*requirement.extras, ""]
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": one}) for one in extras):
+            continue
+        name = canonicalize_name(requirement.name)
+        if name not in names:
+            names.add(name)
+            waiting += [Requirement(one) for one in _requirements_of(name)]
+    return names
+
+
+def _requirements_of(name: str) -> list[str]:
+    try:
+        return [one for one in requires(name) or () if "extra ==" not in one]
+    except PackageNotFoundError:
+        return []
+
+
+def missing_modules() -> set[str]:
+    """Modules here that a base install does not bring."""
+    installed = _closure(PROJECT["dependencies"]) | {"floodplain"}
+    modules = packages_distributions().items()
+    return {
+        module
+        for module, owners in modules
+        if module.isidentifier() and installed.isdisjoint(map(canonicalize_name, owners))
+    }
+
+
+@pytest.mark.slow
+def test_a_base_install_serves() -> None:
+    missing = missing_modules()
+    assert {"matplotlib", "highspy", "sqlalchemy", "alembic", "transformers", "gguf", "diffusers"} <= missing
+    assert {"torch", "fastapi", "tokenizers", "httpx2"}.isdisjoint(missing)
+    command = [sys.executable, "-c", PROGRAM, ",".join(missing), "serve", "dummy:tiny-llama"]
+    flags = ["--port", "0", "--format", "json", "-q", "--kv-memory", "1MiB"]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            ready = json.loads(line)
+            body = {"model": ready["model"], "prompt": "the river", "max_tokens": 3}
+            answer = httpx.post(f"{ready['url']}/v1/completions", json=body, timeout=HANG_S)
+            assert answer.json()["usage"]["completion_tokens"] == 3, answer.text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(HANG_S) == 0
+        finally:
+            process.kill()
+
+
+def test_every_extra_is_one_of_the_package_and_brings_its_module() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for module, extra in EXTRAS.items():
+        named = " ".join(extras[extra])
+        assert module.replace(".", "-") in named, (module, extra)
+    brought = " ".join(extras["all"])
+    assert all(extra in brought for extra in set(EXTRAS.values()) - {"gpu", "cluster"})
+
+
+PLACE = "place needs HiGHS, which is not installed: pip install 'floodplain[place]'"
+STORE = "coordinator needs %s, which is not installed: pip install 'floodplain[coordinator]'"
+PLOT = "%s needs matplotlib, which is not installed: pip install 'floodplain[plot]'"
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "line"),
+    [
+        (["place", "cluster.yaml"], "highspy", PLACE),
+        (["coordinator"], "sqlalchemy", STORE % "SQLAlchemy"),
+        (["coordinator"], "alembic", STORE % "alembic"),
+        (["demo"], "matplotlib", PLOT % "demo"),
+        (["place", "c.yaml", "--plot", "a.svg"], "matplotlib", PLOT % "--plot"),
+        (["simulate", "s.yaml", "--out", "a.json", "--plot"], "matplotlib", PLOT % "--plot"),
+        (["bench", "offline", "m", "--out", "a.json", "--plot"], "matplotlib", PLOT % "--plot"),
+        (["profile", "show", "p.json", "--plot", "a.svg"], "matplotlib", PLOT % "--plot"),
+        (["reproduce", "aqua-13", "--out", "page"], "matplotlib", PLOT % "--out"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_lacks(
+    argv: list[str],
+    module: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"floodplain: {line}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", sorted(EXTRAS))
+def test_what_is_missing_is_one_line_with_its_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], None)
+    with pytest.raises(UserError, match=r"^m\.bin needs .+, which is not installed: pip install 'floodplain\[\w+\]'$"):
+        require("m.bin", module)
+    require("m.bin")
+
+
+def test_a_tokenizer_that_transformers_must_read_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"^m: this tokenizer needs transformers, .*'floodplain\[transformers\]'$"):
+        read_folder(tmp_path, Path("m"))
