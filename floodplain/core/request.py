@@ -44,6 +44,8 @@ class Request:
         known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and
             counts as output: towards ``max_tokens``, ``min_tokens``, and the positions of seeded samples.
         is_accepted: Another engine had accepted it: it is not refused because many wait.
+        choice_group: The same number for all choices of a request, and for no other live request; 0: it is the only
+            choice.
     """
 
     request_id: str
@@ -57,19 +59,25 @@ class Request:
     goals: Goals = NO_GOALS
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False
+    choice_group: int = 0
 
-    def choices(self) -> list[Request]:
-        """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin."""
-        return [self if self.params.n == 1 else self._choice(number) for number in range(self.params.n)]
+    def choices(self, group: int) -> list[Request]:
+        """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin.
 
-    def _choice(self, number: int) -> Request:
+        Args:
+            group: Their ``choice_group``, above 0.
+        """
+        return [self if self.params.n == 1 else self._choice(number, group) for number in range(self.params.n)]
+
+    def _choice(self, number: int, group: int) -> Request:
         seed = self.params.seed
         if seed is not None and number:
             seed = (seed + number) % 2**64
         name = f"{self.request_id}-c{number}" if number else self.request_id
         scores = None if number else self.params.prompt_logprobs
         params = replace(self.params, n=1, seed=seed, prompt_logprobs=scores)
-        return replace(self, request_id=name, params=params, is_accepted=self.is_accepted or number > 0)
+        is_accepted = self.is_accepted or number > 0
+        return replace(self, request_id=name, params=params, is_accepted=is_accepted, choice_group=group)
 
     def check_tokens(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Check the token ids in all fields.

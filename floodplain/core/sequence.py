@@ -10,7 +10,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey, extend_keys
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, OrderKey, Request, SeqId
-from floodplain.core.served import weighted_work
+from floodplain.core.served import RequestAccount, weighted_work
 
 
 class Status(Enum):
@@ -59,17 +59,16 @@ class Sequence:
         num_outstanding: Outstanding steps that it is part of.
         num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that outbound copies still read.
-        credit: Served work that it was credited at arrival, and
-        place: its place in the line in which keys alternate (``core.served``).
+        account: Of its request; the request's choices share it (``core.served``).
         entered_step: The step in which it last entered the device.
         max_total: Prompt and output tokens at which it must end.
     """
 
     __slots__ = (
-        "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
+        "account", "backups", "blocks", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
         "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_leaving",
-        "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "place", "request",
-        "root", "seq_id", "session", "status", "stop_ids", "tail", "tokens",
+        "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root",
+        "seq_id", "session", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -89,7 +88,7 @@ class Sequence:
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
         self.num_outstanding = self.num_sealed = self.entered_step = 0
         self.num_arriving = self.num_leaving = 0
-        self.credit = self.place = 0.0
+        self.account: RequestAccount[Sequence] = RequestAccount(seq_id, request.priority, self)
         self.is_decoding = False
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []
@@ -104,17 +103,23 @@ class Sequence:
         return len(self.tokens) + self.num_sampling
 
     @property
-    def stream_work(self) -> float:
-        """Served work between requests (``core.served``): its credit and its weighted generated tokens."""
-        return self.credit + weighted_work(0, len(self.tokens) - self.num_prompt, self.request.priority)
+    def num_generated(self) -> int:
+        """Its output tokens."""
+        return len(self.tokens) - self.num_prompt
 
     @property
     def key_work(self) -> float:
-        """Served work that it adds to its key's account; recomputed tokens do not count again."""
-        num_generated = len(self.tokens) - self.num_prompt
+        """Served work that it adds to its key's account: each token once, and the prompt of several choices once."""
         num_computed = max(self.num_computed, self.max_computed)
-        num_prompt = self.num_prompt if num_generated else min(self.num_prompt, num_computed)
-        return weighted_work(num_prompt, num_generated, self.request.priority)
+        num_prompt = self.num_prompt if self.num_generated else min(self.num_prompt, num_computed)
+        is_first = self.account.parent == self.seq_id
+        return weighted_work(num_prompt if is_first else 0, self.num_generated, self.request.priority)
+
+    def join(self, account: RequestAccount[Sequence]) -> None:
+        """Become a further choice of a live request, with its place in the queue."""
+        self.account, first = account, account.choices[0]
+        self.order_key = (self.request.priority, first.order_key[1], self.seq_id)
+        account.choices.append(self)
 
     def move_to(self, status: Status) -> None:
         """Make a transition; InvariantError if ``TRANSITIONS`` does not have it."""

@@ -1,8 +1,8 @@
 """Served work: the measure of fairness between requests or between API keys.
 
 Work is counted in tokens, divided by the weight of the request's priority. Between requests only generated tokens
-count: charging a prompt to the stream that follows would only silence that stream. Between keys each token of a prompt
-counts ``PROMPT_WEIGHT`` as well.
+count, of all choices of a request together: charging a prompt to the stream that follows would only silence that
+stream. Between keys each token of a prompt counts ``PROMPT_WEIGHT`` as well, once for all choices.
 
 A request that arrives, or a key that becomes active again, starts at the least work of any active one (VTC's lift,
 https://arxiv.org/abs/2401.00588; Linux's ``min_vruntime``): idle time earns no credit, and a stream of new requests
@@ -12,6 +12,9 @@ cannot claim all that earlier ones were served.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+from floodplain.core.request import SeqId
 
 PROMPT_WEIGHT = 0.5
 """Weight of a prompt token: VTC counts it half, since many are computed at a time."""
@@ -32,6 +35,49 @@ def weight_of(priority: int) -> float:
 def weighted_work(num_prompt: int, num_generated: int, priority: int) -> float:
     """Work of a sequence whose first ``num_prompt`` prompt tokens are computed."""
     return (PROMPT_WEIGHT * num_prompt + num_generated) / weight_of(priority)
+
+
+class Choice(Protocol):
+    """One of the answers that a request asked for (its ``n``): a sequence of its own."""
+
+    @property
+    def num_generated(self) -> int:
+        """Its output tokens."""
+        ...
+
+
+_Choice = TypeVar("_Choice", bound=Choice)
+
+
+class RequestAccount(Generic[_Choice]):
+    """Served work of one request. Its choices share the account.
+
+    Attributes:
+        parent: Names the request: the id of the choice that opened the account.
+        credit: Served work that the request was credited at arrival.
+        place: Its place in the line in which keys alternate.
+        choices: Those that are live.
+        num_ended_tokens: Output tokens of those that have ended.
+    """
+
+    __slots__ = ("choices", "credit", "num_ended_tokens", "parent", "place", "priority")
+
+    def __init__(self, parent: SeqId, priority: int, first: _Choice, credit: float = 0.0) -> None:
+        self.parent, self.priority, self.credit = parent, priority, credit
+        self.place = 0.0
+        self.choices = [first]
+        self.num_ended_tokens = 0
+
+    @property
+    def work(self) -> float:
+        """Its credit, and the weighted output tokens of all choices."""
+        num_generated = self.num_ended_tokens + sum([one.num_generated for one in self.choices])
+        return self.credit + weighted_work(0, num_generated, self.priority)
+
+    def leave(self, choice: _Choice) -> None:
+        """Remove a choice that has ended; its output still counts."""
+        self.choices.remove(choice)
+        self.num_ended_tokens += choice.num_generated
 
 
 class KeyAccounts:

@@ -53,7 +53,9 @@ class SequenceView:
         num_restorable_tokens: Waiting or swapped: leading tokens that can be restored without computing.
         entered_step: Running: the step in which it last entered the device.
         last_token_s: Time of its last token when this row was made; a decoding row gets one in every step since.
-        credit: Served work that it was credited at arrival (``core.served``).
+        credit: Served work that its request was credited at arrival (``core.served``).
+        parent: Names its request: choices of one request have the same.
+        num_ended_tokens: Output tokens of choices of its request that have ended.
         is_leaving: Outbound copies of its blocks are in flight, so ``num_restorable_tokens`` may still grow.
         next_copy: Waiting or swapped: the first content that a swap-in copies. Requests with the same one can share the
             blocks of the first copy.
@@ -80,6 +82,8 @@ class SequenceView:
     entered_step: int
     last_token_s: float | None
     credit: float
+    parent: SeqId
+    num_ended_tokens: int
     is_leaving: bool
     goals: Goals = NO_GOALS
     first_token_s: float | None = None

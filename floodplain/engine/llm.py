@@ -139,7 +139,7 @@ class LLM:
             raise UserError("this LLM is closed: make a new one")
         requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
         for request in requests:
-            self.engine.check(request.choices()[0])
+            self.engine.check(request.choices(1)[0])
         if self._is_broken:
             raise RuntimeError("this LLM was interrupted in the middle of a step: make a new one")
         answers = [[_Collector() for _ in range(one.n)] for one in params]
@@ -155,8 +155,8 @@ class LLM:
         collectors: dict[SeqId, _Collector] = {}
         others: dict[SeqId, list[tuple[Request, _Collector]]] = {}
         try:
-            for request, (first, *more) in zip(requests, answers, strict=True):
-                choices = request.choices()
+            for group, (request, (first, *more)) in enumerate(zip(requests, answers, strict=True), 1):
+                choices = request.choices(group)
                 seq_id = self.engine.add(choices[0])
                 collectors[seq_id] = first
                 others[seq_id] = list(zip(choices[1:], more, strict=True))

@@ -196,7 +196,7 @@ class Engine:
 
     def _with_checked_tokens(self, request: Request) -> Request:
         if request.params.n != 1:
-            raise RequestRefused("n must be 1 for an engine: add each of request.choices()", field="n")
+            raise RequestRefused("n must be 1 for an engine: add each of request.choices(...)", field="n")
         params = with_bad_tokens(request.params, self.tokenizer)
         request = request if params is request.params else replace(request, params=params)
         request.check_tokens(self.vocab_size, self.tokenizer.eos_token_ids)

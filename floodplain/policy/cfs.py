@@ -1,10 +1,14 @@
-"""AQUA's completely fair scheduler: time slices, least served requests first (AQUA, section 7)."""
+"""AQUA's completely fair scheduler: time slices, least served requests first (AQUA, section 7).
+
+AQUA's requests have one answer; here all choices of a request count as one (``policy.choices``).
+"""
 
 from __future__ import annotations
 
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import SharingPolicy
+from floodplain.policy.choices import tokens_of_requests
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
 
 
@@ -18,9 +22,10 @@ class CfsPolicy(SharingPolicy):
 
     def rank(self, view: View, now: float) -> Ranking:
         """Rank prompts before streams, the least served first; residents stay until the slice ends."""
-        rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
         current = slice_for(view, view.num_blocks, self.settings)
         slice_steps = self._lengthen(current.steps)
+        served = tokens_of_requests(view, slice_steps)
+        rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step, served[row.seq_id]), row.order_key))
         is_end = view.step % slice_steps == 0 or view.completion_step == view.step
         staying = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
         return Ranking(rows, frozenset(staying), slice_steps, current.reason, refills=True)
@@ -33,17 +38,21 @@ class CfsPolicy(SharingPolicy):
         return slice_steps
 
 
-def service(row: SequenceView, step: int) -> tuple[bool, int]:
-    """(whether it has its first token, generated tokens or before that prompt tokens), as in the paper.
+def service(row: SequenceView, step: int, num_generated: int) -> tuple[bool, int]:
+    """(whether its request has a token, ``num_generated`` of it or before that prompt tokens), as in the paper.
 
     With one sum, a long prompt would wait, half computed, until every stream has been served as many tokens.
     """
-    num_generated = row.num_generated(step)
     return (True, num_generated) if num_generated > 0 else (False, prefilled_tokens(row, step))
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:
-    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes (which others computed)."""
+    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes (which others computed).
+
+    0 for its later choices: the first one computed the prompt.
+    """
+    if row.parent != row.seq_id:
+        return 0
     if row.num_generated(step) > 0:
         return row.num_prompt
     num_kept = 0 if row.status is Status.WAITING else row.num_restorable_tokens

@@ -137,7 +137,7 @@ class Deadlines:
     def pending(self, row: SequenceView) -> float:
         """Estimate of the work (``core.served``) that a request will still be served."""
         num_output = row.num_generated(self._view.step)
-        num_prompt = max(0, row.num_remaining) if num_output <= 0 else 0
+        num_prompt = max(0, row.num_remaining) if num_output <= 0 and row.parent == row.seq_id else 0
         return weighted_work(num_prompt, int(self._left(num_output)), row.order_key[0])
 
     def fit_all(self, most_ttfts: float, room: float) -> bool:

@@ -1,7 +1,8 @@
 """Chooses the freest instance for a request, and migrations of running requests, as Llumnix does (OSDI'24). Pure.
 
 Freeness (section 4.4) is an instance's blocks less the demand of all its requests, waiting ones included, divided by
-the number of its requests. A known prefix decides near ties.
+the number of its requests. A known prefix decides near ties. Choices of one request go to one instance, so that it
+computes their prompt once.
 
 Rescheduling (sections 4.2 and 4.4): a request migrates from the instance with the least freeness to the freest one, if
 the former is below ``LOW_FREENESS`` and the latter is still at ``HIGH_FREENESS`` or above afterwards. So a target
@@ -25,6 +26,7 @@ class InstanceView:
         epoch: Names the instance; higher ones joined later.
         num_demanded_blocks: Blocks for the known tokens of its running and waiting requests.
         num_known_blocks: Leading blocks of the request that it has probably computed for an earlier one.
+        num_choices: Live choices of the same request on it.
     """
 
     epoch: int
@@ -32,6 +34,7 @@ class InstanceView:
     num_demanded_blocks: int
     num_requests: int
     num_known_blocks: int = 0
+    num_choices: int = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -48,17 +51,18 @@ def freeness(view: InstanceView) -> float:
 def choose_instance(views: Iterable[InstanceView], num_needed_blocks: int) -> int | None:
     """The epoch of the instance that gets a request of ``num_needed_blocks`` known blocks; None if there is none.
 
-    A known prefix counts only if the request fits beside the instance's demand. Ties go to fewer requests, then to the
-    instance that joined first.
+    An instance with other choices of the request is chosen, however busy it is. A known prefix counts only if the
+    request fits beside the instance's demand. Ties go to fewer requests, then to the instance that joined first.
     """
     candidates = list(views)
     if not candidates:
         return None
     least = NEARLY * max(map(freeness, candidates))
 
-    def key(view: InstanceView) -> tuple[int, float, int, int]:
+    def key(view: InstanceView) -> tuple[int, int, float, int, int]:
         is_near = freeness(view) >= least and view.num_free_blocks >= num_needed_blocks
-        return view.num_known_blocks if is_near else 0, freeness(view), -view.num_requests, -view.epoch
+        num_known = view.num_known_blocks if is_near else 0
+        return view.num_choices, num_known, freeness(view), -view.num_requests, -view.epoch
 
     return max(candidates, key=key).epoch
 

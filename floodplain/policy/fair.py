@@ -1,8 +1,9 @@
 """Fair shares: the request, or the API key, with the least served work runs next.
 
-Served work is counted for each request, or for each API key and within it for each request, and lifted to the active
-minimum at arrival and on return from idle (``core.served``). So new requests start level with the least served active
-one, and a stream of new requests does not starve old ones, as it does under ``cfs``.
+Served work is counted for each request, all its choices together (``policy.choices``), or for each API key and within
+it for each request. It is lifted to the active minimum at arrival and on return from idle (``core.served``). So new
+requests start level with the least served active one, and a stream of new requests does not starve old ones, as it does
+under ``cfs``.
 
 Bound: between two turns of request A, request B takes at most D // s + 1 turns, if B had D tokens less when A was
 preempted and a turn is worth s tokens; turns for B's prompt come on top. If requests are exchanged one for one, none is
@@ -19,6 +20,7 @@ from floodplain.core.sequence import Sequence
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import SharingPolicy
+from floodplain.policy.choices import tokens_of_requests
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
 from floodplain.policy.shares import work_of_keys
 
@@ -30,7 +32,7 @@ class FairPolicy(SharingPolicy):
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """By key, the key's place in line: else one key's long line would hide other keys' requests."""
-        return (0, seq.place, seq.seq_id) if self.settings.fair_by == "key" else super().waiting_key(seq)
+        return (0, seq.account.place, seq.seq_id) if self.settings.fair_by == "key" else super().waiting_key(seq)
 
     def rank(self, view: View, now: float) -> Ranking:
         """Rank by least work, ties by arrival; priority acts only as a weight of work."""
@@ -42,11 +44,9 @@ class FairPolicy(SharingPolicy):
 
 
 def work_by_request(view: View, slice_steps: int) -> dict[int, float]:
-    """Served work of each request by id: its credit and its weighted generated tokens."""
-    return {
-        row.seq_id: row.credit + weighted_work(0, max(0, row.num_generated(view.step)), row.order_key[0])
-        for row in live_rows(view)
-    }
+    """Rank value of each sequence by id: its request's credit and weighted generated tokens."""
+    served = tokens_of_requests(view, slice_steps)
+    return {row.seq_id: row.credit + weighted_work(0, served[row.seq_id], row.order_key[0]) for row in live_rows(view)}
 
 
 def work_by_key(view: View, slice_steps: int) -> dict[int, float]:

@@ -335,7 +335,7 @@ class Loop:
         if len(seq.tokens) > seq.num_prompt:
             self.state.prices.learn_end(seq.num_prompt - seq.lifecycle.num_cached_tokens)
         self.state.completion_step = self.state.counters.num_steps
-        self.state.accounts.depart(seq.request.client, seq.key_work)
+        self.state.close_account(seq)
         if seq.num_outstanding:
             self._ended.append(seq)
         else:

@@ -18,7 +18,7 @@ from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import LIMITS, Preemption
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Sequence, Status
-from floodplain.core.served import KeyAccounts
+from floodplain.core.served import KeyAccounts, RequestAccount
 from floodplain.core.tiers import Link
 from floodplain.core.transfers import TransferLedger
 from floodplain.policy.base import Policy
@@ -145,6 +145,7 @@ class LoopState:
         self.prices = StepPrices()
         self.demand = DemandMeter()
         self.accounts = KeyAccounts()
+        self._shared_accounts: dict[int, RequestAccount[Sequence]] = {}  # of requests with several choices, by group
         self.keeps_goals = policy.keeps_goals and (policy.chooses_admissions or bool(self.backups.slots))
         self._retries = Retries() if policy.chooses_admissions else None
         self.num_returning_blocks = 0
@@ -190,7 +191,7 @@ class LoopState:
         """Move a sequence to ``status`` and to the collection of that status."""
         self._leave(seq)
         if seq.status is Status.WAITING and status is not Status.FINISHED:
-            self.accounts.leave_line(seq.place)
+            self.accounts.leave_line(seq.account.place)
         seq.move_to(status)
         if status is Status.RUNNING:
             seq.entered_step = self.counters.num_steps
@@ -201,23 +202,39 @@ class LoopState:
             insort(self._members(status), seq, key=lambda s: s.order_key)
 
     def open_account(self, seq: Sequence) -> None:
-        """Set a new sequence's credit, the least work of any active one, and its place in line."""
+        """Add a new sequence to the account of its request, and to that of its key."""
+        request = seq.request
         active = [*self.running, *self.loading, *self.swapped, *self.waiting.head()]
-        seq.credit = min((other.stream_work for other in active), default=0.0)
-        self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
-        seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
+        self.accounts.arrive(request.client, ((other.request.client, other.key_work) for other in active))
+        if request.choice_group in self._shared_accounts:
+            seq.join(self._shared_accounts[request.choice_group])
+            return
+        if request.choice_group:
+            self._shared_accounts[request.choice_group] = seq.account
+        if self._retries is not None:
+            seq.order_key = (request.priority, self._retries.take(request), seq.seq_id)
+        accounts = {other.account.parent: other.account for other in active}.values()
+        seq.account.credit = min((one.work for one in accounts), default=0.0)
+        seq.account.place = self.accounts.take_place(request.client, request.priority)
+
+    def close_account(self, seq: Sequence) -> None:
+        """Count the work of an ended sequence to its key, and to its request while that has other choices."""
+        self.accounts.depart(seq.request.client, seq.key_work)
+        seq.account.leave(seq)
+        for other in seq.account.choices:
+            self.row_changes.add(other.seq_id)
+        if not seq.account.choices:
+            self._shared_accounts.pop(seq.request.choice_group, None)
 
     def arrive(self, seq: Sequence) -> None:
-        """Queue a new sequence, at the place of the request that it repeats if there is one, and record the demand."""
-        if self._retries is not None:
-            seq.order_key = (seq.request.priority, self._retries.take(seq.request), seq.seq_id)
+        """Queue a new sequence, at the place of its request or of the one that it repeats, and record the demand."""
         self.open_account(seq)
         if self.sessions is not None:
             self._join_session(self.sessions, seq)
         self.sequences[seq.seq_id] = seq
         self.waiting.push(seq)
         paused = [*self.swapped, *self.loading]
-        outputs = [len(one.tokens) - one.num_prompt for one in (*self.running, *paused)]
+        outputs = [one.num_generated for one in (*self.running, *paused)]
         self.demand.arrive(seq.num_prompt, len(self.waiting), len(paused), outputs)
 
     def keep_place(self, seq: Sequence, now: float) -> None:
@@ -228,7 +245,7 @@ class LoopState:
 
     def note_supply(self, duration_s: float, num_tokens: int, ended: Iterable[SeqId]) -> None:
         """Record a step that generated ``num_tokens``, and the sequences that ended with it."""
-        outputs = [len(self.sequences[seq_id].tokens) - self.sequences[seq_id].num_prompt for seq_id in ended]
+        outputs = [self.sequences[seq_id].num_generated for seq_id in ended]
         self.demand.learn(duration_s, num_tokens, outputs, len(self.waiting), len(self.swapped))
 
     def note_start(self, seq: Sequence, now: float) -> None:

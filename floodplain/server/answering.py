@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from fastapi import Request, Response
@@ -86,6 +87,7 @@ class Answering:
 
     def __init__(self, engine: ServingEngine, counts: RequestCounts, ping_s: float) -> None:
         self._engine, self._counts, self._ping_s = engine, counts, ping_s
+        self._groups = count(1)
 
     def reader(self, request: Request) -> PromptReader:
         """What reads the prompts of a request's body."""
@@ -135,7 +137,7 @@ class Answering:
 
     def _choices(self, request: EngineRequest, acceptance: Acceptance) -> Sequence[Deltas]:
         """The streams of a prompt's choices; the first one's acceptance counts for all."""
-        first, *others = request.choices()
+        first, *others = request.choices(next(self._groups))
         streams = [self._engine.generate(first, on_accepted=acceptance.note), *map(self._engine.generate, others)]
         streams = list(map(self._counts.watch, streams))
         structure = request.params.structure

@@ -94,6 +94,8 @@ def test_a_prompt_with_choices_counts_once_and_each_choice_has_its_seed(
     facts = sorted((one.prompt_token_ids, one.params.n, one.params.seed, one.is_accepted) for one in asked)
     assert facts == [(prompt, 1, 7 + i, i > 0) for prompt in ((97, 98), (99,)) for i in range(3)]
     assert len({one.request_id for one in asked}) == 6 and len({one.arrival_s for one in asked}) == 2
+    groups = {(one.prompt_token_ids, one.choice_group) for one in asked}
+    assert len(groups) == len({group for _, group in groups} - {0}) == 2  # one of each prompt
 
 
 def test_every_choice_of_a_streamed_chat_has_its_role_and_index(client: openai.OpenAI) -> None:

@@ -209,9 +209,9 @@ def test_a_newcomer_begins_at_the_least_work_of_live_requests(events: list[tuple
     for number, (event, index) in enumerate(events):
         names = sorted(engine_like)
         if event == "arrive":
-            expected = min((one.stream_work for one in roster), default=0.0)
+            expected = min((one.account.work for one in roster), default=0.0)
             request = engine_like[f"request-{number}"] = _Generating(f"request-{number}", index % 5 - 2)
-            assert roster.arrive(request, 0.0).credit == expected  # type: ignore[arg-type]
+            assert roster.arrive(request, 0.0).account.credit == expected  # type: ignore[arg-type]
         elif names and event == "generate":
             engine_like[names[index % len(names)]].num_output_tokens += index
         elif names:

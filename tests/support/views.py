@@ -32,13 +32,15 @@ DECODING = SequenceView(
     entered_step=0,
     last_token_s=0.0,
     credit=0.0,
+    parent=SeqId(0),
+    num_ended_tokens=0,
     is_leaving=False,
 )
 
 
 def stream(number: int, **fields: object) -> SequenceView:
     """A stream on the device at step 100: prompt 8, four tokens generated, three full blocks with the next token."""
-    named = replace(DECODING, seq_id=SeqId(number), order_key=(0, float(number), number))
+    named = replace(DECODING, seq_id=SeqId(number), parent=SeqId(number), order_key=(0, float(number), number))
     return replace(named, **fields)  # type: ignore[arg-type]
 
 

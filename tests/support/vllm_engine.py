@@ -33,10 +33,10 @@ class FakeRequest:
     """A request like vLLM's. Prompts of one text have a common prefix; generated tokens are distinct."""
 
     def __init__(self, number: int, text: int, num_prompt: int) -> None:
-        self.request_id, self.text, self.number = f"request-{number}", text, number
+        self.request_id, self.text, self.number = f"{number % 2}_request-{number // 2}", text, number  # of two choices
         self.num_prompt_tokens, self.num_tokens = num_prompt, num_prompt
         self.num_computed_tokens, self.num_output_placeholders, self.max_tokens = 0, 0, 30
-        self.priority = number % 3 - 1
+        self.priority = number // 2 % 3 - 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -332,7 +332,7 @@ def as_of(rows: Iterable[SequenceView], step: int) -> list[tuple[Any, ...]]:
                 row.seq_id, row.status, row.num_tokens + grown, row.num_scheduled + grown, row.num_blocks,
                 row.exclusive_blocks, row.is_decoding, row.block_due_step, row.end_step, row.num_cached_tokens,
                 row.num_shared_blocks, row.num_backed_blocks, row.num_restorable_tokens, row.entered_step,
-                row.first_token_s, row.is_leaving, row.credit, *times,
+                row.first_token_s, row.is_leaving, row.credit, row.parent, row.num_ended_tokens, *times,
             )
         )  # fmt: skip
     return found

@@ -22,7 +22,7 @@ SECRET, ADDRESS = "5e" * 32, "127.0.0.1:9"
 ADDRESSES = (ADDRESS,) * NUM_LAYERS
 SUBMIT = Submit(
     epoch=EPOCH, ticket=1, request_id="a", num_prompt=2, params=SamplingParams(), age_s=0.0, priority=0, client="",
-    cache_salt="", session="", goals=NO_GOALS, is_accepted=True,
+    cache_salt="", session="", goals=NO_GOALS, is_accepted=True, choice_group=0,
 )  # fmt: skip
 HELD = (HeldRequest(1, 0, 2), HeldRequest(2, 1, 1))
 DROP = Drop(

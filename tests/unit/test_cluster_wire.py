@@ -87,6 +87,7 @@ requests = st.builds(
     goals=st.builds(Goals, ttft_s=st.none() | st.floats(0.1, 9)),
     known_token_ids=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
     is_accepted=st.booleans(),
+    choice_group=st.integers(0, 2**63 - 1),
 )
 
 

@@ -7,6 +7,7 @@ from random import Random
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
 from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, service
+from floodplain.policy.choices import tokens_of_requests
 from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
@@ -22,6 +23,10 @@ def decide(
     return CfsPolicy(settings).decide(view, 0.0, Random(0))
 
 
+def served(row: SequenceView, step: int) -> tuple[bool, int]:
+    return service(row, step, tokens_of_requests(make_view(row, step=step), 4)[row.seq_id])
+
+
 def order(*rows: SequenceView) -> list[int]:
     return [row.seq_id for row in CfsPolicy(SharingSettings()).rank(make_view(*rows), 0.0).rows]
 
@@ -35,10 +40,10 @@ def came(decision: Decision) -> set[int]:
 
 
 def test_served_work_is_tokens_generated_or_computed_of_a_prompt() -> None:
-    assert service(stream(0), 100) == (True, 4)
-    assert service(stream(0), 103) == (True, 7)
-    assert service(prompt(0, 30, 8), 100) == (False, 8)
-    assert service(waiting(0), 100) == (False, 0)
+    assert served(stream(0), 100) == (True, 4)
+    assert served(stream(0), 103) == (True, 7)
+    assert served(prompt(0, 30, 8), 100) == (False, 8)
+    assert served(waiting(0), 100) == (False, 0)
 
 
 def test_a_long_prompt_goes_before_streams_that_were_given_fewer_tokens() -> None:
@@ -51,12 +56,12 @@ def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
 
 
 def test_a_cached_prefix_does_not_count_as_work_of_a_newcomer() -> None:
-    assert service(waiting(0, 30, num_cached_tokens=20, num_restorable_tokens=24), 100) == (False, 0)
+    assert served(waiting(0, 30, num_cached_tokens=20, num_restorable_tokens=24), 100) == (False, 0)
 
 
 def test_computing_again_is_no_gift() -> None:
     again = prompt(0, 12, 4, num_prompt=8)  # four tokens generated, preempted, a third computed again
-    assert service(again, 100) == (True, 4)
+    assert served(again, 100) == (True, 4)
 
 
 def test_the_least_served_go_first_and_then_the_earliest() -> None:

@@ -73,6 +73,15 @@ def test_an_idle_instance_with_the_prefix_is_preferred_until_it_is_busy() -> Non
     assert choose_instance([idle, InstanceView(2, 100, 10, 2, num_known_blocks=4)], 6) == 1
 
 
+@given(crowds, st.integers(1, 50), st.data())
+def test_choices_of_one_request_go_to_one_instance_however_busy(
+    crowd: list[InstanceView], num_needed: int, data: st.DataObject
+) -> None:
+    holder = data.draw(st.sampled_from(crowd))
+    others = [one for one in crowd if one is not holder]
+    assert choose_instance([*others, replace(holder, num_choices=1)], num_needed) == holder.epoch
+
+
 def test_ties_go_to_fewer_requests_then_to_the_first() -> None:
     assert choose_instance([InstanceView(2, 10, 0, 1), InstanceView(1, 10, 0, 1)], 1) == 1
     assert choose_instance([InstanceView(1, 10, 0, 1), InstanceView(2, 10, 0, 0)], 1) == 2

@@ -43,6 +43,8 @@ def row(number: int, status: Status = Status.RUNNING, **fields: object) -> Seque
         "entered_step": 0,
         "last_token_s": None,
         "credit": 0.0,
+        "parent": SeqId(number),
+        "num_ended_tokens": 0,
         "is_leaving": False,
     }
     return SequenceView(**(values | fields))  # type: ignore[arg-type]

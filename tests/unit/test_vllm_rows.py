@@ -396,4 +396,4 @@ def test_tokens_are_counted_over_several_answers_of_a_request() -> None:
     request = cast(Any, one.request)
     for number, work, more in ((3, 3, 3), (4, 4, 1), (4, 4, 0), (2, 6, 2), (5, 9, 3), (0, 9, 0), (1, 10, 1)):
         request.num_output_tokens = number
-        assert (one.note_tokens(1.0), one.stream_work) == (more, 0.5 + work)
+        assert (one.note_tokens(1.0), one.account.work) == (more, 0.5 + work)

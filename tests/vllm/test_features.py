@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from floodplain.core.plan import Decision
+from floodplain.core.view import View
 from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.policy.ranking import live_rows
 from tests.vllm.engines import (
     Load,
     close,
@@ -118,11 +123,22 @@ def test_samples_with_seeds_survive_a_storm(llama: Path, calm: dict[Load, dict[i
     assert serve_in_a_storm(llama, load, skip_tokenizer_init=True, **flags) == calm[load]
 
 
-def test_several_answers_to_a_prompt_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:
+def test_several_answers_to_a_prompt_survive_a_storm(
+    llama: Path, calm: dict[Load, dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For policies they are choices of one request."""
+    decide, num_choices = StormPolicy.decide, set[int]()
+
+    def look(policy: StormPolicy, view: View, now: float, rng: Random) -> Decision:
+        num_choices.update(Counter(row.parent for row in live_rows(view)).values())
+        return decide(policy, view, now, rng)
+
+    monkeypatch.setattr(StormPolicy, "decide", look)
     lengths = {index: len(tokens) for index, tokens in calm[SEVERAL].items()}
     assert lengths == {index: 3 * length for index, length in enumerate(SEVERAL.lengths)}
     flags = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 256}
     assert serve_in_a_storm(llama, SEVERAL, **flags) == calm[SEVERAL]
+    assert max(num_choices) == 3
 
 
 def test_whole_prompts_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:

@@ -6,6 +6,7 @@ the ticket is the current one of the request: late messages of a dead, stopped o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -185,14 +186,24 @@ class RequestTable:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _views(self, entry: Entry) -> Iterable[InstanceView]:
-        keys = self._keys_of(entry)
+        keys, num_choices = self._keys_of(entry), self._count_choices(entry.request.choice_group)
         return [
             InstanceView(
-                one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets), one.prefixes.count_known(keys)
+                one.epoch,
+                one.num_blocks,
+                one.num_demanded_blocks,
+                len(one.tickets),
+                one.prefixes.count_known(keys),
+                num_choices[one.epoch],
             )
             for one in self.roster
             if one.takes_requests and one.epoch not in entry.refused_by
         ]
+
+    def _count_choices(self, group: int) -> Counter[int | None]:
+        """The placed choices of a request by epoch."""
+        placed = self._placed.values() if group else ()
+        return Counter([other.epoch for other in placed if other.request.choice_group == group])
 
     def _put(self, entry: Entry, instance: Instance) -> None:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1

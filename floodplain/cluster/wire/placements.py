@@ -36,6 +36,7 @@ class Submit:
     session: str
     goals: Goals
     is_accepted: bool
+    choice_group: Annotated[int, Range(0, MAX_COUNT)]
 
 
 def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
@@ -54,6 +55,7 @@ def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
         session=request.session,
         goals=request.goals,
         is_accepted=request.is_accepted,
+        choice_group=request.choice_group,
     )
 
 
@@ -71,4 +73,5 @@ def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Reque
         goals=message.goals,
         known_token_ids=token_ids[message.num_prompt :],
         is_accepted=message.is_accepted,
+        choice_group=message.choice_group,
     )

@@ -179,7 +179,9 @@ class RowMaker:
             entered_step=tracked.entered_step,
             last_token_s=tracked.last_token_s,
             first_token_s=tracked.first_token_s,
-            credit=tracked.credit,
+            credit=tracked.account.credit,
+            parent=tracked.account.parent,
+            num_ended_tokens=tracked.account.num_ended_tokens,
             is_leaving=tracked.num_leaving > 0 and status is Status.SWAPPED,
         )
 

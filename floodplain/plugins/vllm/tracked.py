@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from floodplain.core.backups import Backup
 from floodplain.core.request import OrderKey, SeqId
-from floodplain.core.served import weighted_work
+from floodplain.core.served import RequestAccount, weighted_work
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,7 +25,7 @@ class TrackedRequest:
         seq_id: Its name in decisions, numbered in order of arrival.
         request: vLLM's own; read only.
         order_key: (priority, arrival in monotonic seconds, id).
-        credit: Served work that it counted as having had when it arrived, and of earlier answers.
+        account: Of its request; the request's choices share it (``core.served``).
         entered_step: The step in which it last entered the device.
         first_token_s: When it got its first token; None before.
         last_token_s: When it got its last token; None before the first.
@@ -42,7 +42,7 @@ class TrackedRequest:
     """
 
     __slots__ = (
-        "backups", "credit", "entered_step", "first_token_s", "has_drafts", "is_away", "last_token_s",
+        "account", "backups", "entered_step", "first_token_s", "has_drafts", "is_away", "last_token_s",
         "num_cached_tokens", "num_kept_tokens", "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key",
         "request", "rest", "seq_id",
     )  # fmt: skip
@@ -51,7 +51,7 @@ class TrackedRequest:
         self.seq_id = seq_id
         self.request = request
         self.order_key: OrderKey = (request.priority, arrival_s, seq_id)
-        self.credit = credit
+        self.account: RequestAccount[TrackedRequest] = RequestAccount(seq_id, request.priority, self, credit)
         self.entered_step = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -89,7 +89,7 @@ class TrackedRequest:
         """
         num_tokens: int = self.request.num_output_tokens
         if num_tokens < self.num_seen_tokens:
-            self.credit += weighted_work(0, self.num_seen_tokens, self.request.priority)
+            self.account.credit += weighted_work(0, self.num_seen_tokens, self.request.priority)
             self.num_seen_tokens = 0
         num_more, self.num_seen_tokens = num_tokens - self.num_seen_tokens, num_tokens
         if num_more:
@@ -114,9 +114,15 @@ class TrackedRequest:
         return [*self.backups, *self.rest.values()]
 
     @property
-    def stream_work(self) -> float:
-        """Return its work for fairness (``core.served``): its credit, and what it generated."""
-        return self.credit + weighted_work(0, self.request.num_output_tokens, self.request.priority)
+    def num_generated(self) -> int:
+        """Return its output tokens."""
+        return int(self.request.num_output_tokens)
+
+
+def _parent_of(request_id: str) -> str:
+    """The name of the request of which this is one of several choices (vLLM's ``ParentRequest``); else ""."""
+    index, _, parent = request_id.partition("_")
+    return parent if index.isdecimal() else ""
 
 
 class RequestRoster:
@@ -131,9 +137,11 @@ class RequestRoster:
         self._by_name: dict[str, TrackedRequest] = {}
         self.by_id: dict[SeqId, TrackedRequest] = {}
         self.has_drafts = False
+        self._shared_accounts: dict[str, RequestAccount[TrackedRequest]] = {}
         self._by_work: list[tuple[float, SeqId]] = []  # as at some earlier time
         self._num_arrived = 0
         self._departed: list[TrackedRequest] = []
+        self._changed: set[SeqId] = set()
 
     def __getitem__(self, request_id: str) -> TrackedRequest:
         return self._by_name[request_id]
@@ -157,29 +165,37 @@ class RequestRoster:
         """
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work(), arrival_s)
         tracked.has_drafts = self.has_drafts
+        if parent := _parent_of(request.request_id):
+            self._share_account(parent, tracked)
         self._note_work(tracked)
         self._num_arrived += 1
         self._by_name[request.request_id] = self.by_id[tracked.seq_id] = tracked
         return tracked
 
+    def _share_account(self, parent: str, tracked: TrackedRequest) -> None:
+        account = self._shared_accounts.setdefault(parent, tracked.account)
+        if account is not tracked.account:
+            tracked.account = account
+            account.choices.append(tracked)
+
     def _note_work(self, tracked: TrackedRequest) -> None:
         if len(self._by_work) > 2 * len(self.by_id) + SPARE_ENTRIES:  # most of them have ended
             self._by_work = [entry for entry in self._by_work if entry[1] in self.by_id]
             heapq.heapify(self._by_work)
-        heapq.heappush(self._by_work, (tracked.stream_work, tracked.seq_id))
+        heapq.heappush(self._by_work, (tracked.account.work, tracked.seq_id))
 
     def _least_work(self) -> float:
-        """Return the least ``stream_work`` of live requests. Entries only grow, so only the first can be outdated."""
+        """Return the least ``work`` of live requests. Entries only grow, so only the first can be outdated."""
         heap = self._by_work
         while heap:
             work, seq_id = heap[0]
             one = self.by_id.get(seq_id)
-            if one is not None and one.stream_work <= work:
-                return one.stream_work
+            if one is not None and one.account.work <= work:
+                return one.account.work
             if one is None:
                 heapq.heappop(heap)
             else:
-                heapq.heapreplace(heap, (one.stream_work, seq_id))
+                heapq.heapreplace(heap, (one.account.work, seq_id))
         return 0.0
 
     def depart(self, request_id: str) -> TrackedRequest | None:
@@ -187,6 +203,10 @@ class RequestRoster:
         tracked = self._by_name.pop(request_id, None)
         if tracked is not None:
             del self.by_id[tracked.seq_id]
+            tracked.account.leave(tracked)
+            self._changed.update(one.seq_id for one in tracked.account.choices)
+            if not tracked.account.choices:
+                self._shared_accounts.pop(_parent_of(request_id), None)
             self._departed.append(tracked)
         return tracked
 
@@ -194,3 +214,8 @@ class RequestRoster:
         """Return requests that ended since the last call."""
         departed, self._departed = self._departed, []
         return departed
+
+    def take_changed(self) -> set[SeqId]:
+        """Return requests of which a further choice ended since the last call: its output stays in their account."""
+        changed, self._changed = self._changed, set()
+        return changed

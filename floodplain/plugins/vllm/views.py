@@ -73,7 +73,7 @@ class ViewMaker:
         limits, controller = self._limits, self._controller
         controller.links.note_step(step)
         make = RowMaker(limits, self._blocks, controller.books, step)
-        self._rows.drop(self._blocks.take_changed())
+        self._rows.drop(self._blocks.take_changed() | controller.roster.take_changed())
         swapped, waiting = self._absent_rows(make, present.fits) if is_open else ((), ())
         num_free = self._blocks.count_free()
         running = self._rows.running((*present.running, *present.arrived), make, step)

@@ -1,0 +1,78 @@
+"""All choices of a request count as one: what they were served together, and how they take turns among themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from floodplain.core.request import SeqId
+from floodplain.core.served import PROMPT_WEIGHT
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.cfs import CfsPolicy
+from floodplain.policy.choices import tokens_of_requests
+from floodplain.policy.deadlines import Deadlines
+from floodplain.policy.fair import FairPolicy, work_by_key
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.shares import work_of_keys
+from tests.support.views import make_view, stream, swapped, waiting
+
+SETTINGS = SharingSettings(slice_steps=4)
+SHARING = [FairPolicy(SETTINGS), CfsPolicy(SETTINGS)]
+
+
+def choice(row: SequenceView, parent: int, **fields: object) -> SequenceView:
+    values: dict[str, object] = {name: getattr(row, name) for name in SequenceView.__dataclass_fields__}
+    values |= {"parent": SeqId(parent), **fields}
+    return SequenceView(**values)  # type: ignore[arg-type]
+
+
+def order(policy: FairPolicy | CfsPolicy, view: View) -> list[int]:
+    return [row.seq_id for row in policy.rank(view, 0.0).rows]
+
+
+def test_a_request_with_one_choice_was_served_its_own_tokens() -> None:
+    assert tokens_of_requests(make_view(stream(0), swapped(1, num_tokens=15), waiting(2)), 4) == {0: 4, 1: 7, 2: 0}
+
+
+def test_choices_count_together_with_those_that_ended() -> None:
+    rows = [choice(stream(number), 1, num_ended_tokens=9) for number in (1, 2)]
+    assert tokens_of_requests(make_view(*rows, stream(3)), 4) == {1: 17, 2: 21, 3: 4}
+
+
+def test_the_least_served_choice_of_a_request_ranks_first() -> None:
+    rows = [choice(stream(0, num_tokens=20), 0), choice(swapped(1), 0), choice(waiting(2), 0)]
+    assert tokens_of_requests(make_view(*rows), 5) == {2: 16, 1: 21, 0: 26}
+
+
+@pytest.mark.parametrize("policy", SHARING, ids=lambda policy: policy.name)
+def test_a_request_of_many_choices_does_not_stand_before_a_request_of_one(policy: FairPolicy | CfsPolicy) -> None:
+    many = [swapped(number, parent=SeqId(0)) for number in range(4)]
+    assert order(policy, make_view(*many, swapped(9))) == [9, 0, 1, 2, 3]
+    alone = [swapped(number) for number in range(4)]
+    assert order(policy, make_view(*alone, swapped(9))) == [0, 1, 2, 3, 9]  # control: counted by choice
+
+
+@pytest.mark.parametrize("policy", SHARING, ids=lambda policy: policy.name)
+def test_a_further_choice_is_no_newcomer(policy: FairPolicy | CfsPolicy) -> None:
+    """Its request has been served: it does not go before others as a request without a token does."""
+    served = stream(0, num_tokens=60)
+    assert order(policy, make_view(served, swapped(1), choice(waiting(2), 0))) == [1, 2, 0]
+    assert order(policy, make_view(served, swapped(1), waiting(2))) == [2, 1, 0]  # control: a request of its own
+
+
+def test_between_keys_the_prompt_of_several_choices_counts_once() -> None:
+    rows = [choice(stream(number, client="a"), 0) for number in range(3)]
+    view = make_view(*rows, stream(9, client="b"), key_credits={"a": 0.0, "b": 0.0})
+    assert work_of_keys(view) == {"a": 4 + 3 * 4, "b": 4 + 4}  # half of a prompt of eight
+
+
+def test_within_a_key_a_request_of_many_choices_counts_as_one() -> None:
+    rows = [swapped(number, parent=SeqId(0), client="a") for number in range(4)] + [swapped(9, client="a")]
+    ranks = work_by_key(make_view(*rows, key_credits={"a": 0.0}), 4)
+    assert sorted(ranks, key=ranks.__getitem__) == [9, 0, 1, 2, 3]
+
+
+def test_a_further_choice_has_no_prompt_to_be_served() -> None:
+    first = waiting(0, 40)
+    view = make_view(first, choice(waiting(1, 40), 0))
+    deadlines = Deadlines(view, 0.0, SETTINGS, 4)
+    assert deadlines.pending(first) - deadlines.pending(view.waiting[1]) == 40 * PROMPT_WEIGHT
