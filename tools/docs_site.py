@@ -120,9 +120,11 @@ def _write_verb(words: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _write_flag(action: argparse.Action) -> tuple[str, str]:
-    value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or [action.dest.upper()]))
+    choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+    value = "" if action.nargs == 0 else str(action.metavar or choices)
     names = ", ".join(f"`{name}`" for name in action.option_strings)
-    return f"{names} `{value}`" if names and value else names or f"`{value}`", (action.help or "").replace("%%", "%")
+    text = (action.help or "").replace("%%", "%").replace("|", r"\|")
+    return f"{names} `{value}`" if names and value else names or f"`{value}`", text
 
 
 def _write_metric(metric: Metric) -> tuple[str, ...]:
@@ -133,4 +135,4 @@ def _write_metric(metric: Metric) -> tuple[str, ...]:
 
 def _write_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
