@@ -19,7 +19,8 @@ CLUSTER_STAMP := .venv-cluster/.installed
 DOCS_STAMP := .venv-docs/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean
+.PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
+	packages lint-deploy
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -104,6 +105,25 @@ $(DOCS_STAMP): tools/setup_docs.sh constraints.txt $(STAMP)
 # The site, in out/site: a broken link or anchor is an error. It needs no network, and can be read from the disk.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+.venv-packages/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-packages
+	.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	touch $@
+
+# Wheel and sdist in dist/, and the wheel in a fresh environment of each Python from 3.11 to 3.13 on PATH.
+packages: .venv-packages/.installed
+	.venv-packages/bin/python tools/packages.py
+
+.venv-deploy/.installed: tools/requirements-deploy.txt
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check -r tools/requirements-deploy.txt
+	$(PYTHON) -m venv .venv-deploy/cff  # its dependencies contradict those of the others
+	.venv-deploy/cff/bin/python -m pip install --quiet --disable-pip-version-check cffconvert==2.0.0
+	touch $@
+
+lint-deploy: .venv-deploy/.installed
+	tools/lint_deploy.sh
 
 format: $(STAMP)
 	$(BIN)/ruff format .
