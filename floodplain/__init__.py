@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from floodplain.lending.elastic import ElasticPool, ElasticTensor, TensorLost
     from floodplain.memory.peer.memory import HostPeerMemory
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "ElasticPool", "ElasticTensor", "HostPeerMemory", "SamplingParams", "TensorLost", "__version__"]
 
 _HOMES = {
