@@ -102,9 +102,9 @@ $(DOCS_STAMP): tools/setup_docs.sh constraints.txt $(STAMP)
 	PYTHON=$(PYTHON) tools/setup_docs.sh
 	touch $(DOCS_STAMP)
 
-# The site, in out/site: a broken link or anchor is an error. It needs no network, and can be read from the disk.
+# The site, in out/site: a broken link or anchor is an error. It loads nothing from other sites.
 docs: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 .venv-packages/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-packages

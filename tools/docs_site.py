@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 from prometheus_client.core import Metric
 
 from floodplain.cli.main import list_parsers
@@ -24,6 +25,8 @@ from floodplain.server.metrics import ServingMetrics
 
 ROOT = Path(__file__).parents[1]
 FLAGS, METRICS = "docs/reference/flags.md", "docs/reference/metrics.md"
+MERMAID = "mermaid.min.js"
+"""Draws the diagrams of the pages that have some. ``tools/setup_docs.sh`` puts it into ``.venv-docs``."""
 
 SECTIONS = {
     "Tutorials": ("docs/tutorials/*.md",),
@@ -50,19 +53,21 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {"README.md", *(page for name in SECTIONS for page in _find_pages(name))} - set(generated)
     paths = sorted(pages | {path for page in pages for path in _find_targets(ROOT / page)})
     made = [File.generated(config, path, content=text) for path, text in generated.items()]
-    there = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in paths]
+    sources = {path: ROOT / path for path in paths} | {MERMAID: ROOT / ".venv-docs" / MERMAID}
+    there = [File.generated(config, path, abs_src_path=str(source)) for path, source in sources.items()]
     theme = [file for file in files if file.src_dir != config.docs_dir]
     return Files([*theme, *made, *there])
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to a folder lead to its README."""
+    """Let links to a folder lead to its README, and draw diagrams."""
     folder = (ROOT / page.file.src_uri).parent
 
     def lead(match: re.Match[str]) -> str:
         return f"{match[1].rstrip('/')}/README.md" if (folder / match[1]).is_dir() else match[1]
 
-    return _LINK.sub(lead, markdown)
+    script = f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>\n' if "```mermaid" in markdown else ""
+    return _LINK.sub(lead, markdown) + script
 
 
 def write_flags() -> str:
