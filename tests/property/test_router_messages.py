@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.cluster.router.listings import list_instances
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.routes import list_instances
 from floodplain.cluster.wire import messages
 from floodplain.cluster.wire.group_messages import Answer, Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack

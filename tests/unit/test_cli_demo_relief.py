@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cli.main import main
-from floodplain.cluster.router.routes import GroupRow, Groups, InstanceRow, Listing
+from floodplain.cluster.router.listings import GroupRow, Groups, InstanceRow, Listing
 from floodplain.core.groups import GroupState
 from floodplain.demo.page import print_cluster_summary, write_cluster_files
 from floodplain.demo.relief import (
