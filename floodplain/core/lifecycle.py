@@ -50,18 +50,23 @@ class Lifecycle:
     """Events (time, kind) and token times of one request, in order; times never decrease.
 
     ``num_cached_tokens``: prompt tokens that were not computed: found on the device, or fetched from swap space.
+    ``num_swapped_blocks``: by an event's place in ``events``, the KV blocks that a preemption left in swap space, or
+    that a swap-in copied. A preemption without an entry dropped the KV, to be recomputed.
     """
 
     arrival_s: float
     events: list[tuple[float, EventKind]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_swapped_blocks: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events.append((self.arrival_s, EventKind.ARRIVED))
 
-    def record(self, kind: EventKind, now: float) -> None:
-        """Append an event."""
+    def record(self, kind: EventKind, now: float, num_swapped_blocks: int = 0) -> None:
+        """Append an event, with the KV blocks that it moved to or from swap space."""
+        if num_swapped_blocks:
+            self.num_swapped_blocks[len(self.events)] = num_swapped_blocks
         self.events.append((now, kind))
 
     def first(self, kind: EventKind) -> float | None:

@@ -50,7 +50,8 @@ class Swaps:
         if not is_swap:
             state.release_backups(seq)
         state.free_blocks(seq)
-        seq.lifecycle.record(EventKind.PREEMPTED, now)
+        num_kept = len(seq.backups) + (seq.tail is not None) if is_swap else 0
+        seq.lifecycle.record(EventKind.PREEMPTED, now, num_kept)
         state.counters.preemptions["swap" if is_swap else "recompute"] += 1
         state.enter(seq, Status.SWAPPED if is_swap else Status.WAITING)
         return transfer
@@ -231,7 +232,7 @@ class Swaps:
         if move.origin is Status.WAITING:
             state.note_start(seq, now)
         else:
-            seq.lifecycle.record(EventKind.SWAPPED_IN, now)
+            seq.lifecycle.record(EventKind.SWAPPED_IN, now, len(move.loading))
         state.stale_tables.add(seq.seq_id)
         state.enter(seq, Status.RUNNING)
 
