@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from floodplain import __version__
 from floodplain.coordinator.bodies import MessageBatch, Name, NewsQuery, ServiceHealth, answer_model
+from floodplain.coordinator.live import PERIOD_S, open_look
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.service import BookView, TooManyLeases
 from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing, first_refused
@@ -25,6 +26,8 @@ from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.lending.wire import EncodedAnswer, EncodedReply, Listing, News, encode_replies
+from floodplain.live.feed import Feed
+from floodplain.live.routes import page_routes
 from floodplain.web.bodies import READERS, JsonRoute, parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
@@ -117,11 +120,13 @@ def create_app(
     drain: DrainSwitch | None = None,
     tokens: TokenRing | None = None,
     names: OwnNames = LOOPBACK_ONLY,
+    has_page: bool = True,
 ) -> ASGIApp:
     """Return the application; its lifespan opens and closes ``worker``.
 
     ``drain`` is turned on to stop the server. ``tokens`` says who may use ``/v1``; None allows every caller everything.
-    ``names`` are host names under which clients may reach it, beside those of this machine's loopback.
+    ``names`` are host names under which clients may reach it, beside those of this machine's loopback. ``has_page``
+    adds the live page.
     """
 
     @asynccontextmanager
@@ -135,10 +140,14 @@ def create_app(
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, **without)
     install_error_handlers(app)
+    drain = drain or DrainSwitch()
     routes = LeaseRoutes(worker)
     app.include_router(routes.router())
     _add_service_routes(app, worker)
-    gate = Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
+    if has_page:
+        feed = Feed(lambda: open_look(worker), lambda: drain.is_draining, PERIOD_S)
+        app.include_router(page_routes(feed, _require_admin))
+    gate = Gate(MessageRoute(app, routes.answer), drain, tokens, MAX_BODY_BYTES)
     return OriginGate(gate, names)
 
 

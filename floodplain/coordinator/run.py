@@ -72,6 +72,7 @@ class CoordinatorServer(StoppableServer):
         limits: What connections are allowed.
         names: Host names under which clients may reach it, beside those of this machine's loopback.
         placement: Read anew at SIGHUP; None if all may borrow from all.
+        has_page: Whether it serves the live page.
     """
 
     def __init__(
@@ -82,11 +83,12 @@ class CoordinatorServer(StoppableServer):
         limits: ConnectionLimits,
         names: OwnNames = LOOPBACK_ONLY,
         placement: PlacementFile | None = None,
+        has_page: bool = True,
     ) -> None:
         self._worker, self._placement = worker, placement
         worker.news.most_waiting = limits.max_connections // 2  # the others carry messages
         self._drain = DrainSwitch()
-        app = create_app(worker, drain=self._drain, tokens=tokens, names=names)
+        app = create_app(worker, drain=self._drain, tokens=tokens, names=names, has_page=has_page)
         super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
 
     @property
@@ -138,6 +140,6 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         names = OwnNames.of(config.host, config.url)
         placement = PlacementFile(config.placement, service) if config.placement else None
         server = CoordinatorServer(
-            LeaseWorker(service), tokens, lambda: on_ready(url, store.shown_url), limits, names, placement
+            LeaseWorker(service), tokens, lambda: on_ready(url, store.shown_url), limits, names, placement, config.page
         )
         server.serve_on(sock)

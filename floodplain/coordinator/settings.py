@@ -65,6 +65,7 @@ class CoordinatorConfig:
         default=FORGET_AFTER_S,
         metadata={"help": "seconds after which a member that ended and has no leases is forgotten", "metavar": "S"},
     )
+    page: bool = field(default=True, metadata={"help": "show a live page at / of this coordinator"})
     max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
     keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
 

@@ -20,6 +20,8 @@ from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
+from floodplain.engine.watch import EngineWatch
+from floodplain.live.rows import LiveView
 
 T = TypeVar("T")
 
@@ -85,6 +87,10 @@ class AsyncEngine:
     def can_serve(self) -> bool:
         """Whether the engine's thread was started and has not failed."""
         return self._thread is not None and self.failure is None
+
+    def watch(self) -> Callable[[], LiveView]:
+        """A function that looks at the engine now; it is called on one thread."""
+        return EngineWatch(self.engine)
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
         """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""

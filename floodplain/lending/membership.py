@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Leave, Message
@@ -246,6 +247,21 @@ class Membership:
             if not lease.has_ended:  # an ended one stays known until the next list arrives
                 total[end] = total.get(end, 0) + lease.num_bytes
         return total
+
+    def list_leases(self) -> list[tuple[str, str, int, float | None]]:
+        """Return leases that have not ended: (``producer`` or ``consumer``, the other end, bytes, seconds left).
+
+        The seconds are None if the lease is not recalled.
+        """
+        with self._lock:
+            now, known = self._clock(), list(self._side.known.values())
+        leases = []
+        for lease, due_s in ((one.lease, one.due_s) for one in known if not one.lease.has_ended):
+            is_ours = lease.producer == self.name
+            role, peer = ("producer", lease.consumer) if is_ours else ("consumer", lease.producer)
+            is_recalled = lease.state is LeaseState.RECALLED and isfinite(due_s)
+            leases.append((role, peer, lease.num_bytes, due_s - now if is_recalled else None))
+        return leases
 
     def take_recall_times(self) -> list[float]:
         """Return the durations in seconds of the recalls that ended since the last call."""

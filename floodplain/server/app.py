@@ -13,10 +13,14 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from floodplain import __version__
+from floodplain.live.feed import Feed
+from floodplain.live.routes import page_routes
 from floodplain.server.answering import ERRORS, REQUEST_FIELDS
 from floodplain.server.auth import KeyRing
 from floodplain.server.counts import RefusalCounter, RequestCounts
+from floodplain.server.live import ServerLooks
 from floodplain.server.metrics import ServingMetrics
+from floodplain.server.page_burst import Bursts
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
@@ -24,8 +28,10 @@ from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.text_routes import TextRoutes
 from floodplain.web.errors import ApiError, install_error_handlers
-from floodplain.web.gate import DrainSwitch, Gate
+from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.limits import ConnectionLimits
+from floodplain.web.listen import is_loopback
+from floodplain.web.origin import OwnNames, expect_own_names
 from floodplain.web.scrape import scrape
 from floodplain.web.serving import StoppableServer
 
@@ -79,7 +85,25 @@ def create_app(
     registry = _add_service_routes(app, engine, ServingMetrics(names[0], engine.stats, counts))
     if extend is not None:
         extend(app, registry)
+    if config.page:
+        _add_page(app, engine, counts, names[0], drain, config.host)
     return app
+
+
+def _add_page(
+    app: FastAPI, engine: ServingEngine, counts: RequestCounts, model_name: str, drain: DrainSwitch, host: str
+) -> None:
+    """Add the live page and its data, and its button for bursts if only this machine reaches the server."""
+    names, is_local = OwnNames.of(host, None), is_loopback(host)
+
+    def check(request: Request) -> None:
+        if CLIENT_SCOPE_KEY not in request.scope:
+            expect_own_names(request.scope, names)
+
+    looks = ServerLooks(engine, model_name, can_burst=is_local)
+    app.include_router(page_routes(Feed(looks.open, lambda: drain.is_draining), check))
+    if is_local:
+        app.include_router(Bursts(engine, counts).routes())
 
 
 def _add_service_routes(app: FastAPI, engine: ServingEngine, metrics: ServingMetrics) -> CollectorRegistry:

@@ -8,6 +8,7 @@ from typing import Protocol
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.live.rows import LiveView
 from floodplain.model.tokenizer import Tokenizer
 
 
@@ -73,6 +74,10 @@ class ServingEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap enough for a scrape a second."""
+        ...
+
+    def watch(self) -> Callable[[], LiveView]:
+        """A function that looks at live requests now; it remembers earlier looks, to build only what has changed."""
         ...
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:

@@ -40,6 +40,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = flag(
         (), "origins whose pages may send requests (CORS), such as https://chat.example; * allows all", metavar="ORIGIN"
     )
+    page: bool = flag(True, "show a live page at / of this server")
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 

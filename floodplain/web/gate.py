@@ -89,11 +89,18 @@ class HeldBody:
 PROBES = frozenset({"/health", "/ping", "/ready"})
 """Paths that balancers and orchestrators probe."""
 
-PUBLIC_PATHS = PROBES | frozenset({"/version", "/metrics", "/openapi.json"})
-"""Paths for probes and scrapers, which have no secret. If there are secrets, every other path needs one."""
+PAGE_FOLDER = "/page/"
+"""Prefix of the paths of the live page's files, which are the same for everybody."""
+
+PUBLIC_PATHS = PROBES | frozenset({"/", "/version", "/metrics", "/openapi.json"})
+"""Paths of probes, scrapers and the live page, which have no secret. If there are secrets, every other path needs one,
+except those in ``PAGE_FOLDER``."""
 
 CLIENT_SCOPE_KEY = "floodplain.client"
 """Key of a request's scope with the result of ``Authenticator.client_of``; absent if no secret is needed."""
+
+HEAD_SCOPE_KEY = "floodplain.head"
+"""Key of a request's scope that is there if the client sent ``HEAD``, which the application gets as ``GET``."""
 
 
 class Authenticator(Protocol):
@@ -115,7 +122,7 @@ class Gate:
     """ASGI middleware that refuses requests by their head.
 
     While ``drain`` is on, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-    ``authenticator`` identifies the clients of paths outside ``PUBLIC_PATHS``; None: no key is needed. Bodies above
+    ``authenticator`` identifies the clients of paths that are not public; None: no key is needed. Bodies above
     ``max_body_bytes`` get 413, before they are read if the length is declared.
     """
 
@@ -151,7 +158,8 @@ class Gate:
         path, headers = scope["path"], dict(scope["headers"])
         if self._drain.is_draining and (path.startswith("/v1/") or path in PROBES):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
-        if path not in PUBLIC_PATHS and self._authenticator is not None:
+        is_public = path in PUBLIC_PATHS or path.startswith(PAGE_FOLDER)
+        if self._authenticator is not None and not is_public:
             client = self._authenticator.client_of(headers.get(b"authorization", b""))
             if client is None:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
@@ -167,7 +175,7 @@ def _answer_head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
     async def send_without_body(message: Message) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-    return {**scope, "method": "GET"}, send_without_body
+    return {**scope, "method": "GET", HEAD_SCOPE_KEY: True}, send_without_body
 
 
 def _close_after(send: Send) -> Send:

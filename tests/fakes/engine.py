@@ -15,6 +15,7 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.live.rows import LiveView, Row
 from floodplain.server.app import Server
 from floodplain.server.auth import KeyRing
 from floodplain.server.settings import DEFAULTS, ServerConfig
@@ -140,6 +141,9 @@ class FakeEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_tokens,
         )
+
+    def watch(self) -> Callable[[], LiveView]:
+        return lambda: LiveView(1.0, {n: Row(n, 1, 1, "running", 3, ((0.5, "arrived", 0),), 0.7, None) for n in (1, 2)})
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
         self._callbacks.append(on_finished)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.router.listings import list_instances
+from floodplain.cluster.router.listings import list_parts
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
+from floodplain.cluster.router.watch import RouterWatch
 from floodplain.cluster.wire import messages
 from floodplain.cluster.wire.group_messages import Answer, Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
@@ -96,6 +97,7 @@ class Story:
             SHAPES["tiny-deep"] if kind == "drop" else None, migrates=kind == "migrate", vocab_size=256,
         )  # fmt: skip
         self.router, self.world = router, World(router, NUM_SLOTS, kind == "pipeline")
+        self.watch = RouterWatch(router, lambda now: {})
         self.tainted: set[int] = set()
         self.callers: list[tuple[Any, Caller]] = []
         self.num_bad = self.num_survived = 0
@@ -206,12 +208,14 @@ class Story:
             router.group_controller.groups.check_integrity()
         self.callers = [(entry, caller) for entry, caller in self.callers if not is_over(caller)]
         assert len(router.table) == len(self.callers)
+        rows = self.watch().rows
+        assert {n for n, row in rows.items() if row.reason is None} == {entry.number for entry, _ in self.callers}
 
     async def finish(self) -> None:
         """End instances that sent bad messages; with honest instances every request ends."""
         for metric in ClusterMetrics("m", self.router).collect():
             assert all(sample.value == sample.value for sample in metric.samples)
-        json.dumps(list_instances(self.router, 0.0).model_dump(), allow_nan=False).encode()
+        json.dumps(list_parts(self.router, 0.0), allow_nan=False).encode()
         for bot in self.world.living():
             if bot.epoch in {epoch for one in self.tainted for epoch in self.world.unit_of(one)}:
                 bot.wire.close()

@@ -181,11 +181,12 @@ class Told:
         device = LentDevice(capacity_bytes=100, foreign_bytes=lambda: 0)
         self.membership = Membership(name, "life", device, clock=lambda: self.now)
 
-    def hear(self, at_s: float, *leases: Lease) -> None:
+    def hear(self, at_s: float, *leases: Lease, due_in_s: float | None = None) -> None:
         self.now = at_s
         messages, sent_s = self.membership.collect()
         row = Member(self.membership.name, "life", revision=int(at_s), offered_bytes=100)
-        replies = [Reply(Outcome.APPLIED, row, leases) for _ in messages]
+        due = {} if due_in_s is None else {lease.lease_id: due_in_s for lease in leases}
+        replies = [Reply(Outcome.APPLIED, row, leases, due) for _ in messages]
         self.membership.learn(messages, replies, 10.0, sent_s)
 
 
@@ -207,6 +208,21 @@ def test_a_lease_counts_until_it_has_ended_even_if_its_row_is_still_known(name: 
         assert told.membership.lease_bytes() == {(role, peer): 40}
     told.hear(4.0, SETTLED)
     assert told.membership.lease_bytes() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "peer"), [("lender", "producer", "borrower"), ("borrower", "consumer", "lender")]
+)
+def test_a_listed_lease_counts_down_once_it_is_recalled(name: str, role: str, peer: str) -> None:
+    told = Told(name)
+    told.hear(1.0, HELD)
+    assert told.membership.list_leases() == [(role, peer, 40, None)]
+    told.hear(2.0, RECALLED, due_in_s=5.0)
+    for now, left_s in ((2.0, 5.0), (6.0, 1.0), (8.0, -1.0)):
+        told.now = now
+        assert told.membership.list_leases() == [(role, peer, 40, left_s)]
+    told.hear(9.0, SETTLED)
+    assert told.membership.list_leases() == []
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("lender", 6.0), ("borrower", 1.0)])

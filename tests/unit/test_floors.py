@@ -19,7 +19,7 @@ ROOT = Path(floodplain.__file__).parent
 
 FLOORS = [
     ["core"],
-    ["leases", "cost", "files", "workload", "observe", "web"],
+    ["leases", "cost", "files", "workload", "observe", "web", "live"],
     ["policy", "memory", "model"],
     ["runtime"],
     ["lending"],

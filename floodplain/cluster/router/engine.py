@@ -11,10 +11,12 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
+from floodplain.cluster.router.listings import list_parts
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
+from floodplain.cluster.router.watch import RouterWatch
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
@@ -24,6 +26,7 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.stage_build import cut_model
+from floodplain.live.rows import LiveView
 from floodplain.model.weights.open_model import open_model
 
 logger = logging.getLogger(__name__)
@@ -116,6 +119,10 @@ class ClusterEngine:
             num_prompt_tokens=router.requests.num_prompt_tokens,
             num_generated_tokens=router.requests.num_generated_tokens,
         )
+
+    def watch(self) -> Callable[[], LiveView]:
+        """A function that looks at the router now; it is called on the event loop."""
+        return RouterWatch(self.router, lambda now: list_parts(self.router, now))
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
         """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
 
 from floodplain.cluster.groups.controller import GroupController
@@ -170,3 +172,13 @@ def list_instances(router: Router, now: float) -> Listing:
         moved_requests=router.requests.num_moved,
         ends=dict(router.num_ends),
     )
+
+
+def list_parts(router: Router, now: float) -> dict[str, Any]:
+    """Instances, and groups and migrations if there may be some, as JSON values by name."""
+    parts: dict[str, BaseModel] = {"instances": list_instances(router, now)}
+    if router.group_controller is not None:
+        parts["groups"] = list_groups(router.group_controller, now)
+    if router.migration_controller is not None:
+        parts["migrations"] = list_migrations(router.migration_controller)
+    return {name: part.model_dump(mode="json") for name, part in parts.items()}

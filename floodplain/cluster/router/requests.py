@@ -24,13 +24,15 @@ from floodplain.model.tokenizer import Tokenizer
 class Caller:
     """The text and the stream of one request. Everything is called on the event loop.
 
-    ``deltas`` has deltas that the client has not read, or the exception that ends the stream.
+    ``deltas`` has deltas that the client has not read, or the exception that ends the stream. ``finish_reason`` is None
+    until the last token.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
         params = request.params
         self.deltas: asyncio.Queue[OutputDelta | BaseException] = asyncio.Queue()
         self.lifecycle = Lifecycle(request.arrival_s)
+        self.finish_reason: FinishReason | None = None
         self._on_accepted = on_accepted
         self._wants_logprobs = params.logprobs is not None
         self._decoder = StreamDecoder(
@@ -53,6 +55,7 @@ class Caller:
         if self._decoder.is_stopped:
             reason = FinishReason.STOP
         if reason is not None:
+            self.finish_reason = reason
             self.lifecycle.record(EventKind.FINISHED, now)
         logprobs = (row.logprobs,) if self._wants_logprobs and row.logprobs is not None else None
         self.deltas.put_nowait(
@@ -117,6 +120,10 @@ class Requests:
         self.on_opened(entry)
         self.place()
         return entry
+
+    def caller_of(self, entry: Entry) -> Caller:
+        """The caller of a live request."""
+        return self._callers[entry.number]
 
     def drop(self, entry: Entry) -> None:
         """End a request that its caller no longer reads: its instance aborts it. Safe to call twice."""

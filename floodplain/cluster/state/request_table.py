@@ -77,6 +77,10 @@ class RequestTable:
         """The number of live requests that wait for an instance."""
         return len(self._unplaced)
 
+    def entries(self) -> list[Entry]:
+        """All live requests."""
+        return [*self._placed.values(), *self._unplaced.values(), *self._lifted.values()]
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> Entry:

@@ -1,0 +1,114 @@
+"""A feed of snapshots: made while somebody listens, once for all listeners, and bounded for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from floodplain.live.changes import Snapshot, change, encode, whole
+from floodplain.web.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.2
+"""Seconds between two updates."""
+MOST_LISTENERS = 64
+MOST_BEHIND = 10
+"""Updates that may wait for a listener, two seconds of them; then it is dropped, and may connect again."""
+
+Look = Callable[[], Awaitable[Snapshot]]
+"""Returns a snapshot of now; called again and again while there are listeners."""
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
+        self.has_whole = False
+
+    def put(self, message: bytes) -> bool:
+        """Whether there was room for one more message."""
+        if self.messages.full():
+            return False
+        self.messages.put_nowait(message)
+        return True
+
+    def end(self) -> None:
+        while not self.messages.empty():
+            self.messages.get_nowait()
+        self.messages.put_nowait(None)
+
+
+class Feed:
+    """Sends snapshots to listeners. Everything is called on one event loop.
+
+    Args:
+        open_look: Called when the first listener comes; its result is used until the last one has left.
+        is_ending: Whether all listeners are to be ended, because the service stops.
+        period_s: Seconds between two updates.
+        sleep: Waits between two updates.
+
+    Attributes:
+        num_dropped: Listeners that were dropped because they read too slowly.
+    """
+
+    def __init__(
+        self,
+        open_look: Callable[[], Look],
+        is_ending: Callable[[], bool] = lambda: False,
+        period_s: float = PERIOD_S,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._open_look, self._is_ending = open_look, is_ending
+        self._period_s, self._sleep = period_s, sleep
+        self._listeners: set[_Listener] = set()
+        self._updating: asyncio.Task[None] | None = None
+        self.num_dropped = 0
+
+    @property
+    def num_listeners(self) -> int:
+        """Listeners now."""
+        return len(self._listeners)
+
+    def expect_room(self) -> None:
+        """Raise ApiError 503 if there are ``MOST_LISTENERS`` already."""
+        if len(self._listeners) >= MOST_LISTENERS:
+            raise ApiError(503, f"{MOST_LISTENERS} clients watch already: close one")
+
+    async def listen(self) -> AsyncGenerator[bytes]:
+        """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is too slow."""
+        listener = _Listener()
+        self._listeners.add(listener)
+        if self._updating is None or self._updating.done():
+            self._updating = asyncio.get_running_loop().create_task(self._update())
+        try:
+            while (message := await listener.messages.get()) is not None:
+                yield message
+        finally:
+            self._listeners.discard(listener)
+
+    async def _update(self) -> None:
+        look, last = self._open_look(), Snapshot({})
+        try:
+            while self._listeners and not self._is_ending():
+                now = await look()
+                self._publish(last, now)
+                last = now
+                await self._sleep(self._period_s)
+        except Exception:
+            logger.exception("the live page's data cannot be read")
+        finally:
+            for listener in self._listeners:
+                listener.end()
+
+    def _publish(self, last: Snapshot, now: Snapshot) -> None:
+        """Queue one message for each listener; each kind of message is encoded once."""
+        listeners = list(self._listeners)
+        update = encode(change(last, now)) if any(one.has_whole for one in listeners) else b""
+        first = encode(whole(now)) if not all(one.has_whole for one in listeners) else b""
+        for listener in listeners:
+            if not listener.put(update if listener.has_whole else first):
+                self._listeners.discard(listener)
+                self.num_dropped += 1
+                listener.end()
+            listener.has_whole = True

@@ -1,0 +1,97 @@
+// The state of the service: read from one stream of server-sent events, which fetch reads so that a key can be sent.
+
+const KEY = "floodplain-key";
+const RETRY_MS = 1500;
+
+export const state = { head: {}, rows: new Map(), history: [] };
+const MOST_HISTORY = 600; // two minutes at five updates a second
+
+export class NeedsKey extends Error {}
+
+export function setKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+export function headers() {
+  const key = sessionStorage.getItem(KEY);
+  return key === null ? {} : { Authorization: `Bearer ${key}` };
+}
+
+// Reads until the stream ends, again and again. onStatus gets a word; it throws NeedsKey if the service refuses the key.
+export async function follow(onUpdate, onStatus) {
+  for (;;) {
+    try {
+      await read(onUpdate, onStatus);
+      onStatus("reconnecting");
+    } catch (error) {
+      if (error instanceof NeedsKey) throw error;
+      onStatus("no connection");
+    }
+    await new Promise((done) => setTimeout(done, RETRY_MS));
+  }
+}
+
+async function read(onUpdate, onStatus) {
+  const response = await fetch("/live", { headers: headers(), cache: "no-store" });
+  if (response.status === 401 || response.status === 403) {
+    sessionStorage.removeItem(KEY);
+    throw new NeedsKey((await response.json()).error.message);
+  }
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  onStatus("live");
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const events = text.split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      if (event.startsWith("data: ")) apply(JSON.parse(event.slice(6)));
+    }
+    if (events.length) onUpdate();
+  }
+}
+
+let columns = [];
+
+export function apply(message) {
+  if (message.type === "whole") {
+    columns = message.columns;
+    state.head = message.head;
+    state.rows = new Map(message.rows.map((row) => [row[0], named(row)]));
+    state.history = [];
+  } else {
+    Object.assign(state.head, message.head);
+    for (const number of message.gone) state.rows.delete(number);
+    for (const row of message.rows) state.rows.set(row[0], named(row));
+    for (const [number, tokens, blocks] of message.grown) Object.assign(state.rows.get(number), { tokens, blocks });
+  }
+  remember();
+}
+
+function named(values) {
+  return Object.fromEntries(columns.map((name, place) => [name, values[place]]));
+}
+
+function remember() {
+  const { now_s, memory, totals } = state.head;
+  if (!memory) return;
+  state.history.push({ now_s, memory, tokens: totals.generated_tokens });
+  if (state.history.length > MOST_HISTORY) state.history.shift();
+}
+
+// Seconds that pictures show: as many as are known, within bounds.
+export function windowS(leastS, mostS) {
+  const { history } = state;
+  return history.length ? Math.max(leastS, Math.min(mostS, history.at(-1).now_s - history[0].now_s)) : leastS;
+}
+
+// Tokens a second over the last two seconds.
+export function tokenRate() {
+  const last = state.history.at(-1);
+  const first = state.history.find((one) => last.now_s - one.now_s <= 2);
+  if (!last || first === last) return 0;
+  return Math.max(0, (last.tokens - first.tokens) / (last.now_s - first.now_s));
+}
