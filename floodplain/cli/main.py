@@ -22,6 +22,7 @@ VERBS = {
     "serve": "serve a model over the OpenAI API",
     "instance": "one of many engines behind a router, which serve --instances is",
     "instances": "which instances are behind a router, and how they are",
+    "top": "what a server or a coordinator does now, in a terminal",
     "cluster": "let instances behind a router drop layers, restore them, or move a request",
     "vllm": "serve a model by vLLM, with our scheduler and swap space in it",
     "bench": "measure an engine (offline) or any OpenAI server (serve)",

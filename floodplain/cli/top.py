@@ -1,0 +1,89 @@
+"""``floodplain top URL``: shows in a terminal what a server or a coordinator does now."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.router import KEY_HELP, key_to_send
+from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
+from floodplain.files.parsing import parsing
+from floodplain.live.changes import Snapshot, whole
+from floodplain.live.follow import OTHER_VERSION, follow
+from floodplain.live.screen import draw
+from floodplain.observe.terminal import complain, say
+from floodplain.web.address import check_base_url
+from floodplain.web.bearer import read_secret
+from floodplain.web.client import HttpClient, NoAnswer, NoServer
+
+BEGIN, NEXT_LINE, END = "\033[?7l\033[H", "\033[K\n", "\033[J\033[?7h"
+"""Codes that write over the last screen without flicker, and cut long lines instead of wrapping them."""
+FRAME_LINES = 14
+"""Lines of a screen that are not rows of requests, and some to spare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopConfig:
+    """The flags of the verb. Raises UserError if ``url`` is no address."""
+
+    url: str = flag("http://127.0.0.1:8000", "of a server or a coordinator", positional=True)
+    api_key_file: Path | None = flag(None, KEY_HELP, metavar="FILE")
+    coordinator_token_file: Path | None = flag(None, "of a coordinator: an admin's token, in a file of mode 0600")
+    once: bool = flag(False, "show it once; if the output is no terminal, it is shown once in any case")
+
+    def __post_init__(self) -> None:
+        check_base_url(self.url, "URL")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    add_dataclass_flags(add_verb(verbs, "top", "Show what a server or a coordinator does, until Ctrl-C."), TopConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it until Ctrl-C; 1 if the service does not answer, or ends."""
+    config = dataclass_from(args, TopConfig)
+    url, is_screen = config.url.rstrip("/"), sys.stdout is not None and sys.stdout.isatty()
+    token_file = config.coordinator_token_file
+    key = read_secret(token_file, "coordinator token file") if token_file else key_to_send(config.api_key_file)
+    client = HttpClient(url, key, name="URL")
+    show = _show_json if args.format == "json" else _show_screen if is_screen else _show_plain
+    try:
+        asyncio.run(_watch(client, show, is_once=config.once or not is_screen))
+    except (NoAnswer, UserError) as error:
+        complain(str(error) if isinstance(error, NoServer) else f"no live data at {url}: {error}")
+        return 1
+    return 0
+
+
+async def _watch(client: HttpClient, show: Callable[[Snapshot], None], *, is_once: bool) -> None:
+    async with aclosing(follow(client)) as snapshots:
+        async for snapshot in snapshots:
+            with parsing("its live data", OTHER_VERSION):
+                show(snapshot)
+            if is_once:
+                return
+
+
+def _show_screen(snapshot: Snapshot) -> None:
+    most_rows = max(3, shutil.get_terminal_size().lines - FRAME_LINES)
+    lines = draw(snapshot, most_rows=most_rows, has_colour=True).split("\n")
+    print(BEGIN + "".join(f"{line}{NEXT_LINE}" for line in lines) + END, end="", flush=True)
+
+
+def _show_plain(snapshot: Snapshot) -> None:
+    say(draw(snapshot, most_rows=1000))
+
+
+def _show_json(snapshot: Snapshot) -> None:
+    say(json.dumps(whole(snapshot)))

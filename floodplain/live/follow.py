@@ -1,0 +1,54 @@
+"""Reads a service's feed for programs: snapshots, one for each message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import parse_json, parsing
+from floodplain.live.changes import Snapshot, apply
+from floodplain.web.client import HttpClient, NoAnswer
+
+SILENCE_S = 10.0
+"""Seconds without a message after which the service is not heard any more; it sends at least one a second."""
+CONNECT_S = 2.0
+OTHER_VERSION = "are of another version, or not Floodplain's"
+MAX_MESSAGE_BYTES = 2**24
+"""Of one message: a few thousand rows."""
+
+
+async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
+    """The snapshots of a service, as they come.
+
+    Raises:
+        NoAnswer: It is not reached, refuses, is silent, or ends the stream.
+        UserError: It does not send what a feed sends.
+    """
+    now = Snapshot({})
+    async with aclosing(_messages(client)) as messages:
+        async for message in messages:
+            with parsing("its live data", OTHER_VERSION):
+                now = apply(now, parse_json(message, "its live data"))
+            yield now
+
+
+async def _messages(client: HttpClient) -> AsyncGenerator[str]:
+    try:
+        async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
+            if exchange.status == 404:
+                raise NoAnswer("it has no live data: it was started with --no-page, or is not a Floodplain service")
+            if exchange.status != 200:
+                raise NoAnswer(await exchange.problem())
+            text = b""
+            while (data := await exchange.read()) is not None:
+                exchange.deadline_s = time.monotonic() + SILENCE_S
+                *events, text = (text + data).split(b"\n\n")
+                if len(text) > MAX_MESSAGE_BYTES:
+                    raise UserError(f"its live data have a message over {MAX_MESSAGE_BYTES} bytes")
+                for event in events:
+                    yield event.removeprefix(b"data: ").decode(errors="replace")
+    except TimeoutError:
+        raise NoAnswer(f"it is silent for {SILENCE_S:g} s") from None
+    raise NoAnswer("it has ended the stream")

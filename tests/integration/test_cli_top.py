@@ -1,0 +1,82 @@
+"""``floodplain top``: what it shows of a server and a coordinator, and with what status it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from floodplain.cli.main import main
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.live.changes import Snapshot, apply
+from floodplain.live.screen import draw
+from floodplain.server.auth import KeyRing
+from floodplain.server.settings import ServerConfig
+from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.coordinators import coordinating, join, open_store, say
+from tests.support.peer import answer, answering
+from tests.support.secret_files import secret_file
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(FakeEngine()) as running:
+        yield running
+
+
+def test_a_pipe_gets_one_snapshot_without_codes(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", server.url]) == 0
+    text = capsys.readouterr().out
+    assert "\033" not in text
+    assert "fake" in text and "3 wait" in text and "pool 7.0 MiB" in text
+    assert len([line for line in text.splitlines() if line.startswith("#")]) == 2
+
+
+def test_json_is_the_whole_state(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", server.url, "--once", "--format", "json"]) == 0
+    snapshot = apply(Snapshot({}), json.loads(capsys.readouterr().out))
+    assert snapshot.head["model"] == "fake" and snapshot.rows.keys() == {1, 2}
+
+
+def test_a_server_with_keys_is_sent_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = secret_file(tmp_path, "alice open-sesame\n")
+    with serving(FakeEngine(), keys=KeyRing.from_file(path)) as running:
+        assert main(["top", running.url]) == 1
+        assert "give a valid API key" in capsys.readouterr().err
+        assert main(["top", running.url, "--api-key-file", str(path)]) == 0
+        monkeypatch.setenv("OPENAI_API_KEY", "open-sesame")
+        assert main(["top", running.url]) == 0
+
+
+def test_a_coordinator_is_shown_with_its_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = secret_file(tmp_path, "root-secret\nproducer gpu-* lends\n")
+    with coordinating(open_store(tmp_path), tokens=TokenRing.from_file(path)) as running:
+        say(running, join("ann"), token="root-secret")
+        assert main(["top", running.url, "--coordinator-token-file", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "1 members, 0 leases" in text and "ann: alive, offered 0 B" in text
+
+
+def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeEngine(), config=ServerConfig(page=False)) as running:
+        assert main(["top", running.url]) == 1
+        assert "started with --no-page" in capsys.readouterr().err
+    assert main(["top", running.url]) == 1
+    assert capsys.readouterr().err.startswith(f"floodplain: no server at {running.url}")
+    headless = b'data: {"type": "whole", "head": {"service": "server"}, "rows": []}\n\n'
+    for body in (headless, b'data: {"type": "whole"}\n\n', b"data: [1]\n\n", b"data: {\n\n", b"hello"):
+        with answering(answer(body)) as peer:
+            assert main(["top", peer.url]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    assert main(["top", "ftp://x"]) == 2
+
+
+def test_names_of_others_cannot_drive_the_terminal() -> None:
+    evil = {"name": "a\033[2Jb", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
+    head = {"service": "coordinator", "version": "1", "role": "leading", "members": [evil], "leases": [],
+            "counts": {"members": 1, "leases": 0}}  # fmt: skip
+    assert "\033[2J" not in draw(Snapshot(head), most_rows=5, has_colour=True)
