@@ -20,7 +20,7 @@ DOCS_STAMP := .venv-docs/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
-	packages lint-deploy
+	packages lint-deploy test-page
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -39,7 +39,7 @@ demo: $(STAMP)
 # longest come early then. Each of the two has one thread, and hundreds of processes start from bytecode.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		$(foreach kind,clients gpu vllm,--ignore=tests/$(kind))
+		$(foreach kind,clients gpu page vllm,--ignore=tests/$(kind))
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
@@ -84,6 +84,11 @@ $(CLUSTER_STAMP): tools/setup_cluster.sh constraints.txt $(STAMP)
 # Ray with two nodes on this machine, parts of which are killed under streaming clients: three minutes.
 test-cluster: $(CLUSTER_STAMP)
 	OMP_WAIT_POLICY=passive .venv-cluster/bin/python -m pytest -m cluster tests/integration/test_ray_cluster.py
+
+# The live page in headless Chromium (apt-get install chromium), a minute; SCREENSHOTS=FOLDER keeps pictures of it.
+test-page: $(STAMP)
+	tools/setup_page.sh
+	SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/page
 
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)

@@ -1,0 +1,193 @@
+"""The live page in headless Chromium against a real server, a router and a coordinator (``make test-page``).
+
+``make test-page SCREENSHOTS=FOLDER`` keeps pictures of it; those of docs/images are of a slower model
+(``PAGE_MODEL=smollm2 PAGE_KV_MEMORY=24MiB``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.leases.messages import Join, Offer, Recall, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Stamp
+from floodplain.lending.client import CoordinatorClient
+from tests.support.coordinators import RunningCoordinator, coordinating, open_store
+from tests.support.secret_files import secret_file
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
+"""Folder in which pictures are kept."""
+WAIT_MS = 60_000
+MODEL = os.environ.get("PAGE_MODEL", "dummy:tiny-llama")
+KV_MEMORY = os.environ.get("PAGE_KV_MEMORY", "768KiB")
+FLAGS = (
+    f"--kv-memory={KV_MEMORY}", "--swap-memory=64MiB", "--policy=fair", "--max-model-len=512", "--max-num-seqs=64",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM, "there is no chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=WAIT_MS)
+        yield opened
+        opened.close()
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [str(Path(sys.executable).with_name("floodplain")), "serve", MODEL, *FLAGS, "--port=0", "--format=json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with opened(browser) as page:
+        yield page
+
+
+@contextmanager
+def opened(browser: Browser, scheme: Any = "light", height: int = 1000) -> Iterator[Page]:
+    """A page that fails the test if a script fails or a file is missing."""
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 1180, "height": height})
+    page, problems = context.new_page(), []
+    page.set_default_timeout(WAIT_MS)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert [one for one in problems if "401" not in one and "403" not in one] == []
+
+
+def picture(page: Page, name: str) -> None:
+    """Keep a screenshot, if they are wanted."""
+    if SCREENSHOTS:
+        page.screenshot(path=str(Path(SCREENSHOTS) / f"{name}.png"))
+
+
+def numbers(page: Page, selector: str) -> set[int]:
+    return set(page.eval_on_selector_all(selector, "rows => rows.map(row => Number(row.dataset.number))"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_burst_is_shown_and_a_click_tells_a_life(browser: Browser, url: str, scheme: str) -> None:
+    with opened(browser, scheme) as page:
+        page.goto(url)
+        expect(page.locator("#status")).to_have_text("live")
+        page.click("#burst")
+        for state in ("running", "swapped", "waiting"):
+            expect(page.locator(f"#strip .is-{state}").first).to_be_visible()
+        assert len(numbers(page, "#strip .strip-row")) >= 40  # one row for each request of the burst
+        expect(page.locator("#why")).to_contain_text("Why requests wait")
+        page.locator("#strip .is-finished").first.wait_for()
+        swapped = page.locator("#strip .strip-row:has(.lane .swapped):has(.lane .first)").first
+        swapped.click()
+        story = page.locator("#life-events")
+        expect(story).to_contain_text(re.compile("arrives with .* swapped out: [0-9.]+ [KM]iB", re.S))
+        page.wait_for_timeout(2500)
+        picture(page, f"page-{scheme}")
+        expect(page.locator("#strip .is-waiting, #strip .is-running, #strip .is-swapped")).to_have_count(0)
+        expect(story).to_contain_text(re.compile("first token.*ends: length", re.S))
+        expect(page.locator("#life-title")).to_contain_text("ended by length")
+        assert page.locator(".tile.running b").inner_text() == "0"
+
+
+def test_rows_are_those_of_the_feed(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(page.locator("#status")).to_have_text("live")
+    page.click("#burst")
+    expect(page.locator("#strip .is-running").first).to_be_visible()
+    known = page.evaluate("import('/page/feed.js').then(feed => [...feed.state.rows.keys()])")
+    assert numbers(page, "#strip .strip-row") <= set(known)
+    memory = page.evaluate("import('/page/feed.js').then(feed => feed.state.head.memory)")
+    assert memory["running"] + memory["moving"] + memory["cached"] + memory["free"] == memory["pool"] > 0
+    expect(page.locator("#strip .is-waiting, #strip .is-running, #strip .is-swapped")).to_have_count(0)
+
+
+def test_a_key_is_asked_for_once_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
+    keys = secret_file(tmp_path, "alice open-sesame\n")
+    with serving(f"--api-key-file={keys}") as url, opened(browser) as page:
+        page.goto(url)
+        for key, is_right in (("wrong", False), ("open-sesame", True)):
+            page.fill("#key", key)
+            page.click("#key-form button")
+            expect(page.locator("#status")).to_have_text("live" if is_right else "locked")
+        page.reload()
+        expect(page.locator("#status")).to_have_text("live")
+        assert "open-sesame" not in page.content()
+        assert page.evaluate("localStorage.length") == 0
+
+
+def test_a_routers_page_shows_its_instances(browser: Browser) -> None:
+    with serving("--instances=2") as url, opened(browser, height=1150) as page:
+        page.goto(url)
+        expect(page.locator("#instances tbody tr")).to_have_count(2)
+        page.click("#burst")
+        expect(page.locator("#strip .is-placed").first).to_be_visible()
+        expect(page.locator("#strip .strip-row .number").first).to_contain_text(re.compile("#[0-9]+ on [01]"))
+        expect(page.locator("#strip .lane .first").first).to_be_attached()
+        picture(page, "page-router")
+
+
+def test_a_coordinators_page_shows_leases_as_arrows(browser: Browser, tmp_path: Path) -> None:
+    tokens = TokenRing.from_file(secret_file(tmp_path, "root\n"))
+    with (
+        coordinating(open_store(tmp_path), tokens=tokens, ttl_s=3600.0) as running,
+        opened(browser, height=620) as page,
+    ):
+        lend(running)
+        page.goto(running.url)
+        page.fill("#key", "root")
+        page.click("#key-form button")
+        expect(page.locator(".arrow")).to_have_count(3)
+        expect(page.locator("text.recalled").first).to_contain_text(re.compile("recalled, [0-9]+ s left"))
+        expect(page.locator("#members tbody tr")).to_have_count(5)
+        picture(page, "page-coordinator")
+
+
+def lend(running: RunningCoordinator) -> None:
+    """Two lenders, three borrowers, and a recall."""
+    gib = 2**30
+    with closing(CoordinatorClient(running.url, "root")) as client:
+        client.send([Join(name, "i1") for name in ("gpu-0", "gpu-1", "chat-a", "chat-b", "chat-c")])
+        client.send([Offer("gpu-0", Stamp(1, 1), 9 * gib), Offer("gpu-1", Stamp(1, 1), 4 * gib)])
+        for borrower, lender, size in (("chat-a", "gpu-0", 6), ("chat-b", "gpu-0", 3), ("chat-c", "gpu-1", 2)):
+            client.send([Request(borrower, 1, 1, (Shard(size * gib, lender),))])
+        client.send([Recall("gpu-0", Stamp(1, 2), 3 * gib, 90.0)])
+
+
+def test_no_page_is_404(browser: Browser) -> None:
+    with serving("--no-page") as url:
+        assert httpx.get(url).status_code == 404
