@@ -2,9 +2,9 @@
 
 import { bytes, drawing } from "./format.js";
 
-const AFTER = { arrived: "waiting", "given back": "waiting", scheduled: "running", placed: "running", swapped_in: "running" };
+const AFTER = { arrived: "waiting", "given back": "waiting", scheduled: "running", placed: "placed", swapped_in: "running" };
 
-// [{from_s, to_s, kind}], kind: waiting, running, swapped or dropped.
+// [{from_s, to_s, kind}], kind: waiting, placed, running, swapped or dropped.
 export function spans(row, nowS) {
   const found = [];
   row.events.forEach(([fromS, event, blocks], place) => {

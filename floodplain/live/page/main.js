@@ -19,7 +19,8 @@ function show() {
   $("burst").hidden = !head.can_burst;
   for (const id of ["river-card", "strip-card"]) $(id).hidden = !isServer;
   $("member-card").hidden = isServer;
-  $("instance-card").hidden = !head.instances;
+  $("instance-card").hidden = $("legend-placed").hidden = !head.instances;
+  for (const item of document.querySelectorAll(".one-engine")) item.hidden = Boolean(head.instances);
   $("lease-card").hidden = isServer && !head.leases.length;
   if (isServer) showServer(head);
   else {

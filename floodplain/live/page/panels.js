@@ -63,29 +63,42 @@ export function showLeases(target, leases) {
     target.replaceChildren(element("p", { class: "hint" }, "No memory is lent now."));
     return;
   }
-  const lenders = [...new Set(bundles.map((one) => one.from))];
-  const borrowers = [...new Set(bundles.map((one) => one.to))];
-  const height = GAP * Math.max(lenders.length, borrowers.length) + 8;
-  const at = (names, name) => ((names.indexOf(name) + 0.5) * height) / names.length;
+  const height = GAP * bundles.length + 8;
   const most = Math.max(...bundles.map((one) => one.bytes));
-  const parts = bundles.flatMap((one) => arrow(one, at(lenders, one.from), at(borrowers, one.to), most));
-  const name = (text, x, y, anchor) => drawing("text", { x, y: y + 4, "text-anchor": anchor, class: "end" }, text);
-  parts.push(...lenders.map((text) => name(text, 170, at(lenders, text), "end")));
-  parts.push(...borrowers.map((text) => name(text, 630, at(borrowers, text), "start")));
+  place(bundles, "from", "to", "y", height);
+  place(bundles, "to", "y", "toY", height);
+  const parts = bundles.flatMap((one) => arrow(one, most));
+  parts.push(...names(bundles, "from", "y", 170, "end"), ...names(bundles, "to", "toY", 630, "start"));
   target.replaceChildren(drawing("svg", { viewBox: `0 0 800 ${height}`, class: "leases" }, ...parts));
 }
 
-function arrow(one, y, toY, most) {
+// Gives each arrow a place of its own at one of its ends; arrows of one name are neighbours.
+function place(bundles, name, second, y, height) {
+  const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
+  const sorted = [...bundles].sort((a, b) => order(a[name], b[name]) || order(a[second], b[second]));
+  sorted.forEach((one, at) => (one[y] = ((at + 0.5) * height) / bundles.length));
+}
+
+function names(bundles, name, y, x, anchor) {
+  return [...new Set(bundles.map((one) => one[name]))].map((text) => {
+    const places = bundles.filter((one) => one[name] === text).map((one) => one[y]);
+    const middle = places.reduce((sum, one) => sum + one, 0) / places.length;
+    return drawing("text", { x, y: middle + 4, "text-anchor": anchor, class: "end" }, text);
+  });
+}
+
+function arrow(one, most) {
+  const { y, toY } = one;
   const recalled = one.due_in_s !== null;
   const kind = recalled ? "recalled" : "held";
   const width = 2 + (8 * one.bytes) / most;
-  const path = `M185 ${y} C 330 ${y}, 460 ${toY}, 600 ${toY}`;
+  const path = `M185 ${y} C 300 ${y}, 300 ${toY}, 420 ${toY} L600 ${toY}`;
   const left = recalled ? `: recalled, ${Math.abs(one.due_in_s).toFixed(0)} s ${one.due_in_s >= 0 ? "left" : "late"}` : "";
   const text = `${bytes(one.bytes)}${one.leases > 1 ? ` in ${one.leases} leases` : ""}${left}`;
   return [
     drawing("path", { d: path, "stroke-width": width, class: `arrow ${kind}` }),
     drawing("path", { d: `M600 ${toY - width / 2 - 4} l18 ${width / 2 + 4} l-18 ${width / 2 + 4} z`, class: `tip ${kind}` }),
-    drawing("text", { x: 392, y: (y + toY) / 2 - width / 2 - 4, "text-anchor": "middle", class: `label ${kind}` }, text),
+    drawing("text", { x: 590, y: toY - width / 2 - 5, "text-anchor": "end", class: `label ${kind}` }, text),
   ];
 }
 
