@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
+from floodplain.observe.style import BLACK, LINES, MARKERS, colours_of, make_figure, save_figure, styled
 
 PIPELINED = "pipelined"
 SHOWN = ("recompute", "paced", "pipeline", "drop", "auto")
@@ -37,13 +37,19 @@ def draw(runs: Sequence[Mapping[str, Any]], hardware: str, rate: float) -> Any:
     Below, when an arm's instances were a group; its changes are black. The burst is grey.
     """
     title = f"{runs[0]['load']}: KV memory and first tokens, with layers dropped and restored"
-    figure, panels = make_figure(title, f"SmolLM2-135M, two instances, {hardware}; calm: {rate:.2f} requests/s", 4, 1.6)
+    colours = colours_of(run["arm"] for run in runs)
+    key = {
+        arm: {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+        for index, (arm, colour) in enumerate(colours.items())
+    }
+    where = f"SmolLM2-135M, two instances, {hardware}; calm: {rate:.2f} requests/s"
+    figure, panels = make_figure(title, where, 4, 1.6, key=key)
     ttft, kv, queue, group = panels
     for panel in panels:
         for begin, end in runs[0]["bursts"]:
             panel.axvspan(begin, end, color="#eeeeee", zorder=0)
     for index, run in enumerate(runs):
-        colour, times = COLOURS[index % len(COLOURS)], run["timeline"]["time_s"]
+        colour, times = colours[run["arm"]], run["timeline"]["time_s"]
         marker = MARKERS[index % len(MARKERS)]
         ttft.plot(run["sent_s"], run["ttft_s"], marker, color=colour, markersize=3, label=run["arm"])
         kv.plot(times, run["timeline"]["used_blocks"], color=colour, linewidth=1.3)
@@ -51,7 +57,7 @@ def draw(runs: Sequence[Mapping[str, Any]], hardware: str, rate: float) -> Any:
         waiting = [sum(pair) for pair in zip(run["timeline"]["waiting"], run["timeline"]["swapped"], strict=True)]
         queue.plot(times, waiting, color=colour, linewidth=1.3, drawstyle="steps-post")
         for begin, end, state in changes_of(run["timeline"]):
-            shade = colour if state == PIPELINED else "#000000"
+            shade = colour if state == PIPELINED else BLACK
             group.barh(-index, end - begin, left=begin, height=0.6, color=shade)
     ttft.set_yscale("log")
     ttft.set_ylabel("TTFT (s)")
@@ -60,7 +66,6 @@ def draw(runs: Sequence[Mapping[str, Any]], hardware: str, rate: float) -> Any:
     group.set_yticks([-index for index in range(len(runs))], [run["arm"] for run in runs], fontsize=8)
     group.set_ylim(0.5 - len(runs), 0.5)
     group.set_xlabel("seconds since the load began")
-    figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(runs)))
     return figure
 
 

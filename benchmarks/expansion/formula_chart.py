@@ -26,11 +26,16 @@ def draw(results: Results, devices: Sequence[Device], path: Path) -> None:
             "lines: closed form; filled: with whole layers and three slots; open: the loop in virtual time; "
             f"{num_models} models"
         )
-        figure, (panel,) = make_figure("When it pays to let KV layers stream", where, panel_inches=3.2)
-        for i, device in enumerate(devices):
+        marks = {
+            f"{device.name} ({device.link_bandwidth / 1e9:.0f} GB/s, rho {device.link_ratio:.3f})": {
+                "color": COLOURS[i], "linestyle": LINES[i], "linewidth": 1.3
+            }
+            for i, device in enumerate(devices)
+        }  # fmt: skip
+        figure, (panel,) = make_figure("When it pays to let KV layers stream", where, panel_inches=3.2, key=marks)
+        for i, (device, mark) in enumerate(zip(devices, marks.values(), strict=True)):
             gains = [expansion_gain(best_expansion(1, pool, device.link_ratio), 1, pool) for pool in POOLS]
-            label = f"{device.name} ({device.link_bandwidth / 1e9:.0f} GB/s, rho {device.link_ratio:.3f})"
-            panel.plot(POOLS, gains, color=COLOURS[i], linestyle=LINES[i], linewidth=1.3, label=label)
+            panel.plot(POOLS, gains, **mark)
             points = [
                 (1 / cell.weights_per_pool, computed.gain, checked.gain)
                 for cell, (computed, checked) in results.items()
@@ -41,7 +46,6 @@ def draw(results: Results, devices: Sequence[Device], path: Path) -> None:
             panel.plot(pools, computed_gains, **style)
             panel.plot(pools, checked_gains, **style, markerfacecolor="none")
         _label(panel)
-        figure.legend(loc="outside lower center", ncols=2)
         save_figure(figure, path)
 
 

@@ -11,14 +11,14 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.placer.table1 import draw_cluster
 from benchmarks.placer.verify import violations
 from floodplain.files.results import write_result
-from floodplain.observe.style import COLOURS, make_figure, save_figure, styled
+from floodplain.observe.style import COLOURS, GREY, make_figure, save_figure, styled
 from floodplain.planner.classes import classify
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import place
@@ -70,20 +70,28 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+MARKS: Mapping[str, Mapping[str, Any]] = {
+    "median of ten": {"color": COLOURS[0], "marker": "o", "markersize": 4},
+    "longest of ten": {"color": COLOURS[1], "marker": "s", "markersize": 4},
+    "aim": {"color": GREY, "marker": "_", "markersize": 14, "linestyle": "none"},
+}
+
+
 def draw(curve: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds by size, on logarithmic axes."""
     with styled():
-        figure, (panel,) = make_figure("Placing models, by the size of the cluster", machine(), panel_inches=2.4)
+        largest = curve[-1]
+        title = f"Placing models on {largest['num_gpus']:,} GPUs takes {largest['median_s']:.1f} s (median)"
+        figure, (panel,) = make_figure(title, machine(), panel_inches=2.4, key=MARKS)
         sizes = [row["num_gpus"] for row in curve]
-        for i, (key, label) in enumerate((("median_s", "median of ten"), ("longest_s", "longest of ten"))):
-            panel.plot(sizes, [row[key] for row in curve], color=COLOURS[i], marker="o", markersize=4, label=label)
+        for column, label in (("median_s", "median of ten"), ("longest_s", "longest of ten")):
+            panel.plot(sizes, [row[column] for row in curve], **MARKS[label])
         aims = [(row["num_gpus"], row["aim_s"]) for row in curve if row["aim_s"]]
-        panel.plot(*zip(*aims, strict=True), color="#666666", marker="_", markersize=14, linestyle="none", label="aim")
+        panel.plot(*zip(*aims, strict=True), **MARKS["aim"])
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlabel("GPUs")
         panel.set_ylabel("seconds")
-        panel.legend()
         save_figure(figure, path)
 
 

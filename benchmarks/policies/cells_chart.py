@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cells import FACTORS, Cell, summarise
 
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
+from floodplain.observe.style import GREY, LINES, MARKERS, Key, colours_of, make_figure, save_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,26 +28,33 @@ def main() -> None:
     cells = {result["cell"]: result for result in results}
     with styled():
         where = "virtual time, seed 1, pool of 24 chats on two CPU cores; goals: five times an unloaded request"
-        figure, panels = make_figure("Requests that attain both goals", where, len(PANELS))
+        marks = _marks(results[0])
+        figure, panels = make_figure("Requests that attain both goals", where, len(PANELS), key=marks)
         for panel, (shape, mix) in zip(panels, PANELS, strict=True):
-            _draw(panel, [cells[Cell(factor, shape, mix).name] for factor in FACTORS])
+            _draw(panel, [cells[Cell(factor, shape, mix).name] for factor in FACTORS], marks)
             panel.set_ylabel(f"{mix if mix != 'all' else 'mixed lengths'},\n{shape}")
         panels[-1].set_xlabel("arrivals, as a multiple of the rate at which FCFS keeps TTFT p99 below a second")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
         save_figure(figure, HERE / "attained.png")
 
 
-def _draw(panel: Axes, results: list[dict[str, Any]]) -> None:
+def _marks(result: dict[str, Any]) -> Key:
+    """The line of each policy and reference."""
+    marks: dict[str, dict[str, Any]] = {
+        policy: {"color": colour, "marker": MARKERS[index], "linewidth": 2.2 if policy == "timely" else 1.2}
+        for index, (policy, colour) in enumerate(colours_of(result["policies"]).items())
+    }
+    for index, name in enumerate(result["references"]):
+        marks[name] = {"color": GREY, "linestyle": LINES[1 + index]}
+    return marks
+
+
+def _draw(panel: Axes, results: list[dict[str, Any]], marks: Key) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    for index, policy in enumerate(results[0]["policies"]):
-        shares = [result["policies"][policy]["attained"] for result in results]
-        width = 2.2 if policy == "timely" else 1.2
-        panel.plot(FACTORS, shares, color=COLOURS[index], marker=MARKERS[index], linewidth=width, label=policy)
-    for index, name in enumerate(results[0]["references"]):
-        shares = [result["references"][name] for result in results]
-        panel.plot(FACTORS, shares, color="#888888", linestyle=LINES[1 + index], label=name)
+    for policy in results[0]["policies"]:
+        panel.plot(FACTORS, [result["policies"][policy]["attained"] for result in results], **marks[policy])
+    for name in results[0]["references"]:
+        panel.plot(FACTORS, [result["references"][name] for result in results], **marks[name])
     panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     panel.set_ylim(0, 1)
 

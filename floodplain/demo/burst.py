@@ -15,7 +15,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.plots import residence_columns
+from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load

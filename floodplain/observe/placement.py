@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from floodplain.observe.style import COLOURS, styled
+from floodplain.observe.style import BLUE, make_figure, styled
 from floodplain.observe.table import format_number
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 MAX_ROWS = 40
 """Most servers that are drawn; the picture tells if there are more."""
 MAX_NAME = 14
-_BLUE = COLOURS[0]
 _LENDS, _NEEDS, _NEITHER, _EMPTY = "#9ecae1", "#fdae6b", "#dddddd", "#ffffff"
 _GB = 1e9
 
@@ -24,21 +23,19 @@ Place = tuple[float, float]
 
 def draw_placement(document: Mapping[str, Any]) -> Figure:
     """Draw a placement: the content of the ``--out`` file of ``floodplain place``."""
-    from matplotlib.figure import Figure
-
     servers = document["servers"][:MAX_ROWS]
     widest = max(server["num_gpus"] for server in servers)
     with styled():
-        size = (max(8.0, 1.0 + 1.05 * min(widest, 24)), 1.6 + 0.75 * len(servers))
-        figure = Figure(figsize=size, layout="constrained")
-        panel = figure.subplots()
+        title, where = _title(document, len(servers))
+        width = max(8.0, 1.0 + 1.05 * min(widest, 24))
+        figure, (panel,) = make_figure(title, where, panel_inches=0.75 * len(servers), width=width)
         places: dict[str, Place] = {}
         for row, server in enumerate(servers):
             places |= _draw_server(panel, row, server)
         for pair in document["pairs"]:
             if pair["producer"] in places and pair["consumer"] in places:
                 _draw_pair(panel, places[pair["producer"]], places[pair["consumer"]])
-        _finish(panel, document, servers, widest)
+        _finish(panel, servers, widest)
     return figure
 
 
@@ -69,12 +66,21 @@ def _draw_pair(panel: Axes, producer: Place, consumer: Place) -> None:
     panel.add_patch(
         FancyArrowPatch(
             producer, consumer, connectionstyle=f"arc3,rad={-bend if producer[1] == consumer[1] else 0}",
-            arrowstyle="-|>", mutation_scale=7, color=_BLUE, linewidth=1.0, shrinkA=0, shrinkB=0,
+            arrowstyle="-|>", mutation_scale=7, color=BLUE, linewidth=1.0, shrinkA=0, shrinkB=0,
         )
     )  # fmt: skip
 
 
-def _finish(panel: Axes, document: Mapping[str, Any], servers: Sequence[Mapping[str, Any]], widest: int) -> None:
+def _title(document: Mapping[str, Any], num_shown: int) -> tuple[str, str]:
+    """How much of the needed memory is matched, and how many of the servers are drawn."""
+    matched, needed = document["matched_bytes"], sum(row["needs_bytes"] for row in document["consumers"])
+    title = f"{format_number(matched / _GB)} of {format_number(needed / _GB)} GB that are needed are matched"
+    num_servers = len(document["servers"])
+    where = f"{num_servers} servers" if num_shown == num_servers else f"the first {num_shown} of {num_servers} servers"
+    return title, where
+
+
+def _finish(panel: Axes, servers: Sequence[Mapping[str, Any]], widest: int) -> None:
     panel.set_xlim(-0.1, widest)
     panel.set_ylim(len(servers) - 0.3, -0.6)
     panel.set_yticks([row + 0.25 for row in range(len(servers))], [server["name"] for server in servers])
@@ -84,12 +90,3 @@ def _finish(panel: Axes, document: Mapping[str, Any], servers: Sequence[Mapping[
     panel.tick_params(length=0)
     for spine in panel.spines.values():
         spine.set_visible(False)
-    matched, needed = document["matched_bytes"], sum(row["needs_bytes"] for row in document["consumers"])
-    shown = (
-        ""
-        if len(servers) == len(document["servers"])
-        else f" (first {len(servers)} of {len(document['servers'])} servers)"
-    )
-    panel.set_title(f"Who sits beside whom{shown}\n", loc="left", fontsize=12, fontweight="bold")
-    where = f"{format_number(matched / _GB)} of {format_number(needed / _GB)} GB that are needed are matched"
-    panel.text(0.0, 1.03, where, transform=panel.transAxes, ha="left", va="bottom", fontsize=8.5, color="#555555")

@@ -27,6 +27,15 @@ class Section:
     caption: str
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The first thing on the page: a small table (headings, rows) in large figures, and a sentence below."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    below: str
+
+
 def render_report(
     title: str,
     runs: Sequence[Run],
@@ -35,11 +44,14 @@ def render_report(
     ways: Mapping[str, str] | None = None,
     sections: Sequence[Section] = (),
     figures: Mapping[str, Figure] | None = None,
+    *,
+    lead: Lead | None = None,
 ) -> str:
     """The page as HTML that refers to nothing outside itself.
 
     ``paragraphs`` introduce it, ``ways`` describe the runs by name, ``sections`` follow their pictures, all in plain
-    text. ``figures`` are the runs' pictures, as of ``plots.draw_all``; None: all that they have data for.
+    text; ``lead`` stands before all. ``figures`` are the runs' pictures, as of ``plots.draw_all``; None: all that they
+    have data for.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -48,6 +60,7 @@ def render_report(
     return templates.get_template("report.html").render(
         title=title,
         where=subtitle(runs),
+        lead=lead,
         paragraphs=paragraphs,
         ways=ways,
         explanations=[explain(name, result) for name, result in runs],

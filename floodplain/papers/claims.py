@@ -58,8 +58,10 @@ class Unknown:
     default: str
 
 
-Curves = Mapping[str, tuple[Sequence[float] | Sequence[str], Sequence[float]]]
-"""Places and values by the name of the curve; places that are texts are bars."""
+Curve = tuple[Sequence[float] | Sequence[str], Sequence[float]]
+"""Places and values; places that are texts are bars."""
+Curves = Mapping[str, Curve]
+"""Curves by their name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.files.results import write_result
 from floodplain.observe.strict_json import save_result
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, render, styled
+from floodplain.observe.style import LINES, MARKERS, area, colours_of, make_figure, small_png, styled
 from floodplain.observe.table import format_number
-from floodplain.papers.claims import TOLERANCE, Claim, Curves, Finding, Verdict
+from floodplain.papers.claims import TOLERANCE, Claim, Curve, Curves, Finding, Picture, Verdict
 from floodplain.papers.registry import PAPERS
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ PAGE, DATA, IMAGES = "papers.md", "papers.json", "images"
 HEADINGS = ("claim", "paper", "ours", "ratio", "verdict", "Floodplain's own way")
 MANY_POINTS = 100
 """Curves with more points have no markers."""
-WIDTH_INCHES, NUM_COLOURS = 6.0, 64
+WIDTH_INCHES = 6.0
 _RULE = """\
 Each figure is simulated with the paper's models, GPUs, workload and baselines. Nothing here was measured on those GPUs.
 
@@ -40,19 +39,9 @@ last column is the same number under Floodplain's own way, where there is one.""
 def write_page(folder: Path, findings: Sequence[Finding], seeds: Sequence[int]) -> None:
     """Write the page, its pictures and its JSON. Raises WriteFailed."""
     for finding in findings:
-        write_result(folder / picture_path(finding), _small_png(draw(finding)))
+        write_result(folder / picture_path(finding), small_png(draw(finding)))
     write_result(folder / PAGE, make_page(findings, seeds))
     save_result(folder / DATA, to_document(findings, seeds))
-
-
-def _small_png(drawing: Drawing) -> bytes:
-    """A picture with few colours, a third of the bytes. Pillow comes with matplotlib."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    with Image.open(io.BytesIO(render(drawing, "png"))) as image:
-        image.convert("RGB").quantize(NUM_COLOURS).save(buffer, "PNG", optimize=True)
-    return buffer.getvalue()
 
 
 def picture_path(finding: Finding) -> Path:
@@ -156,45 +145,65 @@ def _number(value: float, unit: str) -> str:
 
 def draw(finding: Finding) -> Drawing:
     """The picture of a figure: the default of what the paper does not tell, with the first seed."""
-    picture = finding.picture
-    names = list(dict.fromkeys(name for curves in picture.panels.values() for name in curves))
+    picture, marks = finding.picture, _marks(finding.picture)
+    key = {name: area(mark["color"]) if _is_bars(picture, name) else mark for name, mark in marks.items()}
+    counts = Counter(claim.verdict for claim in finding.claims)
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     with styled():
-        drawing, panels = make_figure(finding.figure.name, finding.figure.shows, len(picture.panels))
-        drawing.set_size_inches(WIDTH_INCHES, drawing.get_size_inches()[1])
+        drawing, panels = make_figure(
+            finding.figure.shows, f"{finding.figure.name}, simulated; claims: {verdicts}", len(picture.panels),
+            key=key if len(key) > 1 else None, width=WIDTH_INCHES,
+        )  # fmt: skip
         for panel, (label, curves) in zip(panels, picture.panels.items(), strict=True):
             panel.set_ylabel(label)
-            _draw_curves(panel, curves, names)
+            _draw_curves(panel, curves, marks)
         panels[-1].set_xlabel(picture.x_label)
-        legend = {
-            text: handle for panel in panels for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)
-        }
-        if len(legend) > 1:
-            drawing.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2)
+        drawing.align_ylabels(panels)
     return drawing
 
 
-def _draw_curves(panel: Axes, curves: Curves, names: Sequence[str]) -> None:
-    """Draw one panel; a name has the same colour in all panels."""
-    bars = {name: curve for name, curve in curves.items() if curve[0] and isinstance(curve[0][0], str)}
+Marks = Mapping[str, Mapping[str, Any]]
+"""The line and marker of each name, the same in all panels."""
+
+
+def _marks(picture: Picture) -> Marks:
+    curves = {name: curve for panel in picture.panels.values() for name, curve in panel.items()}
+    return {
+        name: {
+            "color": colour,
+            "marker": MARKERS[i % len(MARKERS)] if len(curves[name][1]) <= MANY_POINTS else None,
+            "markersize": 3.5,
+            "linestyle": LINES[i % len(LINES)],
+            "linewidth": 1.2,
+        }
+        for i, (name, colour) in enumerate(colours_of(curves).items())
+    }
+
+
+def _is_bars(picture: Picture, name: str) -> bool:
+    return any(name in panel and _has_words(panel[name]) for panel in picture.panels.values())
+
+
+def _has_words(curve: Curve) -> bool:
+    return bool(curve[0]) and isinstance(curve[0][0], str)
+
+
+def _draw_curves(panel: Axes, curves: Curves, marks: Marks) -> None:
+    bars = {name: curve for name, curve in curves.items() if _has_words(curve)}
     if bars:
-        _draw_bars(panel, bars, names)
+        _draw_bars(panel, bars, marks)
     for name, (places, values) in curves.items():
         if name not in bars:
-            number = names.index(name)
-            marker = MARKERS[number % len(MARKERS)] if len(values) <= MANY_POINTS else None
-            panel.plot(
-                places, values, label=name, color=COLOURS[number % len(COLOURS)], marker=marker, markersize=3.5,
-                linestyle=LINES[number % len(LINES)], linewidth=1.2,
-            )  # fmt: skip
+            panel.plot(places, values, label=name, **marks[name])
     panel.set_ylim(bottom=0)
 
 
-def _draw_bars(panel: Axes, bars: Curves, names: Sequence[str]) -> None:
+def _draw_bars(panel: Axes, bars: Curves, marks: Marks) -> None:
     places = list(dict.fromkeys(place for labels, _ in bars.values() for place in labels))
     width = 0.8 / len(bars)
     for number, (name, (labels, values)) in enumerate(bars.items()):
         lefts = [places.index(label) + (number - (len(bars) - 1) / 2) * width for label in labels]
-        panel.bar(lefts, values, width, label=name, color=COLOURS[names.index(name) % len(COLOURS)])
+        panel.bar(lefts, values, width, label=name, color=marks[name]["color"])
     panel.set_xticks(range(len(places)), [str(place) for place in places])
 
 

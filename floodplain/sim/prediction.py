@@ -12,7 +12,7 @@ from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.plan import TransferKind
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.observe.plots import residence_columns
+from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import EngineReport, HardwareReport, RunInfo, SwapReport, benchmark_result
 from floodplain.sim.expanding import ExpandingStep
 from floodplain.sim.fleet import Fleet, SimulatedEngine, SimulatedGroup

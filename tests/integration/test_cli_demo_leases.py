@@ -84,7 +84,8 @@ def test_memory_is_lent_while_both_servers_answer(monkeypatch: pytest.MonkeyPatc
     assert max(samples["pool_bytes"]) > min(samples["pool_bytes"]), "the lender gave way"
     assert samples["time_s"][-1] < SCENE.end_s
     assert any("MiB were lent" in text for text in describe(told))
-    assert "lender: in use" in to_svg(draw_lending(told, "tiny on something"))
+    picture = to_svg(draw_lending(told, "tiny on something"))
+    assert all(text in picture for text in (">in use<", ">lent<", ">borrowed<", ">doubled<"))
 
 
 @pytest.mark.parametrize("end_s, error", [(0.01, None), (100.0, UserError("it hung up"))])

@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 
 from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.observe.plots import (
-    draw_all,
-    draw_pareto,
-    draw_strip,
-    draw_timeline,
-    draw_tpot,
-    draw_ttft,
-    residence_columns,
-    save_plots,
-    to_svg,
-)
+from floodplain.observe.pareto import draw_pareto
+from floodplain.observe.plots import draw_all, draw_timeline, draw_tpot, draw_ttft, save_plots, to_svg
 from floodplain.observe.report import render_report
+from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import HardwareReport, RunInfo, benchmark_result
+from floodplain.observe.strips import KEY, STATE_COLOURS, draw_beside_stock, draw_strip
 from floodplain.observe.style import subtitle
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import RequestRecord
@@ -76,7 +69,7 @@ def test_the_axes_of_requests_have_whole_numbers() -> None:
     name, result = run("one", 0.5)
     few = {key: value[:21] if isinstance(value, list) and len(value) == 30 else value for key, value in result.items()}
     for figure, axis in ((draw_ttft([(name, few)]), "xaxis"), (draw_strip([(name, result)]), "yaxis")):
-        ticks = getattr(figure.axes[0], axis).get_majorticklocs()
+        ticks = getattr(figure.axes[-1], axis).get_majorticklocs()
         assert len(ticks) > 3 and all(float(tick).is_integer() for tick in ticks)
 
 
@@ -98,28 +91,36 @@ def test_saved_pictures_are_whole_files(tmp_path: Path) -> None:
             assert "FCFS & co" in text
 
 
+def lines_of(panel: Any) -> dict[str, tuple[list[float], list[float]]]:
+    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
+
+
 def test_a_picture_shows_the_numbers_and_marks_failures() -> None:
-    (axes,) = draw_ttft(RUNS).axes
-    drawn = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert drawn["fair"][1] == pytest.approx([0.5] * 30)
-    assert 4 not in drawn["FCFS & co"][0]
-    assert drawn["FCFS & co: failed (1)"] == ([4], [0.0])
+    first, whole = (lines_of(panel) for panel in draw_ttft(RUNS).axes)
+    assert first["fair"][1] == pytest.approx([0.5] * 30)
+    assert whole["fair"][1] == pytest.approx([1.5] * 30), "the price stands below the gain"
+    assert 4 not in first["FCFS & co"][0]
+    assert first["FCFS & co: failed (1)"] == ([4], [0.0])
+    assert first["goal"][1] == pytest.approx([0.7, 0.7]) and "goal" not in whole
     timeline = draw_timeline(RUNS)
     assert timeline is not None
     kv = timeline.axes[-1].lines[0]
     assert max(kv.get_ydata()) == pytest.approx(49.0)
 
 
-def test_the_pareto_picture_has_a_point_per_run_and_a_line_per_goal() -> None:
+def test_the_pareto_picture_has_a_named_point_per_run_and_a_line_per_goal() -> None:
     pareto = draw_pareto(RUNS)
     assert pareto is not None
     (axes,) = pareto.axes
-    points = [collection.get_offsets()[0] for collection in axes.collections]
-    assert [list(point) for point in points] == [pytest.approx([2.0, 1000.0]), pytest.approx([0.5, 1000.0])]
-    areas = [collection.get_sizes()[0] for collection in axes.collections]
-    assert areas[1] / areas[0] == pytest.approx(1.5 / 3.0)  # E2E p99
+    points = {
+        str(each.get_label()): list(each.get_offsets()[0]) for each in axes.collections if len(each.get_offsets()) == 1
+    }
+    assert points["FCFS & co"] == pytest.approx([2.0, 1000.0]) and points["fair"] == pytest.approx([0.5, 1000.0])
     horizontal, vertical = ([line.get_xdata()[0], line.get_ydata()[0]] for line in axes.lines)
     assert (horizontal[0], vertical[1]) == (pytest.approx(0.7), pytest.approx(50.0))
+    words = [text.get_text() for text in axes.texts]
+    assert {"goal 0.70 s", "goal 50 ms", "fair\nE2E p50 1.50 s"} <= set(words)
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
 
 
 def test_goals_that_differ_between_runs_are_not_drawn() -> None:
@@ -133,14 +134,35 @@ def test_the_strip_has_a_row_for_each_request_in_order_of_arrival() -> None:
     strip = draw_strip(RUNS)
     assert strip is not None
     panels = strip.axes
-    assert [panel.get_ylabel() for panel in panels] == ["FCFS & co\n(request)", "fair\n(request)"]
-    alive, bars, dots = panels[1].lines
-    assert list(dots.get_xdata()) == pytest.approx([i + 0.5 for i in range(30)])
-    assert list(dots.get_ydata()) == list(range(1, 31))
-    xs, ys = list(bars.get_xdata()), list(bars.get_ydata())
-    assert xs[:6] == pytest.approx([0.25, 0.75, math.nan, 1.0, 1.5, math.nan], nan_ok=True)
-    assert ys[:7] == pytest.approx([1, 1, math.nan, 1, 1, math.nan, 2], nan_ok=True)
-    assert list(alive.get_xdata())[:2] == [0.0, 1.5]
+    assert [panel.get_title(loc="left") for panel in panels] == ["FCFS & co", "fair"]
+    waiting, prefill, decoding, preempted = panels[1].lines
+    for line, pairs in ((waiting, [(0, 0.25), (1, 1.25)]), (prefill, [(0.25, 0.5), (1.25, 1.5)])):
+        xs, ys = list(line.get_xdata()), list(line.get_ydata())
+        assert xs[:6] == pytest.approx([*pairs[0], math.nan, *pairs[1], math.nan], nan_ok=True)
+        assert ys[:7] == pytest.approx([1, 1, math.nan, 2, 2, math.nan, 3], nan_ok=True)
+    assert list(decoding.get_xdata())[:5] == pytest.approx([0.5, 0.75, math.nan, 1.0, 1.5], nan_ok=True)
+    assert list(preempted.get_xdata())[:2] == [0.75, 1.0]
+
+
+def test_states_have_the_colours_of_the_key_in_every_row() -> None:
+    for figure in (draw_strip(RUNS), draw_beside_stock(*RUNS)):
+        assert figure is not None
+        (legend,) = figure.legends
+        named = dict(zip([text.get_text() for text in legend.get_texts()], legend.legend_handles, strict=True))
+        assert list(named) == list(KEY)
+        for panel in figure.axes:
+            drawn = {str(line.get_label()): line.get_color() for line in panel.lines}
+            assert drawn == {words: handle.get_color() for words, handle in named.items()}
+    assert len(set(STATE_COLOURS.values())) == len(STATE_COLOURS)
+
+
+def test_the_picture_beside_stock_has_both_shares_of_good_requests() -> None:
+    figure = draw_beside_stock(*RUNS)
+    assert figure is not None
+    shares = [f"{100 * result['slo_attainment']:.0f} %" for _, result in RUNS]
+    assert [panel.texts[0].get_text() for panel in figure.axes] == shares
+    (name, result), other = RUNS
+    assert draw_beside_stock((name, result | {"slo_attainment": None}), other) is None
 
 
 def test_a_request_that_has_not_ended_has_no_row() -> None:
