@@ -1,8 +1,9 @@
-"""``floodplain demo``: serve one burst in three ways with a small real model, then lend memory between two servers.
+"""``floodplain demo``: serve bursts in three ways with a small real model, then lend memory between two servers.
 
 First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones), on a slow machine fewer. The
-load depends on this machine's capacity, measured once: a stable rate below it, several times that for the burst. Every
-way gets the same requests. Everything runs in this process, from the load client to the model. Second part:
+load depends on this machine's capacity, measured once: a stable rate below it, several times that for the burst. All
+ways get the same requests and serve alternately (``demo.alternation``). Everything runs in this process, from the load
+client to the model; meanwhile the load of other processes is measured (``demo.other_load``). Second part:
 ``demo.leases``. With ``--expansion`` or ``--cluster`` there is another, single part: layers that stream, or that are
 dropped (``demo.relief``).
 """
@@ -23,7 +24,9 @@ from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 
 if TYPE_CHECKING:
-    from floodplain.demo.burst import Run, Scale
+    from floodplain.demo.alternation import Run
+    from floodplain.demo.burst import Scale
+    from floodplain.demo.other_load import LoadMeter
 
 STABLE_SHARE = 0.5
 """The stable rate as a share of the measured capacity."""
@@ -34,8 +37,8 @@ class DemoConfig:
     """The flags of the demo."""
 
     out: Path = flag(Path("demo"), "folder for demo.json, pictures and index.html")
-    quick: bool = flag(False, "a shorter burst: about a minute in all")
-    expansion: bool = flag(False, "instead: the same burst in a part of the memory, with layers that stream")
+    quick: bool = flag(False, "shorter bursts: less than 90 seconds in all on two idle cores")
+    expansion: bool = flag(False, "instead: the same bursts in a part of the memory, with layers that stream")
     cluster: bool = flag(False, "instead: a spike over two instances, which drop layers and restore them")
     model: str = flag("smollm2", "the model that is served")
     seed: int = flag(0, "seed of arrivals, lengths and texts")
@@ -44,7 +47,7 @@ class DemoConfig:
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
     add_dataclass_flags(
-        add_verb(verbs, "demo", "Serve a burst in three ways, then lend memory between two servers."), DemoConfig
+        add_verb(verbs, "demo", "Serve bursts in three ways, then lend memory between two servers."), DemoConfig
     )
 
 
@@ -61,50 +64,60 @@ def run(args: argparse.Namespace) -> int:
 
     from floodplain.demo.burst import engine_config, sample_spec
     from floodplain.demo.leases import FULL_SCENE, QUICK_SCENE, serve_scene
+    from floodplain.demo.other_load import LoadMeter
     from floodplain.demo.page import print_summary, write_files
 
-    scale, runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
+    meter = LoadMeter()
+    scale, runs = asyncio.run(_serve_ways(demo, meter, progress=not args.quiet))
     leases = None
     try:
         if not demo.expansion:
             full = _scale(demo)
             sample = sample_spec(demo.seed, full)
             base, scene = engine_config(demo.model, sample, full), QUICK_SCENE if demo.quick else FULL_SCENE
-            leases = serve_scene(base, sample, scene, full.num_resident, progress=not args.quiet)
+            with meter.part("leases"):
+                leases = serve_scene(base, sample, scene, full.num_resident, progress=not args.quiet)
     finally:  # keep the first part's results, which took minutes
-        summary = write_files(demo.out, scale, runs, leases, expands=demo.expansion)
+        summary = write_files(demo.out, scale, runs, leases, meter.summary(), expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
     return 1 if any(result["failed"] for _, result in runs) or (leases or {}).get("failed") else 0
 
 
 def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
+    from floodplain.demo.other_load import LoadMeter
     from floodplain.demo.page import print_cluster_summary, write_cluster_files
     from floodplain.demo.relief import FULL_RELIEF, QUICK_RELIEF, runs_of, serve_relief
 
     scale = QUICK_RELIEF if demo.quick else FULL_RELIEF
-    records, cluster = serve_relief(demo.model, demo.seed, scale, progress=not args.quiet)
-    summary = write_cluster_files(demo.out, runs_of(records, demo.model, demo.seed, scale), cluster)
+    meter = LoadMeter()
+    with meter.part("cluster"):
+        records, cluster = serve_relief(demo.model, demo.seed, scale, progress=not args.quiet)
+    runs = runs_of(records, demo.model, demo.seed, scale)
+    summary = write_cluster_files(demo.out, runs, cluster, meter.summary())
     print_cluster_summary(demo.out, summary, as_json=args.format == "json")
     return 1 if cluster["failed"] else 0
 
 
-async def _serve_ways(demo: DemoConfig, *, progress: bool) -> tuple[Scale, list[Run]]:
-    from floodplain.demo.burst import burst, engine_config, fit_pool, measure_machine, sample_spec, serve_way
+async def _serve_ways(demo: DemoConfig, meter: LoadMeter, *, progress: bool) -> tuple[Scale, list[Run]]:
+    from floodplain.demo.alternation import repeated, serve_alternately
+    from floodplain.demo.burst import burst, engine_config, fit_pool, measure_machine, sample_spec
     from floodplain.demo.ways import WAYS, expansion_ways
     from floodplain.workload.goals import describe_goals
 
     scale = _scale(demo)
     sample = sample_spec(demo.seed, scale)
     base = engine_config(demo.model, sample, scale)
-    capacity, goals = await measure_machine(base, replace(sample, num_prompts=scale.num_resident))
+    with meter.part("calibration"):
+        capacity, goals = await measure_machine(base, replace(sample, num_prompts=scale.num_resident))
     if progress:
         print(describe_goals(goals, is_measured=True), file=sys.stderr)
     spec = replace(burst(sample, STABLE_SHARE * capacity, scale), goodput=goals)
     if not demo.expansion:  # whose pool is a part of this one
         scale = fit_pool(scale, spec.num_prompts or 0)
         base = engine_config(demo.model, sample, scale)
-    ways = expansion_ways(scale.pool_part) if demo.expansion else WAYS
-    return scale, [await serve_way(way, base, spec, capacity, progress=progress) for way in ways]
+    ways, loads = expansion_ways(scale.pool_part) if demo.expansion else WAYS, repeated(spec, scale.num_repeats)
+    facts = {"measured_capacity": capacity}
+    return scale, await serve_alternately(ways, base, loads, facts, meter, progress=progress)
 
 
 def _scale(demo: DemoConfig) -> Scale:

@@ -1,22 +1,15 @@
-"""The first part of ``floodplain demo``: one burst, too large for the memory of an engine, served once in each way."""
+"""The load of ``floodplain demo``: bursts too large for the memory of an engine, and the speed of this machine."""
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from floodplain.bench.engine_target import EngineTarget, started
-from floodplain.bench.offline import hardware_report, run_offline
-from floodplain.core.lifecycle import Lifecycle
-from floodplain.demo.ways import Way
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.residence import residence_columns
-from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import measure_goals
@@ -30,17 +23,18 @@ LEAST_RESIDENT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The size of the demo: seconds of the load before, in and after the burst, and its arrival rate as a factor.
+    """The size of the demo: seconds of a load before, in and after the burst, and its arrival rate as a factor.
 
-    ``num_resident`` is the most requests that the pool holds when half of their output is generated. Lengths are
-    chat-like, times a factor, and cut at tokens of prompt and of answer. With ``--expansion`` the full pool is
-    ``pool_part`` times the small one.
+    ``num_repeats`` loads, an even number (``demo.alternation``), are served in each way. ``num_resident`` is the most
+    requests that the pool holds when half of their output is generated. Lengths are chat-like, times a factor, and cut
+    at tokens of prompt and of answer. With ``--expansion`` the full pool is ``pool_part`` times the small one.
     """
 
     quiet_s: float
     burst_s: float
     tail_s: float
     burst_factor: float
+    num_repeats: int
     num_resident: int
     length_scale: float
     max_input: int
@@ -49,11 +43,11 @@ class Scale:
 
 
 FULL = Scale(
-    quiet_s=8.0, burst_s=14.0, tail_s=5.0, burst_factor=3.0,
+    quiet_s=4.0, burst_s=12.0, tail_s=3.0, burst_factor=3.0, num_repeats=2,
     num_resident=24, length_scale=0.6, max_input=320, max_output=256, pool_part=4,
 )  # fmt: skip
 QUICK = Scale(
-    quiet_s=0.8, burst_s=2.0, tail_s=0.4, burst_factor=4.0,
+    quiet_s=0.8, burst_s=2.0, tail_s=0.4, burst_factor=4.0, num_repeats=2,
     num_resident=12, length_scale=0.3, max_input=160, max_output=96, pool_part=2,
 )  # fmt: skip
 
@@ -72,7 +66,7 @@ def sample_spec(seed: int, scale: Scale) -> WorkloadSpec:
 
 
 def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpec:
-    """The load of the demo: the stable rate, a burst, the stable rate again."""
+    """A load of the demo: the stable rate, a burst, the stable rate again."""
     num_prompts = round(stable_rate * (scale.quiet_s + scale.burst_factor * scale.burst_s + scale.tail_s))
     return replace(
         sample,
@@ -111,30 +105,6 @@ def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfi
 
 
 CALIBRATION_TOKENS = 32
-NUM_WARM_UP, WARM_UP_TOKENS = 8, 16
-
-Run = tuple[str, dict[str, Any]]
-"""A way's name and its benchmark result."""
-
-
-async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: float, *, progress: bool) -> Run:
-    """Serve the requests of ``spec`` one way; returns its name and benchmark result, ``floodplain.residence`` included.
-
-    ``base`` has the engine flags that all ways share; ``capacity`` is the measured one, in requests per second.
-    """
-    lifecycles: list[Lifecycle] = []
-    async with started(AsyncEngine(build_engine(way.config(base), way.make_policy()))) as engine:
-        # so that threads, allocator and learned prices are alike for every way
-        await _time_batch(engine, replace(spec, num_prompts=NUM_WARM_UP), WARM_UP_TOKENS)
-        engine.subscribe(lifecycles.append)
-        if progress:
-            print(f"{way.name}:", file=sys.stderr)
-        start_s = time.monotonic()
-        run = await run_offline(engine, build(spec, engine.tokenizer), progress=progress)
-        info = _run_info(engine, spec, {"measured_capacity": capacity} | asdict(way.settings))
-    result = benchmark_result(run.records, info, run.report, run.timeline)
-    result["floodplain"]["residence"] = residence_columns(lifecycles, start_s)
-    return way.name, result
 
 
 async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[float, tuple[str, ...]]:
@@ -151,19 +121,6 @@ async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[floa
     decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
     return len(requests) / (short_s + decode_s * mean_output), goals
-
-
-def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:
-    return RunInfo(
-        backend="floodplain",
-        model_id=engine.model_name,
-        tokenizer_id=engine.model_name,
-        request_rate=spec.request_rate,
-        seed=spec.seed,
-        goodput=spec.goodput,
-        config=facts | asdict(engine.engine.config) | asdict(spec),
-        hardware=hardware_report(engine.engine.config.device, engine.engine.links),
-    )
 
 
 async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, num_tokens: int) -> float:

@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from floodplain.bench.offline import hardware_report
-from floodplain.demo.burst import Run, Scale
+from floodplain.demo.alternation import Run
+from floodplain.demo.burst import Scale
+from floodplain.demo.headline import describe_headline, headline, headline_rows
 from floodplain.demo.leases import describe
+from floodplain.demo.other_load import verdict
 from floodplain.demo.relief import describe_drop
 from floodplain.demo.ways import (
+    COMPARED,
+    EXPANSION_COMPARED,
     EXPANSION_TITLE,
     TITLE,
     WAYS,
+    Way,
     expansion_paragraphs,
     expansion_ways,
     paragraphs,
@@ -24,37 +30,50 @@ from floodplain.demo.ways import (
 from floodplain.files.results import write_result
 from floodplain.observe.demo_plots import draw_lending, draw_relief
 from floodplain.observe.plots import draw_all, save_figures, to_svg
-from floodplain.observe.report import Section, render_report
+from floodplain.observe.report import Lead, Section, render_report
 from floodplain.observe.strict_json import save_result, to_json
+from floodplain.observe.strips import draw_beside_stock
+from floodplain.observe.style import small_png
 from floodplain.observe.table import format_number, format_table, summary_rows, transposed
 from floodplain.observe.terminal import say
 
 LEASES_TITLE = "Memory lent between two servers"
 LEASES_CAPTION = (
-    "Above: the lender's memory; white is on its way from one to the other. Middle: where the borrower keeps what does "
-    "not fit on its device. Below: how many tokens it generates."
+    "Above: the lender's memory; white is moving between the servers. Middle: where the borrower keeps the KV that "
+    "does not fit on its device. Below: the tokens that it generates."
 )
 
 
 def write_files(
-    folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None, *, expands: bool = False
+    folder: Path,
+    scale: Scale,
+    runs: list[Run],
+    leases: Mapping[str, Any] | None,
+    other_load: Mapping[str, Any],
+    *,
+    expands: bool = False,
 ) -> dict[str, Any]:
     """Write all files into ``folder``, which is made; return the content of ``demo.json``.
 
-    Scale and runs are those of the first part; ``leases`` is None if the second one did not run. ``expands``: the runs
-    are those of ``--expansion``.
+    Scale and runs are those of the first part; ``leases`` is None if the second one did not run; ``other_load`` is the
+    meter's summary. ``expands``: the runs are those of ``--expansion``.
     """
     machine = describe_machine()
-    summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
+    ours, other = (runs[index] for index in (EXPANSION_COMPARED if expands else COMPARED))
+    head = headline(runs, ours[0], other[0])
+    summary = {
+        "headline": head,
+        "other_load": other_load,
+        "runs": [{"name": name, **result} for name, result in runs],
+        "leases": leases,
+        "machine": machine,
+    }
     save_result(folder / "demo.json", summary)
     figures = draw_all(runs)
     save_figures(figures, folder)
-    lengths = (scale.burst_s, scale.burst_factor)
-    if expands:
-        title, ways = EXPANSION_TITLE, expansion_ways(scale.pool_part)
-        words = expansion_paragraphs(scale.num_resident, scale.pool_part, *lengths)
-    else:
-        title, ways, words = TITLE, WAYS, paragraphs(scale.num_resident, *lengths)
+    if not expands and (beside := draw_beside_stock(other, ours)) is not None:
+        write_result(folder / README_PICTURE, small_png(beside))
+    title, ways, words = _page_words(scale, expands=expands)
     page = render_report(
         title,
         runs,
@@ -63,16 +82,30 @@ def write_files(
         {way.name: way.words for way in ways},
         [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
         figures,
+        lead=Lead(*headline_rows(head), verdict(other_load)),
     )
     write_result(folder / "index.html", page)
     return summary
 
 
+README_PICTURE = "readme.png"
+
+
+def _page_words(scale: Scale, *, expands: bool) -> tuple[str, Sequence[Way], tuple[str, ...]]:
+    """Title, ways and paragraphs of the page."""
+    lengths = (scale.burst_s, scale.burst_factor)
+    if expands:
+        words = expansion_paragraphs(scale.num_resident, scale.pool_part, *lengths)
+        return EXPANSION_TITLE, expansion_ways(scale.pool_part), words
+    return TITLE, WAYS, paragraphs(scale.num_resident, *lengths)
+
+
 def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a table of the runs, lines on expansion and leases, and the page's path; or all of ``demo.json``."""
+    """Print three numbers, a table, lines on expansion, leases and other load, and the page's path; or all as JSON."""
     if as_json:
         say(to_json(summary))
         return
+    say(f"{describe_headline(summary['headline'])}\n")
     say(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
     for run in summary["runs"]:
         moved = run["floodplain"]["expansion"]
@@ -88,6 +121,7 @@ def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) ->
             f"\nlent: at most {format_number(leases['most_lent_bytes'] / 2**20)} MiB; taken back: {recalls['num']} "
             f"leases, {format_number(recalls['mean_s'])} s each, {recalls['num_forced']} by force"
         )
+    say(verdict(summary["other_load"]))
     say(f"pictures and numbers: {folder / 'index.html'}")
 
 
@@ -111,20 +145,27 @@ def describe_machine() -> dict[str, Any]:
 RELIEF_TITLE = "Floodplain demo: a spike over two instances that can drop layers"
 RELIEF_SECTION = "Layers dropped, and restored"
 RELIEF_CAPTION = (
-    "Above: KV blocks that there are (black), and those that requests hold. Middle: requests. Below: the wait for the "
-    "first token of each request, at the second at which it was sent. Shaded: what the two instances did meanwhile."
+    "Bars at the top: the spike, and the state of the layers. Below them: KV blocks in all, and those that requests "
+    "hold; requests; the wait for the first token of each request, at the second at which it was sent."
 )
 RELIEF_ROWS = ("TTFT p50 (s)", "TTFT p99 (s)", "TPOT p50 (ms)", "TPOT p99 (ms)", "tokens/s", "done", "failed")
 """The rows of ``observe.table.SUMMARY`` that are printed."""
 
 
-def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any]) -> dict[str, Any]:
+def write_cluster_files(
+    folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any], other_load: Mapping[str, Any]
+) -> dict[str, Any]:
     """Write all files into ``folder``, which is made; return the content of ``demo.json``.
 
     There is a run for each phase, from ``runs_of``; ``cluster`` is from ``serve_relief``.
     """
     machine = describe_machine()
-    summary = {"runs": [{"name": name, **result} for name, result in runs], "cluster": cluster, "machine": machine}
+    summary = {
+        "other_load": other_load,
+        "runs": [{"name": name, **result} for name, result in runs],
+        "cluster": cluster,
+        "machine": machine,
+    }
     figure = draw_relief(cluster, f"{runs[0][1]['model_id']} on {machine['processor']}, two instances")
     save_result(folder / "demo.json", summary)
     save_figures({"cluster": figure}, folder)
@@ -132,7 +173,12 @@ def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str,
         RELIEF_SECTION, (describe_drop(cluster), describe_price(runs)), "cluster", to_svg(figure), RELIEF_CAPTION
     )
     page = render_report(
-        RELIEF_TITLE, runs, machine, relief_paragraphs(cluster["scene"]), sections=[section], figures={}
+        RELIEF_TITLE,
+        runs,
+        machine,
+        (*relief_paragraphs(cluster["scene"]), verdict(other_load)),
+        sections=[section],
+        figures={},
     )
     write_result(folder / "index.html", page)
     return summary
@@ -147,6 +193,7 @@ def print_cluster_summary(folder: Path, summary: Mapping[str, Any], *, as_json: 
     headings, rows = transposed(*summary_rows([(run["name"], run) for run in runs]))
     say(format_table(["", *headings[1:]], [row for row in rows if row[0] in RELIEF_ROWS]))
     say(f"\n{describe_drop(summary['cluster'])}\n{describe_price([(run['name'], run) for run in runs])}")
+    say(verdict(summary["other_load"]))
     say(f"picture and numbers: {folder / 'index.html'}")
 
 

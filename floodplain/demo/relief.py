@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from floodplain.bench.offline import hardware_report
-from floodplain.demo.burst import Run
+from floodplain.demo.alternation import Run
 from floodplain.demo.cluster import VerbProcess
 from floodplain.demo.users import Users, shifted
 from floodplain.demo.watch import (

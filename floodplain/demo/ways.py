@@ -13,8 +13,8 @@ HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
 """Links to this machine's own memory, and to a neighbour GPU's, which is about seven times faster."""
 SWAP_POOLS = 8
 """Swap space in KV pools, for ways that have it: so much that it is almost never the bottleneck."""
-TITLE = "Floodplain demo: one burst, served in three ways"
-EXPANSION_TITLE = "Floodplain demo: one burst, and a part of the memory"
+TITLE = "Floodplain demo: the same bursts, served in three ways"
+EXPANSION_TITLE = "Floodplain demo: the same bursts, and a part of the memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,10 @@ WAYS = (
 )
 
 
+COMPARED, EXPANSION_COMPARED = (2, 0), (1, 0)
+"""The indices of the two ways whose numbers lead: the one that is shown, and what it is compared with."""
+
+
 def expansion_ways(pool_part: int) -> tuple[Way, ...]:
     """The ways of ``--expansion``; the pool of the first two is 1/``pool_part`` of the last one's."""
     return (
@@ -113,9 +117,7 @@ def expansion_paragraphs(num_resident: int, pool_part: int, burst_s: float, burs
         f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
         f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident // pool_part} "
         f"requests, or {num_resident} in the last of the three ways.",
-        "The same requests are served once in each way, one way after the other, by the same model, in order of "
-        "arrival. All times are what the client saw, on this machine. One run of each way shows how they behave; small "
-        "differences between them may be chance.",
+        f"The same requests are served in each way, by the same model, in order of arrival. {_ORDER} {_CHANCE}",
     )
 
 
@@ -125,9 +127,14 @@ def paragraphs(num_resident: int, burst_s: float, burst_factor: float) -> tuple[
         f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
         f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident} requests: when "
         "more are alive than fit, some have to wait.",
-        "The same requests are served once in each way, one way after the other, by the same model with the same KV "
-        "memory; only the choice of who runs when differs, and where the KV of the others stays. While all fit, "
-        "the ways that take turns do what the first one does.",
-        "All times are what the client saw, on this machine. One run of each way shows how they behave; small "
-        "differences between them may be chance.",
+        "The same requests are served in each way, by the same model with the same KV memory. The ways differ in which "
+        f"request runs when, and where the KV of the others stays. {_ORDER}",
+        _CHANCE,
     )
+
+
+_ORDER = (
+    "Each burst is served once in each way before the next burst comes, and every second burst goes through the ways "
+    "backwards. So a steady drift of the machine's speed is the same for all ways."
+)
+_CHANCE = "All times are what the client saw, on this machine. Small differences between the ways may be chance."

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from floodplain.demo.burst import FULL, QUICK, Scale, engine_config, fit_pool, measure_machine, sample_spec, serve_way
+from floodplain.demo.alternation import repeated, serve_alternately
+from floodplain.demo.burst import FULL, QUICK, Scale, engine_config, fit_pool, measure_machine, sample_spec
 from floodplain.demo.leases import QUICK_SCENE
+from floodplain.demo.other_load import LoadMeter, Reading
 from floodplain.demo.page import print_summary, write_files
-from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, expansion_ways
+from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, Way, expansion_ways
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
@@ -28,17 +31,61 @@ BASE = EngineConfig(
 )
 SPEC = WorkloadSpec(
     request_rate=400.0, num_prompts=NUM_REQUESTS, max_input=40, max_output=48, ignore_eos=True, burst_factor=2.0,
-    burst_start=0.01, burst_duration=0.02,
+    burst_start=0.01, burst_duration=0.02, goodput=("ttft:1000000", "tpot:1000000"),
 )  # fmt: skip
+NUM_REPEATS = 2
+
+
+class Readings:
+    """A meter's readings: other processes use a twentieth of two cores in every second that passes."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def __call__(self) -> Reading:
+        self.time_s += 1.0
+        return Reading(self.time_s, busy_s=1.6 * self.time_s, own_s=1.5 * self.time_s)
+
+
+def meter() -> LoadMeter:
+    return LoadMeter(Readings(), num_cores=2)
+
+
+def serve(ways: Sequence[Way], base: EngineConfig, used: LoadMeter) -> list[tuple[str, dict[str, Any]]]:
+    loads = repeated(SPEC, NUM_REPEATS)
+    return asyncio.run(serve_alternately(ways, base, loads, {"measured_capacity": 1.0}, used, progress=False))
+
+
+USED = meter()
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    async def serve_all() -> dict[str, dict[str, Any]]:
-        return dict([await serve_way(way, BASE, SPEC, 1.0, progress=False) for way in WAYS])
-
     with unknown_prices():
-        return asyncio.run(serve_all())
+        return dict(serve(WAYS, BASE, USED))
+
+
+@pytest.mark.usefixtures("runs")
+def test_ways_serve_every_burst_alternately() -> None:
+    names = [way.name for way in WAYS]
+    assert [part.name for part in USED.parts] == [*names, *reversed(names)]
+    assert [part.share for part in USED.parts] == pytest.approx([0.05] * len(USED.parts))
+
+
+def test_a_ways_clock_stands_still_between_its_bursts(runs: dict[str, dict[str, Any]]) -> None:
+    """Its second burst begins at the last answer of the first one, whatever the other ways did in between."""
+    for result in runs.values():
+        begins_s = result["floodplain"]["bursts_s"]
+        ends_s = [
+            start_s + ttft_s + sum(gaps_s)
+            for start_s, ttft_s, gaps_s in zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
+        ]
+        assert begins_s[0] == 0.0 and max(ends_s[:NUM_REQUESTS]) <= begins_s[1]
+        assert min(result["start_times"][NUM_REQUESTS:]) >= begins_s[1]
+        assert min(result["floodplain"]["residence"]["arrival_s"][NUM_REQUESTS:]) >= begins_s[1]
+        times_s = result["floodplain"]["timeline"]["time_s"]
+        assert times_s == sorted(times_s) and times_s[-1] >= begins_s[1]
+        assert result["duration"] >= max(ends_s)
 
 
 def test_every_way_answers_the_same_requests(runs: dict[str, dict[str, Any]]) -> None:
@@ -80,12 +127,12 @@ def test_slow_machines_outgrow_the_pool_and_it_holds_the_longest_request(scale: 
 def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -> None:
     for result in runs.values():
         rows = result["floodplain"]["residence"]
-        assert {len(column) for column in rows.values()} == {NUM_REQUESTS}
+        assert {len(column) for column in rows.values()} == {NUM_REPEATS * NUM_REQUESTS}
         assert all(rows["on_device_s"])
         assert min(rows["arrival_s"]) >= 0
 
 
-def test_the_ways_that_take_turns_really_do(runs: dict[str, dict[str, Any]]) -> None:
+def test_the_ways_that_serve_bursts_really_do(runs: dict[str, dict[str, Any]]) -> None:
     """All three ways preempt; only the two that take turns swap in."""
     facts = {name: result["floodplain"] for name, result in runs.items()}
     assert all(one["preemptions"] > 0 for one in facts.values())
@@ -113,6 +160,7 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
 def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw one picture of a page only: all of them take seconds."""
     monkeypatch.setattr("floodplain.demo.page.draw_all", lambda runs: {"ttft": draw_ttft(runs)})
+    monkeypatch.setattr("floodplain.demo.page.draw_beside_stock", lambda *_: None)
 
 
 @pytest.mark.usefixtures("one_picture")
@@ -120,16 +168,14 @@ def test_a_part_of_the_memory_with_layers_that_stream(tmp_path: Path, capsys: py
     """The first two ways have half of the memory; only the second streams layers."""
     base = replace(BASE, model="dummy:tiny-deep", kv_memory=2**21)
 
-    async def serve_all() -> list[tuple[str, dict[str, Any]]]:
-        return [await serve_way(way, base, SPEC, 1.0, progress=False) for way in expansion_ways(2)]
-
-    runs = asyncio.run(serve_all())
+    used = meter()
+    runs = serve(expansion_ways(2), base, used)
     assert [result["failed"] for _, result in runs] == [0, 0, 0]
     small, same, large = (result["floodplain"]["config"]["kv_memory"] for _, result in runs)
     assert 2**20 <= small == same < 0.6 * large
     expansions = [result["floodplain"]["expansion"] for _, result in runs]
     assert [one["in_bytes"] > 0 for one in expansions] == [False, True, False]
-    summary = write_files(tmp_path, QUICK, runs, None, expands=True)
+    summary = write_files(tmp_path, QUICK, runs, None, used.summary(), expands=True)
     print_summary(tmp_path, summary, as_json=False)
     assert "expanded: " in capsys.readouterr().out
     page = (tmp_path / "index.html").read_text()
@@ -152,18 +198,24 @@ LEASES: dict[str, Any] = {
 def test_the_page_shows_both_parts(
     runs: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = write_files(tmp_path, QUICK, list(runs.items()), LEASES)
+    summary = write_files(tmp_path, QUICK, list(runs.items()), LEASES, USED.summary())
     page = (tmp_path / "index.html").read_text()
     assert "Memory lent between two servers" in page and "3 leases were taken back" in page
     assert json.loads((tmp_path / "demo.json").read_text())["leases"]["recalls"]["num"] == 3
-    assert {path.name for path in tmp_path.glob("*.png")} >= {"ttft.png", "strip.png", "leases.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} >= {"ttft.png", "strip.png", "leases.png", "readme.png"}
+    assert (tmp_path / "readme.png").stat().st_size < 250_000
     print_summary(tmp_path, summary, as_json=False)
-    assert "lent: at most 64 MiB; taken back: 3 leases, 1.25 s each, 0 by force" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert told.splitlines()[0].split() == ["floodplain", "fcfs"], "three numbers come first"
+    assert told.splitlines()[2].split()[-4:] == ["100", "%", "100", "%"]
+    assert "lent: at most 64 MiB; taken back: 3 leases, 1.25 s each, 0 by force" in told
+    assert "other processes used at most 5 % of the cores" in told
+    assert "requests that met both goals" in page[: page.index("A small language model")]
 
 
 @pytest.mark.usefixtures("one_picture")
 def test_the_first_part_is_kept_when_the_second_one_fails(runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    write_files(tmp_path, QUICK, list(runs.items()), None)
+    write_files(tmp_path, QUICK, list(runs.items()), None, USED.summary())
     assert "Memory lent" not in (tmp_path / "index.html").read_text()
     assert json.loads((tmp_path / "demo.json").read_text())["leases"] is None
     assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == len(runs)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from floodplain.cli.main import main
 from floodplain.cluster.router.listings import GroupRow, Groups, InstanceRow, Listing
 from floodplain.core.groups import GroupState
+from floodplain.demo.other_load import LoadMeter
 from floodplain.demo.page import print_cluster_summary, write_cluster_files
 from floodplain.demo.relief import (
     FULL_RELIEF,
@@ -161,13 +162,22 @@ def test_the_page_shows_the_drop_and_its_price(tmp_path: Path, capsys: pytest.Ca
     assert totals_of(groups(), METRICS) == TOTALS
     cluster = {"scene": asdict(QUICK_RELIEF), **summarise(RECORDS, SEEN, totals_of(groups(), METRICS))}
     assert cluster["blocks"] == {"before": 128, "dropped": 480, "most_used": 60}
-    summary = write_cluster_files(tmp_path, runs_of(RECORDS, "m", 0, QUICK_RELIEF), cluster)
+    summary = write_cluster_files(
+        tmp_path, runs_of(RECORDS, "m", 0, QUICK_RELIEF), cluster, LoadMeter(lambda: None).summary()
+    )
     print_cluster_summary(tmp_path, summary, as_json=False)
     printed, page = capsys.readouterr().out, (tmp_path / "index.html").read_text()
     for text in ("128 KV blocks became 480", "0.50 s after the decision", "TPOT"):
         assert text in printed and text in page
     picture = (tmp_path / "cluster.svg").read_text()
-    assert all(text in picture for text in (*SHOWN, "dropped: usable in 0.50 s", "restored in 4.00 s"))
+    assert all(
+        text in picture
+        for text in (
+            "128 KV blocks become 480 in a spike, usable in 0.50 s",
+            "restored in 4.0 s",
+            ">dropped: one pipeline<",
+        )
+    )
     saved = json.loads((tmp_path / "demo.json").read_text())
     assert [run["name"] for run in saved["runs"]] == list(PHASES)
     assert saved["cluster"]["totals"]["num_carried"] == 7 and (tmp_path / "cluster.png").exists()
