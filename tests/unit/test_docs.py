@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
@@ -12,6 +13,9 @@ import pytest
 from floodplain.cli.main import list_parsers
 from floodplain.cli.options import Parser, resolve
 from floodplain.core.errors import UserError
+from floodplain.engine.outputs import EngineStats
+from floodplain.server.counts import RequestCounts
+from floodplain.server.metrics import ServingMetrics
 from tests.support.markdown import find_broken_links, find_commands, find_mentions
 
 ROOT = Path(__file__).parents[2]
@@ -103,3 +107,11 @@ def test_a_command_that_does_not_parse_is_found(command: str) -> None:
 def test_a_mention_of_no_verb_or_flag_is_found(words: str) -> None:
     (found,) = find_mentions(f"Call `floodplain {words}` first.")
     assert _find_unknown(found)
+
+
+def test_every_metric_of_a_server_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    metrics = [*ServingMetrics("m", EngineStats, RequestCounts()).collect()]
+    assert len(metrics) > 30
+    names = [m.name.removeprefix("floodplain_") + ("_total" if m.type == "counter" else "") for m in metrics]
+    assert not [name for name in names if not re.search(rf"`{name}[`{{]", text)]
