@@ -17,6 +17,7 @@ from mkdocs.utils import get_relative_url
 from prometheus_client.core import Metric
 
 from floodplain.cli.main import list_parsers
+from floodplain.cli.options import COMMON_FLAGS
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.service import BookView, ServiceTotals
 from floodplain.engine.outputs import EngineStats
@@ -76,10 +77,12 @@ def write_flags() -> str:
 
 `floodplain VERB --help` prints the same. A flag such as `--max-num-seqs` is also the variable
 `FLOODPLAIN_MAX_NUM_SEQS` and the key `max_num_seqs` of a `--config` file; the command line counts first, then the
-variable, then the file.
+variable, then the file. Every verb has these flags, too:
+
 """
-    leaves = {words: parser for words, parser in list_parsers().items() if parser._subparsers is None}
-    return "\n".join([head, *(_write_verb(words, parser) for words, parser in sorted(leaves.items()))])
+    leaves = {words: parser for words, parser in sorted(list_parsers().items()) if parser._subparsers is None}
+    common = _list_groups(next(iter(leaves.values())))[COMMON_FLAGS]
+    return "\n".join([head + _write_flags(common) + "\n", *map(_write_verb, leaves, leaves.values())])
 
 
 def write_metrics() -> str:
@@ -114,14 +117,23 @@ def _find_targets(page: Path) -> Iterator[str]:
             yield target.relative_to(ROOT).as_posix()
 
 
+def _list_groups(parser: argparse.ArgumentParser) -> dict[str, list[argparse.Action]]:
+    """The flags of each group by its title, without ``--help``."""
+    shown = {
+        group.title or "": [one for one in group._group_actions if one.dest != "help"]
+        for group in parser._action_groups
+    }
+    return {title: actions for title, actions in shown.items() if actions}
+
+
 def _write_verb(words: str, parser: argparse.ArgumentParser) -> str:
-    groups = ((group.title or "", group._group_actions) for group in parser._action_groups)
-    tables = [
-        f"**{title}**\n\n{_write_table(('flag', 'meaning'), map(_write_flag, actions))}\n"
-        for title, actions in groups
-        if actions
-    ]
+    groups = {title: actions for title, actions in _list_groups(parser).items() if title != COMMON_FLAGS}
+    tables = [f"**{title}**\n\n{_write_flags(actions)}\n" for title, actions in groups.items()]
     return "\n".join([f"## floodplain {words}\n", f"{parser.description}\n", *tables])
+
+
+def _write_flags(actions: Iterable[argparse.Action]) -> str:
+    return _write_table(("flag", "meaning"), map(_write_flag, actions))
 
 
 def _write_flag(action: argparse.Action) -> tuple[str, str]:

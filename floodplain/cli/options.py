@@ -23,6 +23,9 @@ from floodplain.core.sizes import format_size, parse_size
 
 C = TypeVar("C")
 
+COMMON_FLAGS = "common flags"
+"""The title of the group of flags that every verb has."""
+
 _SIMILARITY, _TYPO_SIMILARITY = 0.5, 0.8
 _UNSET = object()
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -42,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 def add_verb(verbs: Any, name: str, description: str) -> Parser:
     """Add a verb, or a verb of a verb, with the flags that all of them have; ``verbs``: from ``add_subparsers``."""
     parser: Parser = verbs.add_parser(name, description=description, allow_abbrev=False)
-    common = parser.add_argument_group("common flags")
+    common = parser.add_argument_group(COMMON_FLAGS)
     common.add_argument("--config", metavar="FILE", help="YAML file with values for these flags")
     common.add_argument("--format", choices=("terminal", "json"), default="terminal", help="how results are printed")
     common.add_argument("-q", "--quiet", action="store_true", help="print results and errors only")
