@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.cluster.groups.controller import GroupController
+from floodplain.cluster.groups.plan import DTYPE_BYTES
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.state.request_table import RequestTable
@@ -102,6 +103,16 @@ def test_a_drop_is_made_only_if_more_streams_make_more_tokens(is_base: bool) -> 
     cluster.give(60)
     cluster.pass_time(2, used=100, waiting=26)
     assert cluster.prepared() == ({1, 2} if is_base else set())
+
+
+@pytest.mark.parametrize("num_instances", [2, 8])
+def test_each_member_of_a_drop_sends_its_own_kv(num_instances: int) -> None:
+    cluster = Cluster(num_instances, is_priced=True)
+    cluster.give(num_instances * 4)
+    cluster.pass_time(0.4, used=100, waiting=0)
+    assert cluster.monitor.load is not None
+    kv_bytes = 100 * FACTS.block_tokens * SHAPE.kv_bytes_per_token(DTYPE_BYTES[FACTS.dtype])
+    assert cluster.monitor._cost(cluster.monitor.load, 2).exchange_bytes == kv_bytes / 2
 
 
 def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:

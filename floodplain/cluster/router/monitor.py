@@ -161,7 +161,8 @@ class Monitor:
         remap_s = num_dropped * sizes.layer_bytes * FIRST_REMAP_S_PER_BYTE
         if counts.num_changes["dropped"]:
             remap_s = counts.usable_s / counts.num_changes["dropped"]
-        kv_bytes = load.num_used_blocks * sizes.block_bytes * sizes.num_layers
+        member_blocks = load.num_used_blocks / len(self._table.roster)
+        kv_bytes = member_blocks * sizes.block_bytes * sizes.num_layers
         return DropCost(remap_s, exchanged_bytes(kv_bytes, num_stages), FIRST_BANDWIDTH)
 
     def _sizes(self) -> DropSizes:
