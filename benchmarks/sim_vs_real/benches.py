@@ -12,13 +12,20 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from benchmarks.cluster.burst_loads import LOADS, PROMPT, own_rows
+from benchmarks.elasticity.arms import MOST_LENT, NUM_RESIDENT, SCALE
+from benchmarks.elasticity.pairs import NUM_LENDER_USERS
+from floodplain.cost.model_shape import shape_named
+from floodplain.demo.burst import FULL, engine_config, sample_spec
+from floodplain.demo.leases import LENDER_POOL_BYTES, short_texts, texts
 from floodplain.files.profile import Profile
 from floodplain.observe.strict_json import save_result
 from floodplain.sim.prediction import predict
@@ -35,7 +42,7 @@ LENGTHS = {"sharegpt": (0.6, 320, 256), "alpaca": (0.3, 320, 256)}
 PREFILL_TOKEN_S = 0.001
 """Of this model in bf16 with one thread: twice that with two (benchmarks/policies). A fit mixes it up with decodes."""
 NUM_FITS = 4
-MEASURES = ("tokens_s", "ttft_99_s", "e2e_99_s")
+MEASURES = ("tokens_s", "ttft_99_s", "e2e_99_s", "tpot_s")
 Row = dict[str, Any]
 
 
@@ -57,9 +64,12 @@ def simulate(line: Line, content: Row, rows: Sequence[TraceRow] | None = None) -
     with TemporaryDirectory() as folder:
         profile = Profile(kind="step", subject=SHAPE, machine="fit", settings={}, result=asdict(line))
         save_result(Path(folder, "steps.json"), profile.to_json())
-        content = {"model": SHAPE, "device": DEVICE, "cost": {"steps": "steps.json"}} | content
-        result = predict(make_scenario(content, "bench", Path(folder)), rows).result
+        common = {"model": SHAPE, "device": DEVICE, "cost": {"steps": "steps.json"}}
+        lenders = {name: common | lender for name, lender in content.get("lenders", {}).items()}
+        result = predict(make_scenario(common | content | {"lenders": lenders}, "bench", Path(folder)), rows).result
+    lent = result["floodplain"]["simulation"].get("lenders", {})
     return {
+        **{f"{name}_tpot_50_s": users["median_tpot_ms"] / 1e3 for name, users in lent.items()},
         "tokens_s": result["output_throughput"],
         "ttft_99_s": result["p99_ttft_ms"] / 1e3,
         "e2e_99_s": result["p99_e2el_ms"] / 1e3,
@@ -199,12 +209,79 @@ def _burst_scenario(arm: str) -> Row:
     return content
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+# -- elasticity --------------------------------------------------------------------------------------------------------
+
+NEIGHBOUR_LINK, HOST_LINK = 2.5e9, 0.35e9
+"""Bytes per second, assumed, in the ratio of nvlink4 and pcie5: the bench did not record them."""
+FEW = {"policy": "fcfs", "scheduling": "sync", "max_model_len": FULL.max_input + FULL.max_output}
+SAMPLE = sample_spec(0, FULL)
+BLOCK_BYTES = 16 * shape_named(SHAPE).kv_bytes_per_token()
+
+
+def compare_elasticity() -> Iterator[Row]:
+    """A borrower that swaps to its lender's memory over one that swaps to the host's; users of both wait for answers.
+
+    ``tokens_s`` is the borrower's and ``tpot_s`` the lender's: means over the seeds of all pairs.
+    """
+    pairs = json.loads((BENCHMARKS / "elasticity" / "pairs.json").read_text())["pairs"]
+    seeds, real = [pair["seed"] for pair in pairs], {arm: _pairs_mean(pairs, arm) for arm in ("host", "peer")}
+    line = _fit_expansion(json.loads((BENCHMARKS / "expansion" / "result.json").read_text())["runs"])
+    for _ in range(NUM_FITS):
+        line = line.times(_simulate_host(line, seeds)["tokens_s"] / real["host"]["tokens_s"])
+    simulated = _simulate_peer(line, seeds), _simulate_host(line, seeds)
+    yield _row("elasticity", f"{len(pairs)} pairs", "peer", "host", (real["peer"], real["host"]), simulated)
+
+
+def _pairs_mean(pairs: Sequence[Row], arm: str) -> Row:
+    tokens_s = fmean(pair[arm]["borrower_tokens_per_s"] for pair in pairs)
+    return {"tokens_s": tokens_s, "tpot_s": fmean(pair[arm]["mean_tpot_ms"] for pair in pairs) / 1e3}
+
+
+def _simulate_host(line: Line, seeds: Sequence[int]) -> Row:
+    """A server that swaps to host memory, and one with all of its memory to itself."""
+    swap = {"swap": {"memory": "1GiB", "link": HOST_LINK}}
+    borrowers = [simulate(line, _borrower(seed) | swap)["tokens_s"] for seed in seeds]
+    lenders = [simulate(line, _lender(seed))["tpot_50_s"] for seed in seeds]
+    return {"tokens_s": fmean(borrowers), "tpot_s": fmean(lenders)}
+
+
+def _simulate_peer(line: Line, seeds: Sequence[int]) -> Row:
+    """A server that swaps to memory of the other one."""
+    runs = []
+    for seed in seeds:
+        borrow = {"borrow": {"memory": MOST_LENT, "link": NEIGHBOUR_LINK}, "lenders": {"lender": _lender(seed)}}
+        runs.append(simulate(line, _borrower(seed) | borrow))
+    ours = {"tokens_s": "tokens_s", "tpot_s": "lender_tpot_50_s"}
+    return {name: fmean(run[key] for run in runs) for name, key in ours.items()}
+
+
+def _borrower(seed: int) -> Row:
+    engine = FEW | {"policy": "timely", "kv_blocks": _borrower_blocks()}
+    return {"engine": engine, "max_concurrency": SCALE.num_borrower_users, "workload": _of(texts(SAMPLE, seed + 1))}
+
+
+@cache
+def _borrower_blocks() -> int:
+    pool_bytes = engine_config("smollm2", SAMPLE, FULL).kv_memory or 0
+    return round(pool_bytes * NUM_RESIDENT / FULL.num_resident) // BLOCK_BYTES
+
+
+def _lender(seed: int) -> Row:
+    engine = FEW | {"kv_blocks": LENDER_POOL_BYTES // BLOCK_BYTES}
+    return {"engine": engine, "max_concurrency": NUM_LENDER_USERS, "workload": _of(short_texts(SAMPLE, seed))}
+
+
+def _of(spec: WorkloadSpec) -> Row:
+    names = ("num_prompts", "seed", "length_scale", "max_input", "max_output")
+    return {name: getattr(spec, name) for name in names} | {"goodput": ["ttft:1000"]}
+
+
+# -- all --------------------------------------------------------------------------------------------------------------
 
 
 def _row(bench: str, where: str, way: str, baseline: str, real: tuple[Row, Row], simulated: tuple[Row, Row]) -> Row:
     found: Row = {"bench": bench, "where": where, "way": way, "over": baseline}
-    for name in MEASURES:
+    for name in (name for name in MEASURES if name in real[0]):
         engine, ours = (pair[0][name] / pair[1][name] for pair in (real, simulated))
         found[name] = {"engine": engine, "simulated": ours, "error": 100 * (ours / engine - 1)}
     return found
@@ -212,16 +289,17 @@ def _row(bench: str, where: str, way: str, baseline: str, real: tuple[Row, Row],
 
 def print_table(rows: Sequence[Row]) -> None:
     """A line for each way: the engine's ratio, the simulator's, and the error of each measure."""
-    print("| bench | where | way / over | tokens/s: engine | simulated | error (%) | TTFT p99: engine | simulated "
-          "| E2E p99: engine | simulated | error (%) |")  # fmt: skip
-    print("|---" * 11 + "|")
+    heads = [f"{name}: engine / simulated | error (%)" for name in ("tokens/s", "TTFT p99", "E2E p99", "TPOT")]
+    print("| " + " | ".join(["bench", "where", "way / over", *heads]) + " |")
+    print("|---" * (3 + 2 * len(heads)) + "|")
     for row in rows:
-        tokens, ttft, e2e = (row[name] for name in MEASURES)
         cells = [row["bench"], row["where"], f"{row['way']} / {row['over']}"]
-        cells += [f"{tokens['engine']:.2f}", f"{tokens['simulated']:.2f}", f"{tokens['error']:+.0f}"]
-        cells += [f"{ttft['engine']:.2f}", f"{ttft['simulated']:.2f}"]
-        cells += [f"{e2e['engine']:.2f}", f"{e2e['simulated']:.2f}", f"{e2e['error']:+.0f}"]
+        cells += [_cell(row[name]) if name in row else "- | -" for name in MEASURES]
         print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _cell(ratio: Row) -> str:
+    return f"{ratio['engine']:.2f} / {ratio['simulated']:.2f} | {ratio['error']:+.0f}"
 
 
 def main() -> None:
@@ -229,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [*compare_expansion(), *compare_cluster()]
+    rows = [*compare_expansion(), *compare_cluster(), *compare_elasticity()]
     print_table(rows)
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")

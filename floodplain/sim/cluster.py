@@ -36,7 +36,7 @@ class VirtualCluster:
     Attributes:
         engines: Engines that accept requests; while there is none, requests wait in the cluster.
         stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
-        num_coming: Requests that have not arrived yet.
+        num_coming: Requests that were not sent yet.
     """
 
     def __init__(self, environment: Environment) -> None:

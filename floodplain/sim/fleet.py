@@ -23,6 +23,7 @@ from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
@@ -63,6 +64,7 @@ class Fleet:
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
+        self._arrivals = Arrivals(self.environment, self._submit, scenario.max_concurrency)
         self.engines: list[SimulatedEngine | SimulatedGroup] = []
         self._events, self.next_sample_s = blake2b(digest_size=16), 0.0
         self.groups = self._regroup(scenario.relief) if scenario.relief else None
@@ -78,9 +80,7 @@ class Fleet:
 
     def expect(self, requests: Iterable[Request]) -> None:
         """Submit all requests at their arrival times."""
-        for request in requests:
-            self._cluster.num_coming += 1
-            self.environment.schedule(request.arrival_s, partial(self._submit, request))
+        self._cluster.num_coming += self._arrivals.expect(requests)
 
     @property
     def is_idle(self) -> bool:
@@ -95,7 +95,7 @@ class Fleet:
     @property
     def expects_change(self) -> bool:
         """Whether requests are to arrive, or an instance is to start."""
-        return self._cluster.num_coming > 0 or len(self._cluster.engines) < self._scenario.num_instances
+        return self._arrivals.num_coming > 0 or len(self._cluster.engines) < self._scenario.num_instances
 
     def fail(self, slot: int, at_s: float, down_s: float) -> None:
         """Have an instance die at a time, and an empty one take its place ``down_s`` seconds later."""
@@ -122,24 +122,27 @@ class Fleet:
 
     def _add_group(self, loop: Loop, times: StageTimes) -> VirtualStages:
         group = SimulatedGroup(self, len(self.engines), loop, times)
+        group.instance.on_ended = self._arrivals.note_ended
         self.engines.append(group)
         return group.instance
 
     def _add_engine(self) -> SimulatedEngine:
         engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
+        engine.instance.on_ended = self._arrivals.note_ended
         self.engines.append(engine)
         return engine
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request) -> bool:
         self._cluster.num_coming -= 1
         try:
             self.engines[0].loop.check(request)
         except RequestRefused as error:
             self.refused[request.request_id] = str(error)
-        else:
-            if self.groups is not None:
-                self.groups.note_arrival(request)
-            self._cluster.submit(request)
+            return False
+        if self.groups is not None:
+            self.groups.note_arrival(request)
+        self._cluster.submit(request)
+        return True
 
     def _start(self, slot: int) -> _Life:
         engine = self._add_engine()

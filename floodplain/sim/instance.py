@@ -135,8 +135,8 @@ class VirtualInstance:
     Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for them, as in
     ``engine.shell``. ``lifecycles`` are in order of submission. With ``is_async`` each step is planned while the one
     before it runs, as under vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next
-    one is planned. ``on_step`` is called with each plan and the time of its start, ``on_boundary`` when a step has
-    ended, before the next one is planned.
+    one is planned. ``on_step`` is called with each plan and the time of its start, ``on_ended`` with the number of requests
+    that a step has ended, ``on_boundary`` when a step has ended, before the next one is planned.
 
     With a ``timer``, which ``step_time_s`` uses, steps that can only repeat the last one are made at once if they end
     before the next event and before ``until_s()``; all else is as it would be without. Then ``on_boundary`` must not be
@@ -159,6 +159,7 @@ class VirtualInstance:
         self.busy_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
+        self.on_ended: Callable[[int], object] | None = None
         self._environment = environment
         self._step_time_s, self._links = step_time_s, links
         self._timer, self._until_s, self._step_s = timer, until_s, 0.0  # and the time of the last step
@@ -318,7 +319,9 @@ class VirtualInstance:
         if self._is_stopped:
             return
         self._is_computing = False
-        self._driver.complete(result, self._environment.now)
+        outputs = self._driver.complete(result, self._environment.now)
+        if outputs.finished and self.on_ended is not None:
+            self.on_ended(len(outputs.finished))
         if self.on_boundary is not None:
             self.on_boundary()
         events, self._events = self._events, []

@@ -117,6 +117,7 @@ def _info(scenario: Scenario, goals: tuple[str, ...]) -> RunInfo:
         tokenizer_id="",
         request_rate=None if spec.trace or scenario.tenants else spec.request_rate,
         burstiness=spec.burstiness,
+        max_concurrency=scenario.max_concurrency,
         seed=spec.seed,
         config=dict(scenario.written),
         goodput=goals,
@@ -165,13 +166,15 @@ def _serve_alone(scenario: Scenario, machine: Machine, requests: Sequence[Reques
 
 
 def _record(fleet: Fleet, request: Request) -> RequestRecord:
-    times = tuple(when for life in fleet.lives_of(request) for when in life.token_times_s)
+    lives = fleet.lives_of(request)
+    times = tuple(when for life in lives for when in life.token_times_s)
+    sent_s = lives[0].arrival_s if lives else request.arrival_s
     return RequestRecord(
         request_id=request.request_id,
         prompt_tokens=len(request.prompt_token_ids),
         arrival_s=request.arrival_s,
-        sent_s=request.arrival_s,
-        finished_s=times[-1] if times else request.arrival_s,
+        sent_s=sent_s,
+        finished_s=times[-1] if times else sent_s,
         token_times_s=times,
         output_token_ids=None,
         text="",

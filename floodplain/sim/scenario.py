@@ -223,6 +223,7 @@ class _File(_Part):
     device: str
     tensor_parallel: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     instances: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    max_concurrency: Count | None = None
     cost: CostPart = CostPart()
     engine: EnginePart = EnginePart()
     swap: SwapPart | None = None
@@ -242,15 +243,17 @@ class _File(_Part):
 class Scenario:
     """A checked scenario.
 
-    ``tenants`` have a load each, by API key; without any, all requests are of ``workload``. ``lenders`` are scenarios
-    of engines that lend to the instances. ``servers`` have the names of the engines that fail together: ``instance-0``,
-    and ``NAME-0`` of a lender. ``written`` is the content as it was read, for results.
+    At most ``max_concurrency`` requests are sent at a time; None sends each when it arrives. ``tenants`` have a load
+    each, by API key; without any, all requests are of ``workload``. ``lenders`` are scenarios of engines that lend to
+    the instances. ``servers`` have the names of the engines that fail together: ``instance-0``, and ``NAME-0`` of a
+    lender. ``written`` is the content as it was read, for results.
     """
 
     shape: ModelShape
     device: Device
     num_shards: int
     num_instances: int
+    max_concurrency: int | None
     cost: CostPart
     engine: EnginePart
     swap: SwapPart | None
@@ -317,6 +320,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         device=device,
         num_shards=file.tensor_parallel,
         num_instances=file.instances,
+        max_concurrency=file.max_concurrency,
         cost=file.cost.model_copy(update=places),
         engine=file.engine,
         swap=file.swap,

@@ -35,6 +35,7 @@ class VirtualStages:
         active_s: Seconds in which steps were outstanding, up to the last time when none was.
         unseen: As ``VirtualInstance``: none, since the leader plans at any time.
         on_step: Called with each plan and the time of its start.
+        on_ended: Called with the number of requests that a step has ended.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class VirtualStages:
         self.unseen: Sequence[Request] = ()
         self.active_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
+        self.on_ended: Callable[[int], object] | None = None
         self._environment = environment
         self._stage_times = stage_times
         self._driver = StepDriver(loop)
@@ -107,7 +109,9 @@ class VirtualStages:
         return seq_id
 
     def _complete(self, plan: StepPlan) -> None:
-        self._driver.complete(dummy_result(plan), self._environment.now)
+        outputs = self._driver.complete(dummy_result(plan), self._environment.now)
+        if outputs.finished and self.on_ended is not None:
+            self.on_ended(len(outputs.finished))
         if not self._driver.num_outstanding:
             self.active_s += self._environment.now - self._active_since_s
         self._tell_if_paused()
