@@ -16,8 +16,10 @@ from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool, ExpandingStep
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 
 NUM_BLOCKS, BLOCK_TOKENS = 600, 16
 """Of the pool without streams: some 60 requests at a time. Only ratios count, so it stands for a pool of any size."""

@@ -37,7 +37,9 @@ from floodplain.policy.relief import (
 )
 from floodplain.policy.relief_rule import ReliefRule
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 from floodplain.sim.regrouping import GroupLink, Regrouping
 from floodplain.sim.serving import VirtualDevice
 

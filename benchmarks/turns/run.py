@@ -31,7 +31,10 @@ from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.sessions import SessionBook
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.instance import DUMMY_TOKEN, Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
+from floodplain.sim.virtual_engine import DUMMY_TOKEN
 
 HERE = Path(__file__).resolve().parent
 DEVICE, MODEL = "rtxpro6000", "qwen3-32b"

@@ -19,7 +19,8 @@ from floodplain.core.tiers import CopyTime, Link, Tier
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm import scheduler as plugin
 from floodplain.plugins.vllm.worker import SwapWorker
-from floodplain.sim.instance import StepLine, VirtualLinks
+from floodplain.sim.instance import StepLine
+from floodplain.sim.links import VirtualLinks
 
 COPY_LATENCY_S = 1e-5
 TINY = {

@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 
 from floodplain.core.request import Request
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 
 
 class Arrivals:

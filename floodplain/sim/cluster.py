@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request, SeqId
 from floodplain.policy.dispatch import InstanceView, choose_instance
-from floodplain.runtime.loop import Loop
-from floodplain.sim.instance import Environment
-
-
-class VirtualEngine(Protocol):
-    """An engine that accepts requests: ``VirtualInstance``, or a pipeline``."""
-
-    loop: Loop
-    lifecycles: dict[SeqId, Lifecycle]
-
-    @property
-    def unseen(self) -> Sequence[Request]:
-        """Requests that have arrived and are not submitted to the loop yet."""
-        ...
-
-    def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
-        """Submit a request that arrives now, and call ``then`` with its id."""
-        ...
+from floodplain.sim.environment import Environment
+from floodplain.sim.virtual_engine import VirtualEngine
 
 
 class VirtualCluster:

@@ -15,7 +15,7 @@ from floodplain.leases.states import Lease, LeaseId, LeaseState, concerned
 from floodplain.leases.table import Changes
 from floodplain.lending.agent import BEAT_S, MIN_GAP_S, pause_s
 from floodplain.lending.membership import LentDevice, Membership
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 
 EXCHANGE_S = 0.005
 """Seconds from a member's messages to their answer: a transaction (3 ms) and the network."""

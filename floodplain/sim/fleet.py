@@ -25,8 +25,10 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.cluster import VirtualCluster
+from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 from floodplain.sim.machine import Machine
 from floodplain.sim.regrouping import Regrouping
 from floodplain.sim.relief import ReliefModel, StageTimes, start_relief

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from math import inf
-from types import MappingProxyType
 
-from floodplain.core.errors import InvariantError
-from floodplain.core.free_blocks import BlockId
-from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sequence import Status
-from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.cost.step_time import StepTimer
-from floodplain.runtime.driver import StepDriver
-from floodplain.runtime.handover import adopt
 from floodplain.runtime.loop import Loop
-
-DUMMY_TOKEN = 0
-"""The token that every step samples. Requests end by ``max_tokens``; only prompts make contents differ."""
+from floodplain.sim.environment import Environment, Event
+from floodplain.sim.links import VirtualLinks
+from floodplain.sim.virtual_engine import DUMMY_TOKEN, VirtualEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,102 +34,17 @@ class StepLine:
         return self.base_s + self.decode_s * num_decodes + self.prefill_token_s * num_prefill
 
 
-class VirtualLinks:
-    """Links on which copies of one direction run one at a time; the two directions are independent.
-
-    ``links`` has them by the tier at their far end; the caller may change them during the simulation. ``bandwidths``:
-    bytes per second of directions that differ from the link's own.
-    """
-
-    def __init__(
-        self,
-        links: Mapping[Tier, Link],
-        block_bytes: int,
-        bandwidths: Mapping[tuple[Tier, Direction], float] = MappingProxyType({}),
-    ) -> None:
-        self._links, self._bandwidths = links, bandwidths
-        self._times: list[tuple[float, CopyTime]] = []
-        self._block_bytes = block_bytes
-        self._free_at_s: dict[tuple[Tier, Direction], float] = {}
-        self.moved_bytes = dict.fromkeys(TransferKind, 0)
-
-    def start(self, transfer: Transfer, now: float) -> float:
-        """Start a copy; returns the time when it ends. A copy over several tiers ends with the slowest of them."""
-        direction = transfer.kind.direction
-        ends = [now]
-        for tier in {location.tier for location in transfer.locations}:
-            num_blocks = sum(location.tier is tier for location in transfer.locations)
-            link, key = self._links[tier], (tier, direction)
-            bandwidth = self._bandwidths.get(key, link.bandwidth)
-            duration_s = link.latency_s + num_blocks * self._block_bytes / bandwidth
-            self._free_at_s[key] = max(now, self._free_at_s.get(key, 0.0)) + duration_s
-            self._times.append((self._free_at_s[key], CopyTime(tier, direction, 1, num_blocks, duration_s)))
-            self.moved_bytes[transfer.kind] += num_blocks * self._block_bytes
-            ends.append(self._free_at_s[key])
-        return max(ends)
-
-    def relocate(self, num_blocks: int, now: float) -> float:
-        """Start a copy between two tiers, through one direction of each; returns the time when it ends."""
-        slowest = min(self._links.values(), key=lambda link: link.bandwidth)
-        keys = [(Tier.PEER, Direction.INBOUND), (Tier.HOST, Direction.OUTBOUND)]
-        start_s = max(now, *(self._free_at_s.get(key, 0.0) for key in keys))
-        end_s = start_s + slowest.latency_s + num_blocks * self._block_bytes / slowest.bandwidth
-        self._free_at_s |= dict.fromkeys(keys, end_s)
-        return end_s
-
-    def take_copy_times(self, now: float) -> list[CopyTime]:
-        """The busy times of links for the copies that ended since the last call."""
-        ended = [copied for end, copied in self._times if end <= now]
-        self._times = [(end, copied) for end, copied in self._times if end > now]
-        return ended
-
-
-def dummy_result(plan: StepPlan) -> StepResult:
-    """One ``DUMMY_TOKEN`` for each sequence that a plan samples."""
-    return StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))
-
-
 LEAST_AHEAD, MOST_AHEAD = 2, 256
 """Least and most steps that are made at once."""
 
-Event = Callable[[], object]
 
-
-class Environment:
-    """Virtual time and its events. Events at the same time run in the order of scheduling."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Event]] = []
-        self._order, self._until_s = count(), inf
-
-    def schedule(self, when_s: float, event: Event) -> None:
-        """Run ``event`` at ``when_s``; InvariantError if that time has passed."""
-        if not when_s >= self.now:
-            raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
-        heapq.heappush(self._events, (when_s, next(self._order), event))
-
-    @property
-    def next_s(self) -> float:
-        """The time of the next event, or at which the run ends; inf if there is none."""
-        return min(self._events[0][0], self._until_s) if self._events else self._until_s
-
-    def run(self, until_s: float = inf) -> None:
-        """Run all events up to ``until_s``, those that they schedule included."""
-        self._until_s = until_s
-        while self._events and self._events[0][0] <= until_s:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
-
-
-class VirtualInstance:
+class VirtualInstance(VirtualEngine):
     """A loop with a virtual device, one step at a time, which takes ``step_time_s(plan)`` seconds.
 
     Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for them, as in
-    ``engine.shell``. ``lifecycles`` are in order of submission. With ``is_async`` each step is planned while the one
-    before it runs, as under vLLM's asynchronous scheduling: a request that arrives during a step is seen once the next
-    one is planned. ``on_step`` is called with each plan and the time of its start, ``on_ended`` with the number of requests
-    that a step has ended, ``on_boundary`` when a step has ended, before the next one is planned.
+    ``engine.shell``. With ``is_async`` each step is planned while the one before it runs, as under vLLM's asynchronous
+    scheduling: a request that arrives during a step is seen once the next one is planned. ``on_boundary`` is called
+    when a step has ended, before the next one is planned.
 
     With a ``timer``, which ``step_time_s`` uses, steps that can only repeat the last one are made at once if they end
     before the next event and before ``until_s()``; all else is as it would be without. Then ``on_boundary`` must not be
@@ -154,16 +62,11 @@ class VirtualInstance:
         timer: StepTimer | None = None,
         until_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        self.loop = loop
-        self.lifecycles: dict[SeqId, Lifecycle] = {}
+        super().__init__(environment, loop)
         self.busy_s = 0.0
-        self.on_step: Callable[[StepPlan, float], None] | None = None
         self.on_boundary: Callable[[], None] | None = None
-        self.on_ended: Callable[[int], object] | None = None
-        self._environment = environment
         self._step_time_s, self._links = step_time_s, links
         self._timer, self._until_s, self._step_s = timer, until_s, 0.0  # and the time of the last step
-        self._driver = StepDriver(loop)
         self._is_computing = False
         self._is_async, self._is_stopped = is_async, False
         self._on_paused: Callable[[], object] | None = None
@@ -172,39 +75,20 @@ class VirtualInstance:
         self._copied: list[tuple[int, tuple[int, ...]]] = []
 
     @property
-    def stall_s(self) -> float:
-        """Time in which requests were live, copies under way, and nothing could run."""
-        return self._driver.stall_s
-
-    @property
     def unseen(self) -> list[Request]:
-        """Requests that have arrived and are not submitted yet, since a step runs."""
+        """Requests that have arrived while a step runs."""
         return [request for request, _ in self._unseen]
 
-    def submit(self, request: Request) -> SeqId:
-        """Submit a request that arrives now."""
-        seq_id = self._take(request)
-        self.advance()
-        return seq_id
-
     def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
-        """Submit a request that arrives now, or at the end of the running step; ``then`` is called with its id."""
+        """As the base class: now, or at the end of the running step."""
         if self._is_computing:
             self._unseen.append((request, then))
         else:
             then(self._take(request))
             self.advance()
 
-    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
-        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
-        seq_id = self._take(request)
-        if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
-            self.loop.state.ledger.free(blocks)
-        self.advance()
-        return seq_id
-
     def pause(self, then: Callable[[], object]) -> None:
-        """Stop planning for good, and call ``then`` when no step and no copy is outstanding."""
+        """As the base class: copies end, too."""
         self._on_paused = then
         self.advance()
 
@@ -226,11 +110,6 @@ class VirtualInstance:
             replace(seq.request, known_token_ids=tuple(seq.tokens[seq.num_prompt :]), is_accepted=True) for seq in live
         ]
         return sorted([*known, *self.unseen], key=lambda request: request.arrival_s)
-
-    def _take(self, request: Request) -> SeqId:
-        seq_id = self.loop.submit(request)
-        self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
-        return seq_id
 
     def advance(self) -> None:
         """Plan the next step. Requests that arrived while the last one ran are seen before; if asynchronous, after."""
@@ -311,17 +190,14 @@ class VirtualInstance:
         self.busy_s += duration
         if self.on_step is not None:
             self.on_step(plan, now)
-        result = dummy_result(plan)
         self._is_computing = True
-        self._environment.schedule(now + duration, lambda: self._on_computed(result))
+        self._environment.schedule(now + duration, lambda: self._on_computed(plan))
 
-    def _on_computed(self, result: StepResult) -> None:
+    def _on_computed(self, plan: StepPlan) -> None:
         if self._is_stopped:
             return
         self._is_computing = False
-        outputs = self._driver.complete(result, self._environment.now)
-        if outputs.finished and self.on_ended is not None:
-            self.on_ended(len(outputs.finished))
+        self._complete(plan)
         if self.on_boundary is not None:
             self.on_boundary()
         events, self._events = self._events, []

@@ -18,7 +18,9 @@ from floodplain.lending.pool_lender import PoolLender, report_load
 from floodplain.policy.lending import LendingPolicy, LendingSettings, PoolLoad
 from floodplain.runtime.loop import Loop
 from floodplain.sim.coordinator import VirtualAgent, VirtualCoordinator
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 from floodplain.sim.scenario import BorrowPart, CoordinatorPart
 
 LOOK_S = 0.02

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
+from floodplain.sim.environment import Environment
 from floodplain.sim.fleet import Fleet, SimulatedEngine
-from floodplain.sim.instance import Environment
 from floodplain.sim.leasing import Leasing
 from floodplain.sim.machine import Machine, resolve_machine
 from floodplain.sim.scenario import INSTANCE, FaultPart, Scenario

@@ -18,35 +18,16 @@ from floodplain.core.errors import UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.group_merge import Merge
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.request import Request, SeqId
+from floodplain.core.request import Request
 from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
 from floodplain.policy.drop_timing import ClusterLoad, DropMove
 from floodplain.policy.relief import DropCost, Progress, exchanged_bytes
 from floodplain.policy.relief_rule import ReliefLoad, ReliefRule
 from floodplain.runtime.handover import HeldBlocks, Record, take_records
-from floodplain.sim.cluster import VirtualCluster, VirtualEngine
+from floodplain.sim.cluster import VirtualCluster
+from floodplain.sim.environment import Environment
 from floodplain.sim.group_plan import Moving, merge_of, plan_handover, without_kv
-from floodplain.sim.instance import DUMMY_TOKEN, Environment
-
-
-class GroupEngine(VirtualEngine, Protocol):
-    """An engine whose requests can be handed over."""
-
-    def submit(self, request: Request) -> SeqId:
-        """Submit a request that arrives now and computes all of its known tokens."""
-        ...
-
-    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
-        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
-        ...
-
-    def pause(self, then: Callable[[], object]) -> None:
-        """Stop planning for good, and call ``then`` when no step and no copy is outstanding."""
-        ...
-
-    def advance(self) -> None:
-        """Plan what can be planned now; for more memory."""
-        ...
+from floodplain.sim.virtual_engine import DUMMY_TOKEN, VirtualEngine
 
 
 class GroupModel(Protocol):
@@ -68,11 +49,11 @@ class GroupModel(Protocol):
     @property
     def head_cost(self) -> float: ...  # noqa: D102
 
-    def make_single(self, environment: Environment) -> GroupEngine:
+    def make_single(self, environment: Environment) -> VirtualEngine:
         """An instance with all layers."""
         ...
 
-    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> GroupEngine:
+    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualEngine:
         """A pipeline of members that keep these layers, with a pool of so many blocks."""
         ...
 
@@ -125,7 +106,7 @@ class _Group:
 
     members: tuple[int, ...]
     kept: tuple[range, ...]
-    engine: GroupEngine
+    engine: VirtualEngine
 
     @property
     def is_single(self) -> bool:
@@ -190,7 +171,7 @@ class Regrouping:
             self._join_single(number, model.make_single(cluster.environment))
 
     @property
-    def engines(self) -> list[GroupEngine]:
+    def engines(self) -> list[VirtualEngine]:
         """The engines that accept requests now."""
         return [group.engine for group in self._groups.values()]
 
@@ -308,7 +289,7 @@ class Regrouping:
         for member in members:
             member.engine.pause(partial(on_paused, member))
 
-    def _join_single(self, number: int, engine: GroupEngine) -> None:
+    def _join_single(self, number: int, engine: VirtualEngine) -> None:
         self._join(_Group((number,), (range(self._model.sizes.num_layers),), engine))
 
     def _join(self, group: _Group) -> None:
@@ -331,12 +312,12 @@ class Regrouping:
         self._join(_Group(change.instances, merge.kept, engine))
         self._cluster.environment.schedule(whole_s, partial(self._grow, engine, sizes.num_settled_quanta))
 
-    def _grow(self, engine: GroupEngine, num_blocks: int) -> None:
+    def _grow(self, engine: VirtualEngine, num_blocks: int) -> None:
         ledger = engine.loop.state.ledger
         ledger.add_memory(range(ledger.num_blocks, num_blocks))
         engine.advance()
 
-    def _take(self, engine: GroupEngine) -> list[Record]:
+    def _take(self, engine: VirtualEngine) -> list[Record]:
         """All requests of a paused engine."""
         for seq in engine.loop.state.running:
             seq.lifecycle.record(EventKind.PREEMPTED, self._cluster.environment.now)
@@ -374,7 +355,7 @@ class Regrouping:
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, engine: GroupEngine, moves: Sequence[Moving], change: _Change, num_blocks: int) -> float:
+    def _hand_over(self, engine: VirtualEngine, moves: Sequence[Moving], change: _Change, num_blocks: int) -> float:
         """Start requests without KV at once; each other request when links have carried its KV.
 
         Args:
@@ -423,7 +404,7 @@ class Regrouping:
                 self._cluster.note(request, engine.lifecycles, engine.submit(request))
         return last_s
 
-    def _adopt(self, engine: GroupEngine, held: HeldBlocks, row: int, record: Record) -> None:
+    def _adopt(self, engine: VirtualEngine, held: HeldBlocks, row: int, record: Record) -> None:
         self.num_moving -= 1
         request = _go_on(record)
         blocks = held.take(row)
@@ -435,7 +416,7 @@ class Regrouping:
         self._num_changing -= 1
 
 
-def _note_held(engine: GroupEngine, held: HeldBlocks) -> None:
+def _note_held(engine: VirtualEngine, held: HeldBlocks) -> None:
     """Tell the loop how many blocks are held: requests may wait for them while nothing else runs."""
     engine.loop.state.num_returning_blocks = held.num_blocks
 

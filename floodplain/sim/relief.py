@@ -19,11 +19,12 @@ from floodplain.policy.relief_rule import ReliefRule, timing_of
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.cluster import VirtualCluster
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 from floodplain.sim.machine import DTYPE_BYTES, Machine
-from floodplain.sim.regrouping import GroupEngine, GroupLink, Regrouping
+from floodplain.sim.regrouping import GroupLink, Regrouping
 from floodplain.sim.scenario import LinkName, ReliefPart, Scenario
 from floodplain.sim.stages import VirtualStages
+from floodplain.sim.virtual_engine import VirtualEngine
 
 LOOK_S = 0.2
 """Seconds between two looks at the load: a fifth of ``--instance-timeout``, as the router has it."""
@@ -48,8 +49,8 @@ class ReliefModel:
         scenario: Scenario,
         machine: Machine,
         part: ReliefPart,
-        add_single: Callable[[], GroupEngine],
-        add_group: Callable[[Loop, StageTimes], GroupEngine],
+        add_single: Callable[[], VirtualEngine],
+        add_group: Callable[[Loop, StageTimes], VirtualEngine],
     ) -> None:
         shape = scenario.shape
         self._scenario, self._machine, self._part = scenario, machine, part
@@ -59,11 +60,11 @@ class ReliefModel:
         layer_bytes = shape.layer_bytes(DTYPE_BYTES) // scenario.num_shards
         self.sizes = DropSizes(shape.num_layers, layer_bytes, machine.block_bytes // shape.num_layers)
 
-    def make_single(self, environment: Environment) -> GroupEngine:
+    def make_single(self, environment: Environment) -> VirtualEngine:
         """An instance under the scenario's policy."""
         return self._add_single()
 
-    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> GroupEngine:
+    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualEngine:
         """A pipeline of members, in microbatches."""
         engine = self._scenario.engine
         config = LoopConfig(

@@ -15,7 +15,9 @@ from floodplain.core.tiers import Link, SlotLedger
 from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

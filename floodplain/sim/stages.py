@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.free_blocks import BlockId
-from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request, SeqId
 from floodplain.cost.pipeline import ChunkPrice
@@ -16,72 +14,40 @@ from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.policy.drop import DropSizes
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
-from floodplain.runtime.driver import StepDriver
-from floodplain.runtime.handover import adopt
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.instance import Environment, dummy_result
+from floodplain.sim.environment import Environment
+from floodplain.sim.virtual_engine import VirtualEngine
 
 
-class VirtualStages:
+class VirtualStages(VirtualEngine):
     """A loop whose depth is the number of stages, beside other events. It has no swap space.
 
     The leader plans when its stage is free; every stage runs one plan at a time.
 
     Attributes:
-        loop: The step loop of the leader.
-        lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Seconds that each stage computed.
         active_s: Seconds in which steps were outstanding, up to the last time when none was.
-        unseen: As ``VirtualInstance``: none, since the leader plans at any time.
-        on_step: Called with each plan and the time of its start.
-        on_ended: Called with the number of requests that a step has ended.
     """
 
     def __init__(
         self, environment: Environment, loop: Loop, stage_times: Callable[[StepPlan], Sequence[float]]
     ) -> None:
-        self.loop = loop
-        self.lifecycles: dict[SeqId, Lifecycle] = {}
+        super().__init__(environment, loop)
         self.busy_s = [0.0] * loop.state.config.depth
-        self.unseen: Sequence[Request] = ()
         self.active_s = 0.0
-        self.on_step: Callable[[StepPlan, float], None] | None = None
-        self.on_ended: Callable[[int], object] | None = None
-        self._environment = environment
         self._stage_times = stage_times
-        self._driver = StepDriver(loop)
         self._free_s = [environment.now] * len(self.busy_s)
         self._on_paused: Callable[[], object] | None = None
         self._active_since_s = 0.0
 
-    @property
-    def stall_s(self) -> float:
-        """As ``VirtualInstance``: 0, since stages wait for no copies."""
-        return self._driver.stall_s
-
-    def submit(self, request: Request) -> SeqId:
-        """Submit a request that arrives now and computes all of its known tokens."""
-        seq_id = self._take_in(request)
-        self.advance()
-        return seq_id
-
     def arrive(self, request: Request, then: Callable[[SeqId], object]) -> None:
-        """As ``submit``, for ``sim.cluster.VirtualEngine``."""
-        seq_id = self._take_in(request)
-        then(seq_id)
+        """As the base class: at once, since the leader plans at any time."""
+        then(self._take(request))
         self.advance()
-
-    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
-        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
-        seq_id = self._take_in(request)
-        if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
-            self.loop.state.ledger.free(blocks)
-        self.advance()
-        return seq_id
 
     def pause(self, then: Callable[[], object]) -> None:
-        """Stop planning for good, and call ``then`` when no step is outstanding."""
+        """As the base class."""
         self._on_paused = then
         self._tell_if_paused()
 
@@ -100,18 +66,11 @@ class VirtualStages:
             for stage, duration_s in enumerate(self._stage_times(plan)):
                 end_s = self._free_s[stage] = max(end_s, self._free_s[stage]) + duration_s
                 self.busy_s[stage] += duration_s
-            self._environment.schedule(end_s, partial(self._complete, plan))
+            self._environment.schedule(end_s, partial(self._end_step, plan))
             self._environment.schedule(self._free_s[0], self.advance)
 
-    def _take_in(self, request: Request) -> SeqId:
-        seq_id = self.loop.submit(request)
-        self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
-        return seq_id
-
-    def _complete(self, plan: StepPlan) -> None:
-        outputs = self._driver.complete(dummy_result(plan), self._environment.now)
-        if outputs.finished and self.on_ended is not None:
-            self.on_ended(len(outputs.finished))
+    def _end_step(self, plan: StepPlan) -> None:
+        self._complete(plan)
         if not self._driver.num_outstanding:
             self.active_s += self._environment.now - self._active_since_s
         self._tell_if_paused()

@@ -30,7 +30,8 @@ from floodplain.engine.shell import Engine
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopState
-from floodplain.sim.instance import Environment, VirtualInstance
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 16 * 512
 SWAP = {"swap": "host", "swap_memory": 2**20, "hardware": "emulated-pcie4"}

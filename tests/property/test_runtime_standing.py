@@ -23,7 +23,10 @@ from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.standing import Standing
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.instance import DUMMY_TOKEN, Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
+from floodplain.sim.virtual_engine import DUMMY_TOKEN
 from tests.support.examples import examples
 from tests.support.loops import make_request
 

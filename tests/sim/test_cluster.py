@@ -22,7 +22,7 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim import regrouping
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 from floodplain.sim.regrouping import GroupLink, Regrouping, Transition
 from floodplain.sim.serving import VirtualDevice, serve
 from floodplain.sim.stages import VirtualModel, VirtualStages

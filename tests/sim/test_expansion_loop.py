@@ -12,8 +12,10 @@ from floodplain.core.layer_places import every_place
 from floodplain.core.request import Request
 from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool, ExpandingStep
-from floodplain.sim.instance import Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
 from tests.support.bursts import BLOCK_BYTES, Machine
 from tests.support.loops import make_request
 

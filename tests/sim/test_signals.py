@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from floodplain.sim.coordinator import VirtualCoordinator
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 from floodplain.sim.signals import PoolSignal, SignalMembers, SignalSettings
 
 MIB, GIB = 2**20, 2**30

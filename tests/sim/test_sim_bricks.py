@@ -13,9 +13,12 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Link, Location, Tier
-from floodplain.sim.instance import DUMMY_TOKEN, Environment, StepLine, VirtualLinks, dummy_result
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import StepLine
+from floodplain.sim.links import VirtualLinks
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.scenario import make_scenario
+from floodplain.sim.virtual_engine import DUMMY_TOKEN, dummy_result
 from tests.support.examples import examples
 
 # -- time ------------------------------------------------------------------------------------------------------------

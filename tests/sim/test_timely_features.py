@@ -26,8 +26,11 @@ from floodplain.policy.timely import STEPS_BESIDE
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
+from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool
-from floodplain.sim.instance import DUMMY_TOKEN, Environment, VirtualInstance, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from floodplain.sim.links import VirtualLinks
+from floodplain.sim.virtual_engine import DUMMY_TOKEN
 from tests.support import overload
 from tests.support.bursts import BLOCK_BYTES, begin, burst, make_burst
 from tests.support.loops import AheadPolicy

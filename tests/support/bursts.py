@@ -20,7 +20,9 @@ from floodplain.core.view import View
 from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
-from floodplain.sim.instance import Environment, StepLine, VirtualInstance, VirtualLinks
+from floodplain.sim.environment import Environment
+from floodplain.sim.instance import StepLine, VirtualInstance
+from floodplain.sim.links import VirtualLinks
 from tests.support.loops import EOS, make_request
 
 BLOCK_BYTES = 1024

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from floodplain.core.plan import StepPlan
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
-from floodplain.sim.instance import dummy_result
+from floodplain.sim.virtual_engine import dummy_result
 
 
 @dataclass(frozen=True, slots=True)

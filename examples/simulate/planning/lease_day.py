@@ -12,7 +12,7 @@ from examples.simulate.planning.day import SLOT_S
 from examples.simulate.planning.gpus import BORROWER, HERE, LENDER, Gpus
 from examples.simulate.planning.windows import Window
 from floodplain.sim.coordinator import VirtualCoordinator
-from floodplain.sim.instance import Environment
+from floodplain.sim.environment import Environment
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.scenario import make_scenario
 from floodplain.sim.signals import PoolSignal, SignalMembers, SignalSettings
