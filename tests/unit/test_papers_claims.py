@@ -130,3 +130,31 @@ def test_the_page_counts_what_was_found() -> None:
     document = to_document([same_finding(figure, 100.0) for figure in figures], [0])
     verdicts = [each["verdict"] for figure in document["figures"].values() for each in figure["claims"]]
     assert verdicts.count("not reproduced") >= claims - sided
+
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "papers.md"
+
+
+def test_the_committed_page_has_all_figures_as_they_are_described_now() -> None:
+    """A section is made again when its figure, its claims or its assumptions change."""
+    page = COMMITTED.read_text()
+    _, *sections = page.split("\n### ")
+    assert [section.partition("\n")[0] for section in sections] == list(FIGURES)
+    for section, figure in zip(sections, FIGURES.values(), strict=True):
+        assert f"\n{figure.shows}. {figure.setting}.\n" in section
+        claims = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+        assert claims[2:] == [statement.text for statement in figure.statements]
+        assert section.split("Assumptions that are ours:\n\n")[1].partition("\n\n")[0].splitlines() == [
+            f"- {text}" for text in figure.assumptions
+        ]
+        assert (COMMITTED.parent / "images" / f"papers-{figure.name}.png").is_file()
+
+
+def test_the_committed_page_counts_its_verdicts() -> None:
+    page = COMMITTED.read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.count(" | ") == 5]
+    verdicts = [row[4] for row in rows if row[0] not in ("| claim", "| ---")]
+    begins = [verdict.value.removesuffix(" an assumption") for verdict in Verdict]
+    counts = [sum(each.startswith(begin) for each in verdicts) for begin in begins]
+    totals = ", ".join(f"{count} {verdict}" for count, verdict in zip(counts, Verdict, strict=True))
+    assert f"\n{len(verdicts)} claims: {totals}.\n" in page
