@@ -36,6 +36,19 @@ def find_mentions(text: str) -> Iterator[list[str]]:
         yield mention.split()
 
 
+def find_sources(text: str) -> Iterator[str]:
+    """The scripts, modules and scenarios of this repository that a page names, as paths from its root."""
+    yield from re.findall(r"(?<![\w./-])((?:benchmarks|examples|tests|tools)/[\w/.-]+\.(?:py|sh|yaml))\b", text)
+    for module in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]*\w)", text):
+        yield f"{module.replace('.', '/')}.py"
+
+
+def find_targets(text: str) -> list[str]:
+    """The targets of ``make`` that a page names in code."""
+    code = [match[3] for match in _FENCE.finditer(text)] + re.findall(r"`[^`\n]+`|^    .*$", text, re.MULTILINE)
+    return re.findall(r"^`? *make ([a-z][\w-]*)", "\n".join(code), re.MULTILINE)
+
+
 def _is_broken(page: Path, link: str) -> bool:
     if "://" in link or link.startswith("mailto:"):
         return False

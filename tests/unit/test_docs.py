@@ -16,7 +16,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
-from tests.support.markdown import find_broken_links, find_commands, find_mentions
+from tests.support.markdown import find_broken_links, find_commands, find_mentions, find_sources, find_targets
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -82,6 +82,19 @@ def test_every_mentioned_verb_and_flag_is_one() -> None:
     assert not [(name, words, wrong) for name, words in mentioned if (wrong := _find_unknown(words))]
 
 
+def test_every_named_script_is_there() -> None:
+    named = [(page.name, source) for page in PAGES for source in find_sources(page.read_text())]
+    assert len(named) > 80
+    assert not [(name, source) for name, source in named if not (ROOT / source).is_file()]
+
+
+def test_every_named_target_of_make_is_one() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [(page.name, target) for page in PAGES for target in find_targets(page.read_text())]
+    assert len(named) > 15
+    assert not [(name, target) for name, target in named if target not in targets]
+
+
 @pytest.mark.parametrize(
     "link", ["gone.md", "there.md#gone", "#gone", "empty/", "there.md#it-is-here-1", "../there.md"]
 )
@@ -115,3 +128,11 @@ def test_every_metric_of_a_server_is_documented() -> None:
     assert len(metrics) > 30
     names = [m.name.removeprefix("floodplain_") + ("_total" if m.type == "counter" else "") for m in metrics]
     assert not [name for name in names if not re.search(rf"`{name}[`{{]", text)]
+
+
+def test_names_of_scripts_and_targets_are_read() -> None:
+    text = (
+        "`make gone`, make nothing\n\n    python -m tests.gone.run\n\n```\nmake also-gone  # why\ntools/gone.sh\n```\n"
+    )
+    assert [*find_sources(text)] == ["tools/gone.sh", "tests/gone/run.py"]
+    assert sorted(find_targets(text)) == ["also-gone", "gone"]
