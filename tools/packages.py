@@ -32,13 +32,20 @@ def main() -> None:
     wheel, sdist = next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
     _run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)])
     _check_files(wheel, sdist)
-    found = [path for name in PYTHONS if (path := shutil.which(name)) is not None]
+    found = [name for name in PYTHONS if _runs(name)]
     if not found:
         sys.exit(f"none of {', '.join(PYTHONS)} is on PATH")
     for python in found:
         _try_wheel(wheel, python)
-    left_out = [name for name in PYTHONS if shutil.which(name) is None]
+    left_out = [name for name in PYTHONS if name not in found]
     print(f"not tried, because they are not on PATH: {', '.join(left_out)}" if left_out else "tried by every Python")
+
+
+def _runs(python: str) -> bool:
+    """Whether it is there: pyenv's name of a version that is not installed ends with an error."""
+    if shutil.which(python) is None:
+        return False
+    return subprocess.run([python, "-c", "import ensurepip"], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _check_files(wheel: Path, sdist: Path) -> None:
@@ -63,7 +70,7 @@ def _try_wheel(wheel: Path, python: str) -> None:
         _run([floodplain, "--help"], quiet=True)
         tokens = _serve_one(floodplain, Path(folder))
         listed = subprocess.run([own, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True)
-        print(f"{Path(python).name}: {len(json.loads(listed.stdout))} packages, {tokens} tokens served")
+        print(f"{python}: {len(json.loads(listed.stdout))} packages, {tokens} tokens served")
 
 
 def _serve_one(floodplain: str, folder: Path) -> int:
