@@ -17,7 +17,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.leases.states import LeaseState
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.observe.table import format_table
@@ -91,9 +91,9 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
         [
             row["name"],
             "alive" if row["is_living"] else "ended",
-            format_size(row["offered_bytes"]),
-            format_size(row["leased_bytes"]),
-            format_size(borrowed[row["name"]]),
+            show_size(row["offered_bytes"]),
+            show_size(row["leased_bytes"]),
+            show_size(borrowed[row["name"]]),
         ]
         for row in listing["members"]
     ]
@@ -102,7 +102,7 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
             row["lease_id"],
             row["producer"],
             row["consumer"],
-            format_size(row["num_bytes"]),
+            show_size(row["num_bytes"]),
             _age(unix_s - row["granted_unix_s"]),
             _state(row),
         ]

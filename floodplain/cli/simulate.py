@@ -173,12 +173,12 @@ def _describe_groups(name: str, groups: Mapping[str, Any]) -> str:
 
 
 def _describe_leases(leases: Mapping[str, Any]) -> str:
-    from floodplain.core.sizes import format_size
+    from floodplain.core.sizes import show_size
 
     outcomes = ", ".join(
-        f"{leases['leases'][name]} {name} ({format_size(leases['bytes'][name])})" for name in leases["leases"]
+        f"{leases['leases'][name]} {name} ({show_size(leases['bytes'][name])})" for name in leases["leases"]
     )
-    moved = format_size(leases["moved_to_host_bytes"])
+    moved = show_size(leases["moved_to_host_bytes"])
     return f"leases: {outcomes}; KV of {moved} moved to host memory, {leases['forced']} leases freed before it had"
 
 

@@ -24,7 +24,9 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:
-        raise UserError(f"{text!r} is no size: write 256MiB, 4GB, or bytes")
+        is_short = match is not None and f"{match[2]}b" in _UNITS
+        forms = f"{text.strip().upper()}iB, {text.strip().upper()}B" if is_short else "256MiB, 4GB"
+        raise UserError(f"{text!r} is no size: write {forms}, or bytes")
     num_bytes = Fraction(match[1]) * unit
     if num_bytes.denominator != 1:
         raise UserError(f"{text!r} is not a whole number of bytes")
@@ -39,3 +41,9 @@ def format_size(num_bytes: int) -> str:
         if num_bytes >= unit and num_bytes % unit == 0:
             return f"{num_bytes // unit}{name}"
     return f"{num_bytes}B"
+
+
+def show_size(num_bytes: int) -> str:
+    """A measured size for people, to four digits: ``63.5 MiB``."""
+    name, unit = next(((name, unit) for name, unit in _BINARY.items() if abs(num_bytes) >= unit), ("bytes", 1))
+    return f"{num_bytes / unit:.4g} {name}"

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.files.reading import user_folder
 from floodplain.model.network.parameters import ParameterBuffer
 
@@ -138,12 +138,12 @@ def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuf
             fd = _open_expected(path, layers)
             if fd is None:
                 layers.write(path, tensors)
-                logger.info("wrote the backstop %s, %s", path, format_size(layers.num_bytes))
+                logger.info("wrote the backstop %s, %s", path, show_size(layers.num_bytes))
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(
             f"the backstop {path} cannot be written ({error.strerror}): it needs a writable folder with "
-            f"{layers.num_bytes} bytes free"
+            f"{show_size(layers.num_bytes)} free"
         ) from error
     return Backstop(fd, path, layers)
 

@@ -8,6 +8,7 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.memory.backend import Backend
 from floodplain.memory.host.named_file import sweep
@@ -48,7 +49,8 @@ class DeviceMemory:
     ) -> None:
         left = sweep()  # a host device's memory outlives its process
         if left:
-            logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))
+            size = show_size(sum(left.values()))
+            logger.info("removed devices that killed engines left: %s, %s", ", ".join(left), size)
         shape = model.shape
         self.layout = KVLayout(
             num_layers=shape.num_layers,
@@ -103,7 +105,7 @@ class DeviceMemory:
         if num_now < least_blocks or pool.grow(ledger, num_now) is None:
             num_bytes = num_blocks * self.layout.block_bytes
             raise UserError(
-                f"a KV pool of {num_bytes} bytes does not fit: {self._find_shortage(num_bytes)}lower --kv-memory"
+                f"a KV pool of {show_size(num_bytes)} does not fit: {self._find_shortage(num_bytes)}lower --kv-memory"
             )
         if num_now < num_blocks:
             logger.warning("the KV pool begins with %d of %d blocks: neighbours hold the rest", num_now, num_blocks)
@@ -122,9 +124,9 @@ class DeviceMemory:
         backing = self.device.backing()
         if backing is not None and backing[1] < num_bytes:
             folder, free = backing
-            return f"{folder} has {free} bytes free: enlarge it (docker run --shm-size), or "
+            return f"{folder} has {show_size(free)} free: enlarge it (docker run --shm-size), or "
         free = self.device.num_free_pages() * self.device.page_bytes
-        return f"{free} bytes are free on the device; "
+        return f"{show_size(free)} are free on the device; "
 
     def close(self) -> None:
         """Free everything. Tensors over it must not be used any more. Safe to call twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size, show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.memory.host_memory import available_bytes
 from floodplain.model.weights.peek import peek_shape
@@ -18,10 +19,10 @@ def check_early(config: EngineConfig) -> None:
         available = available_bytes()
         for flag, size in asked.items():
             if size > available:
-                raise UserError(
-                    f"{flag} {size} is more than the {available} bytes that this machine has free: lower it"
-                )
+                asked_size, free = format_size(size), show_size(available)
+                raise UserError(f"{flag} {asked_size} is more than the {free} that this machine has free: lower it")
     block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(_ITEM_BYTES[config.dtype])
     for flag, size in asked.items():
         if size < block_bytes:
-            raise UserError(f"{flag} {size} is less than one KV block of {block_bytes} bytes: raise it")
+            least = show_size(block_bytes)
+            raise UserError(f"{flag} {format_size(size)} is less than one KV block of {least}: raise it")

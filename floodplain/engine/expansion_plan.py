@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.memory.kv_layout import KVLayout
 
@@ -111,10 +111,10 @@ def _plan_auto(
     ]
     if len(possible) == 1:
         least = next(places for places in every_place(layout.num_layers, num_slots) if places.num_streamed)
-        needed = format_size(_home_bytes(layout, least, base_blocks))
+        needed = show_size(_home_bytes(layout, least, base_blocks))
         raise UserError(
             f"--kv-expansion auto needs {needed} of host memory for {least.num_streamed} layers, and may take "
-            f"{format_size(most_bytes)}: raise --expansion-memory, or lower --kv-memory"
+            f"{show_size(most_bytes)}: raise --expansion-memory, or lower --kv-memory"
         )
     if not config.long_prompts:
         return ExpansionPlan(base_blocks, quantum_blocks, tuple(possible))
@@ -137,8 +137,8 @@ def _expect_memory(
     limit = available_bytes if config.expansion_memory is None else min(config.expansion_memory, available_bytes)
     if needed > limit:
         raise UserError(
-            f"--kv-expansion {config.kv_expansion} needs {format_size(needed)} of host memory for the copies of "
-            f"{places.num_streamed} layers, and {format_size(limit)} may be taken: lower it, lower --kv-memory, or "
+            f"--kv-expansion {config.kv_expansion} needs {show_size(needed)} of host memory for the copies of "
+            f"{places.num_streamed} layers, and {show_size(limit)} may be taken: lower it, lower --kv-memory, or "
             "raise --expansion-memory"
         )
 

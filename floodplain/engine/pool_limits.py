@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.steady_state import SteadyState
 from floodplain.lending.lent_pool import PoolLimits
@@ -45,7 +46,7 @@ def _lent_blocks(config: EngineConfig, block_bytes: int) -> int | None:
     """Whole blocks that the flags allow to lend; None: as many as can be spared."""
     num_bytes = config.most_lent_bytes
     if config.lends and num_bytes is not None and num_bytes < block_bytes:
-        raise UserError(f"--lend {config.lend} is less than one KV block of {block_bytes} bytes: raise it")
+        raise UserError(f"--lend {config.lend} is less than one KV block of {show_size(block_bytes)}: raise it")
     return None if num_bytes is None else num_bytes // block_bytes
 
 

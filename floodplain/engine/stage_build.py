@@ -16,7 +16,7 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 from floodplain.engine.config import EngineConfig
@@ -154,7 +154,7 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
         tokenizer = source.load_tokenizer()
         on_failure.pop_all()
     logger.info("engine config %s", json.dumps(asdict(config)))
-    size = format_size(pool.num_blocks * pool.block_bytes)
+    size = show_size(pool.num_blocks * pool.block_bytes)
     logger.info("stage %d has layers %d to %d, and %s of KV", stage, layers.start, layers.stop - 1, size)
     parts = StageParts(
         config=config,

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.files.profile import read_profile
 from floodplain.policy.lending import LendingSettings
 
@@ -34,5 +34,5 @@ def read_steady_state(profile: str | None) -> SteadyState | None:
     if not known.spare_bytes:
         logger.warning("%s says that %s is a consumer: nothing is lent", profile, known.subject)
     else:
-        logger.info("up to %s are lent, as %s says", format_size(known.spare_bytes), profile)
+        logger.info("up to %s are lent, as %s says", show_size(known.spare_bytes), profile)
     return SteadyState(float(known.result["rate_rps"]), int(known.result["peak_kv_bytes"]), known.spare_bytes)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size, show_size
 from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import EngineConfig
@@ -143,11 +144,11 @@ def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int
         default = min(default, MOST_DEFAULT_CPU_BYTES)
     num_bytes = default if asked_bytes is None else asked_bytes
     if num_bytes > available:
-        raise UserError(
-            f"--swap-memory {num_bytes} is more than the {available} bytes that this machine has free: lower it"
-        )
+        asked, free = format_size(num_bytes), show_size(available)
+        raise UserError(f"--swap-memory {asked} is more than the {free} that this machine has free: lower it")
     if num_bytes < block_bytes:
-        raise UserError(f"--swap-memory {num_bytes} is less than one KV block of {block_bytes} bytes: raise it")
+        asked, least = format_size(num_bytes), show_size(block_bytes)
+        raise UserError(f"--swap-memory {asked} is less than one KV block of {least}: raise it")
     return num_bytes // block_bytes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.lending.membership import Membership
 from floodplain.policy.lending import LendingDecision, LendingPolicy, PoolLoad
 from floodplain.runtime.loop import Loop
@@ -170,6 +170,6 @@ class PoolLender:
 
     def _say(self, decision: LendingDecision, target_bytes: int) -> None:
         if target_bytes:
-            logger.info("up to %s of the KV pool are for neighbours from now on", format_size(target_bytes))
+            logger.info("up to %s of the KV pool are for neighbours from now on", show_size(target_bytes))
         else:
             logger.info("all of the KV pool is recalled (%s)", decision.reason.value)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 
 
 def lock_pages(words: torch.Tensor, advice: str) -> None:
@@ -19,7 +20,7 @@ def lock_pages(words: torch.Tensor, advice: str) -> None:
     Raises ``UserError`` with ``advice`` if the system does not lock that much memory.
     """
     if int(_cuda_runtime().cudaHostRegister(words.data_ptr(), words.nbytes, 0)):
-        raise UserError(f"the system locks no {words.nbytes} bytes of memory: {advice}")
+        raise UserError(f"the system locks no {show_size(words.nbytes)} of memory: {advice}")
 
 
 def unlock_pages(words: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.sizes import show_size
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.page_lock import lock_pages, unlock_pages
@@ -122,4 +123,4 @@ def _map_private(num_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise UserError(f"the system gives no {num_bytes} bytes for swap space: lower --swap-memory") from error
+        raise UserError(f"the system gives no {show_size(num_bytes)} for swap space: lower --swap-memory") from error

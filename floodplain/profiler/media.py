@@ -15,7 +15,7 @@ from statistics import median, quantiles
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.core.sizes import format_size
+from floodplain.core.sizes import show_size
 from floodplain.files.parsing import reason_of
 from floodplain.profiler.knee import Knee, KneeSettings, find_knee, next_batch
 from floodplain.profiler.meters import MemoryMeter
@@ -93,9 +93,7 @@ def profile_media(
         _log(tries[batch])
     knee = find_knee({b: each.throughput for b, each in tries.items()}, settings.knee)
     if knee is None:
-        raise UserError(
-            f"a batch of one does not fit into {format_size(meter.total_bytes)}: there is nothing to profile"
-        )
+        raise UserError(f"a batch of one does not fit into {show_size(meter.total_bytes)}: there is nothing to profile")
     findings = MediaFindings(knee, tries[knee.batch], tuple(tries.values()))
     _warn(findings, settings.knee)
     return findings

@@ -52,8 +52,8 @@ def test_leases_are_a_table_for_people_and_json_for_programs(running: RunningCoo
     cells = [[cell for cell in line.split("  ") if cell.strip()] for line in shown.stdout.splitlines()]
     rows = [[cell.strip() for cell in row] for row in cells]
     assert ["device", "member", "offered", "leased", "borrowed"] in rows
-    assert ["gpu-0", "alive", "5GiB", "5GiB", "0B"] in rows
-    assert ["bob", "alive", "0B", "0B", "5GiB"] in rows
+    assert ["gpu-0", "alive", "5 GiB", "5 GiB", "0 bytes"] in rows
+    assert ["bob", "alive", "0 bytes", "0 bytes", "5 GiB"] in rows
     assert sum("bob.1." in line for line in shown.stdout.splitlines()) == 2
     assert "recalled, " in shown.stdout and " s left" in shown.stdout
     listing = json.loads(run("leases", *flags, "--format", "json").stdout)

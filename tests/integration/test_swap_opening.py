@@ -67,10 +67,10 @@ def test_where_the_pool_lies_in_the_same_memory_it_has_a_limit(monkeypatch: pyte
         (
             2**30 + KV_BYTES,
             2**30 + 1,
-            "--swap-memory 1073741825 is more than the 1073741824 bytes that this machine has free",
+            "--swap-memory 1073741825B is more than the 1 GiB that this machine has free",
         ),
-        (2**30, BLOCK_BYTES - 1, "--swap-memory 8191 is less than one KV block of 8192 bytes: raise it"),
-        (3 * BLOCK_BYTES + KV_BYTES, None, "--swap-memory 6144 is less than one KV block of 8192 bytes: raise it"),
+        (2**30, BLOCK_BYTES - 1, "--swap-memory 8191B is less than one KV block of 8 KiB: raise it"),
+        (3 * BLOCK_BYTES + KV_BYTES, None, "--swap-memory 6KiB is less than one KV block of 8 KiB: raise it"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(

@@ -9,12 +9,36 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.core.printable import printable, printable_lines
-from floodplain.core.sizes import MAX_SIZE_BYTES, format_size, parse_size
+from floodplain.core.sizes import MAX_SIZE_BYTES, format_size, parse_size, show_size
 
 
 @given(st.integers(1, MAX_SIZE_BYTES) | st.builds(lambda n, k: n << k, st.integers(1, 1024), st.integers(0, 40)))
 def test_what_is_formatted_parses_back(num_bytes: int) -> None:
     assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+@given(st.integers(0, MAX_SIZE_BYTES))
+def test_what_is_shown_is_short_and_right_to_four_digits(num_bytes: int) -> None:
+    shown = show_size(num_bytes)
+    assert len(shown) <= len("1.234 MiB") and "e" not in shown.split()[0]
+    number, unit = shown.split()
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    assert float(number) * units[unit] == pytest.approx(num_bytes, rel=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"), [(66_584_576, "63.5 MiB"), (2**33, "8 GiB"), (1023, "1023 bytes"), (0, "0 bytes")]
+)
+def test_sizes_are_shown_as_people_write_them(num_bytes: int, shown: str) -> None:
+    assert show_size(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "forms"), [("48M", "48MiB, 48MB, or bytes"), ("1.5g", "1.5GiB, 1.5GB, or bytes"), ("x", "256MiB, 4GB")]
+)
+def test_a_size_without_a_whole_unit_is_answered_by_the_accepted_forms(text: str, forms: str) -> None:
+    with pytest.raises(UserError, match=f"'{text}' is no size: write {forms}"):
+        parse_size(text)
 
 
 @given(st.integers(1, 1000), st.sampled_from(["KB", "MB", "GB", "KiB", "MiB", "GiB", "B", ""]))

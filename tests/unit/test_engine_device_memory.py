@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import shape_named
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
@@ -54,12 +55,12 @@ def shortage(name: str, kv_bytes: int = 2 * FREE) -> list[str]:
 
 def test_a_folder_that_is_too_small_for_a_device_is_named(full: Path) -> None:
     for message in shortage("lender"):
-        assert f" do{'es' if 'KV' in message else ''} not fit: {full} has {FREE} bytes free: enlarge it" in message
+        assert f" do{'es' if 'KV' in message else ''} not fit: {full} has {show_size(FREE)} free: enlarge it" in message
         assert "free on the device" not in message
 
 
 def test_a_device_that_has_no_room_is_named_where_its_folder_has(full: Path) -> None:
-    assert all("bytes are free on the device; " in message for message in shortage("lender", FREE))
+    assert all("iB are free on the device; " in message for message in shortage("lender", FREE))
 
 
 def test_a_device_without_a_name_needs_no_memory_of_a_file_system(full: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(monkeypa
     monkeypatch.setattr(backend, "available_bytes", lambda: FREE)
     for size in (2**20, 10**200):
         model = ModelConfig.of_shape(replace(shape_named("tiny-llama"), vocab_size=size))
-        with pytest.raises(UserError, match=rf"parameters take \d+ bytes, more than the {FREE} bytes"):
+        with pytest.raises(UserError, match=rf"parameters take \S+ (MiB|TiB), more than the {show_size(FREE)} that"):
             DeviceMemory(EngineConfig(model="m", kv_memory=1), model, HostBackend(), torch.float32)
 
 

@@ -105,15 +105,15 @@ def test_places_for_some_requested_expansions(expansion: float, places: tuple[in
         ),
         (
             {"kv_expansion": "4", "expansion_memory": 64 * MIB},
-            "^--kv-expansion 4 needs 153900KiB of host memory for the copies of 25 layers, and 64MiB may be taken",
+            r"^--kv-expansion 4 needs 150\.3 MiB of host memory for the copies of 25 layers, and 64 MiB may be taken",
         ),
         (
             {"kv_expansion": "4", "available": 2**20},
-            "^--kv-expansion 4 needs 153900KiB of host memory for the copies of 25 layers, and 1MiB may be taken",
+            r"^--kv-expansion 4 needs 150\.3 MiB of host memory for the copies of 25 layers, and 1 MiB may be taken",
         ),
         (
             {"kv_expansion": "auto", "expansion_memory": MIB},
-            "^--kv-expansion auto needs .* of host memory for 4 layers, and may take 1MiB: raise --expansion-memory",
+            "^--kv-expansion auto needs .* of host memory for 4 layers, and may take 1 MiB: raise --expansion-memory",
         ),
         (
             {"kv_expansion": "auto", "long_prompts": True, "max_model_len": 50_000},

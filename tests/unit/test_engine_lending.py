@@ -209,7 +209,7 @@ def test_the_longest_request_fits_into_the_smallest_pool(
         ("auto", 1025, r"^--max-model-len 1025 does not fit: the KV pool holds 1024 tokens beside --lend auto; raise"),
         ("512KiB", None, r"^the KV pool holds 0 tokens while it lends, too few .*raise --kv-memory, or lower --lend$"),
         ("1GiB", 10, r"^--max-model-len 10 does not fit: the KV pool holds 0 tokens beside --lend 1GiB; raise"),
-        ("8191", None, r"^--lend 8191 is less than one KV block of 8192 bytes: raise it$"),
+        ("8191", None, r"^--lend 8191 is less than one KV block of 8 KiB: raise it$"),
     ],
 )
 def test_what_does_not_fit_beside_what_is_lent_is_bad_input(

@@ -57,7 +57,7 @@ def test_exactly_the_slots_are_locked_until_they_are_closed(runtime: Runtime) ->
 
 def test_memory_that_the_system_does_not_lock_is_one_line(runtime: Runtime) -> None:
     runtime.status = 2
-    with pytest.raises(UserError, match="locks no 1536 bytes of memory: lower --swap-memory"):
+    with pytest.raises(UserError, match=r"locks no 1\.5 KiB of memory: lower --swap-memory"):
         SwapSlots(LAYOUT, NUM_SLOTS, is_pinned=True)
 
 

@@ -211,7 +211,7 @@ def test_an_interruption_is_none_of_the_batch() -> None:
 
 
 def test_a_device_too_small_for_one_item_is_refused() -> None:
-    with pytest.raises(UserError, match="a batch of one does not fit into 100MiB"):
+    with pytest.raises(UserError, match="a batch of one does not fit into 100 MiB"):
         World(total_bytes=100 * MIB).profile()
 
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.sizes import show_size
 from floodplain.memory.arena import Page
 from floodplain.memory.cuda.driver import CudaDriver
 
@@ -112,8 +113,8 @@ class CudaDevice:
         room = int(total_bytes) - self._base_bytes - kept_bytes
         if room < torch.cuda.memory_reserved(self._driver.index):
             raise UserError(
-                f"beside {kept_bytes} bytes of parameters and KV pool CUDA device {self._driver.index} has no room for"
-                " the model's activations while it lends: lower --kv-memory"
+                f"beside {show_size(kept_bytes)} of parameters and KV pool CUDA device {self._driver.index} has no "
+                "room for the model's activations while it lends: lower --kv-memory"
             )
         torch.cuda.set_per_process_memory_fraction(room / int(total_bytes), self._driver.index)
         self._caps_torch = True

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size, show_size
 from floodplain.memory.arena import Device
 from floodplain.memory.host.device import open_home_device, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
@@ -100,13 +101,12 @@ def _expect_available(kv_bytes: int, param_bytes: int) -> None:
     available = available_bytes()
     if param_bytes > available:
         raise UserError(
-            f"the model's parameters take {param_bytes} bytes, more than the {available} bytes that this machine "
-            "has free: choose a smaller model, or --dtype bfloat16"
+            f"the model's parameters take {show_size(param_bytes)}, more than the {show_size(available)} that this "
+            "machine has free: choose a smaller model, or --dtype bfloat16"
         )
     if kv_bytes > available:
-        raise UserError(
-            f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
-        )
+        asked, free = format_size(kv_bytes), show_size(available)
+        raise UserError(f"--kv-memory {asked} is more than the {free} that this machine has free: lower it")
 
 
 def _processor() -> str:

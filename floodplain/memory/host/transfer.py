@@ -12,6 +12,7 @@ import numpy as np
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.host.block_mover import open_mover
 from floodplain.memory.host.device import open_private_device
@@ -113,7 +114,9 @@ def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
         if pool.grow(BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks), num_blocks) is None:
-            raise UserError(f"there are no {2 * num_bytes} bytes to measure copies with: free memory for --hardware")
+            raise UserError(
+                f"there are no {show_size(2 * num_bytes)} to measure copies with: free memory for --hardware"
+            )
         slots, ids = SwapSlots(layout, num_blocks), tuple(range(num_blocks))
         lanes = {direction: HostLane(direction, pool, slots) for direction in (Direction.OUTBOUND, Direction.INBOUND)}
         best_s = [
