@@ -6,11 +6,11 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 from floodplain import __version__
+from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean
 from floodplain.cli.options import Parser, resolve
 from floodplain.cli.sources import check_variables, name_sources
 from floodplain.core.errors import ServiceLost, UserError, WriteFailed
@@ -62,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    verb = argv[0] if argv and argv[0] in VERBS else None
-    parser, module = _build(verb)
-    if verb is None or module is None:
-        parser.parse_args(argv)  # --help, --version, or an unknown verb
+    parser = _build(argv[:1])
+    if not argv:
         parser.print_help(sys.stderr)
         return BAD_USAGE
     leaf, words = _descend(parser, argv)
@@ -75,7 +73,7 @@ def _run(argv: list[str]) -> int:
     args.verb = " ".join(words)
     start_logging(args.quiet)
     try:
-        status: int = module.run(args)
+        status: int = _module_of(words[0]).run(args)
     except UserError as error:
         raise name_sources(error, args.sources) from error
     return status
@@ -86,19 +84,21 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return "-h" in own or "--help" in own
 
 
-def _build(verb: str | None) -> tuple[Parser, ModuleType | None]:
-    """The parser, and the module of ``verb``: the only one that is imported."""
+def _module_of(verb: str) -> Any:
+    return importlib.import_module(f"floodplain.cli.{verb}")
+
+
+def _build(whole: Collection[str]) -> Parser:
+    """The parser. Only the verbs in ``whole`` are imported, and have their flags."""
     parser = Parser(prog="floodplain", description="Keeps LLM servers responsive when requests outgrow GPU memory.")
-    parser.add_argument("--version", action="version", version=f"floodplain {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"floodplain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
-    module = None
     for name in VERBS:
-        if name == verb:
-            module = importlib.import_module(f"floodplain.cli.{name}")
-            module.add_parser(verbs)
+        if name in whole:
+            _module_of(name).add_parser(verbs)
         else:
             verbs.add_parser(name, help=VERBS[name])
-    return parser, module
+    return parser
 
 
 def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
@@ -107,17 +107,29 @@ def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
     while verbs := _verbs_of(parser):
         rest = argv[len(words) :]
         if not rest or rest[0] not in verbs:
-            parser.parse_args(rest)  # --help, or an unknown word: does not return
-            raise UserError(f"{parser.prog} needs one of: {', '.join(verbs)}")
+            _end_before_verb(parser, list(verbs), rest)
         words.append(rest[0])
         parser = verbs[rest[0]]
     return parser, words
 
 
+def _end_before_verb(parser: Parser, verbs: Sequence[str], rest: Sequence[str]) -> NoReturn:
+    """Obey ``--help`` and the like, else raise UserError for a missing or unknown verb."""
+    word = rest[0].partition("=")[0] if rest else ""
+    if word in parser._option_string_actions:
+        parser.parse_args(rest[: 1 + ("=" not in rest[0])])
+    if word.startswith("-"):
+        near = did_you_mean(word, parser._option_string_actions, TYPO_SIMILARITY)
+        raise UserError(f"unknown argument {word}{near}: flags follow the verb, one of {', '.join(verbs)}")
+    if near := did_you_mean(word, verbs):
+        raise UserError(f"unknown verb {word!r}{near}")
+    raise UserError(f"{parser.prog} needs one of: {', '.join(verbs)}" + (f", not {word!r}" if word else ""))
+
+
 def list_parsers() -> dict[str, Parser]:
     """The parser of each verb by its words: ``bench``, ``bench serve``. Imports the modules of all verbs."""
     parsers: dict[str, Parser] = {}
-    found = {name: _verbs_of(_build(name)[0])[name] for name in VERBS}
+    found: dict[str, Parser] = _verbs_of(_build(VERBS))
     while found:
         parsers |= found
         found = {f"{words} {verb}": leaf for words in found for verb, leaf in _verbs_of(found[words]).items()}

@@ -9,7 +9,6 @@ is the default. Whatever the source, argparse reads it, so that checks and messa
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for
 from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, parse_size
@@ -26,7 +26,6 @@ C = TypeVar("C")
 COMMON_FLAGS = "common flags"
 """The title of the group of flags that every verb has."""
 
-_SIMILARITY, _TYPO_SIMILARITY = 0.5, 0.8
 _UNSET = object()
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -94,11 +93,11 @@ def _resolve_own(
         action.required = False
     typed, unknown = _given(parser, actions, _without_model_flag(actions, argv))
     if unknown:
-        known = [option for action in actions.values() for option in action.option_strings]
+        known = {option for action in actions.values() for option in action.option_strings}
         wrong = unknown[0].partition("=")[0]  # the value may be a secret
         where = _where_rest_goes(parser, wrong)
-        near = _nearest(wrong, known, _TYPO_SIMILARITY if where else _SIMILARITY)
-        raise UserError(f"unknown argument {wrong}{near}{where}")
+        hint = did_you_mean(wrong, known, TYPO_SIMILARITY) + where if where else hint_for(wrong, known)
+        raise UserError(f"unknown argument {wrong}{hint}")
     from_environment = _from_environment(parser, actions, environ)
     path = typed.get("config", from_environment.get("config"))
     from_file = _from_file(parser, actions, Path(path)) if path else {}
@@ -121,6 +120,8 @@ def _without_model_flag(actions: Mapping[str, argparse.Action], argv: Sequence[s
     if action is None or action.option_strings or "--model" not in tokens[:-1]:
         return list(argv)
     at = tokens.index("--model")
+    if tokens[at + 1].startswith("-"):
+        return list(argv)
     return [tokens[at + 1], *tokens[:at], *tokens[at + 2 :]]
 
 
@@ -159,7 +160,7 @@ def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.A
         dest = dest_of(key)
         if dest not in actions or dest == "config":
             known = [name for name in actions if name != "config"]
-            raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, known)}")
+            raise UserError(f"{path}: unknown key {key!r}{did_you_mean(dest, known)}")
         if value is not None:
             values |= _read(parser, actions, dest, value, f"{path}, {key}")
     return values
@@ -200,11 +201,6 @@ def _names_of(action: argparse.Action) -> tuple[str, ...]:
 
 def _is_switch(action: argparse.Action) -> bool:
     return action.nargs == 0
-
-
-def _nearest(name: str, known: Iterable[str], similarity: float = _SIMILARITY) -> str:
-    near = difflib.get_close_matches(name, known, 1, similarity)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _where_rest_goes(parser: argparse.ArgumentParser, name: str) -> str:

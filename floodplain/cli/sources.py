@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from floodplain.cli.hints import nearest
 from floodplain.core.errors import UserError
 from floodplain.files.yaml_file import read_yaml_mapping
 
@@ -16,7 +16,6 @@ PREFIX = "FLOODPLAIN_"
 NO_FLAGS = ("FLOODPLAIN_NO_FLASHINFER", "FLOODPLAIN_NO_NATIVE_KERNELS", "FLOODPLAIN_SHARED", "FLOODPLAIN_BIN")
 """Known variables that are not flags: two switches, the tests' data, and the binary that scripts use."""
 _KUBERNETES = re.compile(r"FLOODPLAIN_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-_SIMILARITY = 0.5
 
 
 def variable_of(flag: str) -> str:
@@ -42,8 +41,8 @@ def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterabl
 
 def _hint(name: str, known: Iterable[str]) -> str:
     ends = [each.removeprefix(PREFIX) for each in sorted(known)]  # all have the same prefix
-    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), ends, 1, _SIMILARITY)
-    return f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
+    near = nearest(name.upper().removeprefix(PREFIX), ends)
+    return f"did you mean {PREFIX}{near}?" if near else "unset it"
 
 
 def _is_of_service(name: str, value: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -108,7 +107,7 @@ def _open_part(folder: Path) -> tuple[int, Path]:
     """A new file in ``folder``, locked while it is open, so that no other writer removes it as dead."""
     _remove_dead_parts(folder)
     while True:
-        part = folder / _PART.format(secrets.token_hex(8))
+        part = folder / _PART.format(os.urandom(8).hex())
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)

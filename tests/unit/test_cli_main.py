@@ -69,10 +69,10 @@ def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["srve"], "argument VERB: invalid choice: 'srve'"),
-        (["--prot"], "unrecognized arguments"),
+        (["srve"], "unknown verb 'srve' (did you mean serve?)"),
+        (["--prot"], "unknown argument --prot: flags follow the verb"),
         (["demo"], "floodplain demo needs one of: quick"),
-        (["demo", "quik"], "invalid choice: 'quik'"),
+        (["demo", "quik"], "unknown verb 'quik' (did you mean quick?)"),
         (["demo", "quick", "--hwo", "x"], "unknown argument --hwo (did you mean --how?)"),
         (["serve"], "floodplain serve needs MODEL"),
         (["serve", "m", "--port", "99999"], "--port must be between 0 and 65535, not 99999"),

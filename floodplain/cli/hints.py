@@ -1,0 +1,86 @@
+"""Hints for mistyped words, and for flags that people know from other servers (vLLM, SGLang, llama.cpp)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+SIMILARITY, TYPO_SIMILARITY = 0.5, 0.8
+"""Least similarity of a likely word; and where another hint follows, of a likely slip."""
+
+_DEVICE = "an engine computes on one device; --instances N --pipeline divides the layers of a model among N engines"
+_KV = "the memory of the KV pool is --kv-memory SIZE, by default 90% of what is free on a GPU"
+_LENGTH = "write --max-model-len N"
+_SWAP = "write --swap-memory SIZE"
+_TLS = "put a proxy with TLS in front of --host and --port"
+_LORA = "adapters are not served: merge them into the weights"
+_ON = "leave it out, it is always on"
+OTHER_FLAGS = {
+    "--api-key": "write the key into a file for --api-key-file",
+    "--block-size": "write --block-tokens N",
+    "--chat-template": "chats are rendered by the model's own template",
+    "--context-length": _LENGTH,
+    "--cpu-offload-gb": "weights stay on the device; what KV does not need there can be in host memory: --swap-memory",
+    "--ctx-size": _LENGTH,
+    "--data-parallel-size": "write --instances N",
+    "--disable-log-requests": "requests are not logged; write --quiet for results and errors only",
+    "--distributed-executor-backend": "Ray starts the instances with --cluster auto",
+    "--download-dir": "set the variable HF_HOME",
+    "--enable-auto-tool-choice": _ON,
+    "--enable-chunked-prefill": _ON,
+    "--enable-lora": _LORA,
+    "--enforce-eager": "leave it out: no graphs are captured",
+    "--gpu-memory-utilization": _KV,
+    "--hf-token": "set the variable HF_TOKEN",
+    "--kv-cache-dtype": "KV has the number format of the weights: --dtype",
+    "--kv-cache-memory-bytes": _KV,
+    "--kv-offloading-size": _SWAP,
+    "--load-format": "leave it out: the format is read from the files",
+    "--lora-modules": _LORA,
+    "--max-num-batched-tokens": "write --max-batched-tokens N",
+    "--mem-fraction-static": _KV,
+    "--model": "its value is missing: write the model's name behind it",
+    "--model-path": "write the model without a flag",
+    "--n-gpu-layers": "all layers are on --device cuda",
+    "--num-gpu-blocks-override": _KV,
+    "--pipeline-parallel-size": "write --instances N --pipeline",
+    "--quantization": "leave it out: of quantized models .gguf files are read, and computed in --dtype",
+    "--reasoning-parser": "reasoning is part of the text",
+    "--revision": "write MODEL@REVISION",
+    "--scheduling-policy": "write --policy",
+    "--speculative-config": "there is no speculative decoding",
+    "--ssl-certfile": _TLS,
+    "--ssl-keyfile": _TLS,
+    "--swap-space": _SWAP,
+    "--tensor-parallel-size": _DEVICE,
+    "--tokenizer": "the model's own tokenizer is used",
+    "--tp": _DEVICE,
+    "--trust-remote-code": "leave it out: a model's own code is never run",
+    "-dp": "write --instances N",
+    "-ngl": "all layers are on --device cuda",
+    "-pp": "write --instances N --pipeline",
+    "-tp": _DEVICE,
+}
+"""What to write instead of another server's flag of an engine."""
+
+
+def nearest(word: str, known: Iterable[str], similarity: float = SIMILARITY) -> str | None:
+    """The known word that a mistyped one stands for: with the same letters, else the most similar; None: none is."""
+    import difflib  # which few commands need
+
+    names = list(known)
+    same = [name for name in names if sorted(name) == sorted(word)]
+    return next(iter(same or difflib.get_close_matches(word, names, 1, similarity)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str], similarity: float = SIMILARITY) -> str:
+    """The same as the end of a message; empty if no known word is similar."""
+    near = nearest(word, known, similarity)
+    return f" (did you mean {near}?)" if near else ""
+
+
+def hint_for(flag: str, known: set[str]) -> str:
+    """The end of a message about an unknown flag of a verb whose flags are ``known``."""
+    told = OTHER_FLAGS.get(flag, "")
+    is_of_engine = "--kv-memory" in known and known >= set(re.findall(r"--[a-z-]+", told))
+    return f": {told}" if told and is_of_engine else did_you_mean(flag, known)
