@@ -15,7 +15,7 @@ from floodplain.cli.options import Parser, resolve
 from floodplain.cli.sources import check_variables, name_sources
 from floodplain.core.errors import ServiceLost, UserError, WriteFailed
 from floodplain.files.results import open_standard_streams
-from floodplain.observe.terminal import complain, start_logging
+from floodplain.observe.terminal import complain, say, start_logging
 
 VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",
@@ -38,6 +38,9 @@ VERBS = {
 
 ``run`` returns the exit status. ``args.verb`` is the verb as typed, such as ``bench serve``.
 """
+
+SHELLS = ("bash", "zsh", "tcsh")
+"""Those for which shtab makes completion scripts."""
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -84,6 +87,14 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
     return "-h" in own or "--help" in own
 
 
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, flag: str | None = None) -> None:
+        from floodplain.cli.completion import make_script
+
+        say(make_script(_build(VERBS), shell))
+        parser.exit()
+
+
 def _module_of(verb: str) -> Any:
     return importlib.import_module(f"floodplain.cli.{verb}")
 
@@ -92,6 +103,9 @@ def _build(whole: Collection[str]) -> Parser:
     """The parser. Only the verbs in ``whole`` are imported, and have their flags."""
     parser = Parser(prog="floodplain", description="Keeps LLM servers responsive when requests outgrow GPU memory.")
     parser.add_argument("-V", "--version", action="version", version=f"floodplain {__version__}")
+    parser.add_argument(
+        "--print-completion", action=_PrintCompletion, choices=SHELLS, help="print the completion script of a shell"
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for name in VERBS:
         if name in whole:

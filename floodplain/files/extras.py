@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plot",
     "psycopg": "postgres",
     "ray": "cluster",
+    "shtab": "completion",
     "sqlalchemy": "coordinator",
     "transformers": "transformers",
 }

@@ -44,7 +44,7 @@ def _find_complaint(arguments: Sequence[str]) -> str:
     """What the command line says against a whole command."""
     parser, rest = _find_leaf(arguments)
     if parser is None:
-        return "" if arguments[0] in ("--help", "--version", "-V") else f"no verb {arguments[0]}"
+        return "" if arguments[0] in ("--help", "--version", "-V", "--print-completion") else f"no verb {arguments[0]}"
     if "--help" in rest or "-h" in rest:
         return ""
     try:
