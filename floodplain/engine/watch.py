@@ -57,11 +57,14 @@ def why_waiting(
 
     The request that arrived first stands for all that wait.
     """
-    live = [row for row in rows if row.reason is None]
-    absent = [row for row in live if row.state in ("waiting", "swapped")]
+    absent, num_present = [], 0
+    for row in rows:
+        if row.state in ("waiting", "swapped"):
+            absent.append(row)
+        else:
+            num_present += row.reason is None
     if not absent:
         return None
-    num_present = len(live) - len(absent)
     if num_present >= max_num_seqs:
         return f"all {max_num_seqs} places on the device are taken (--max-num-seqs)"
     first = min(absent, key=lambda row: row.number)

@@ -80,31 +80,6 @@ def events_of(lifecycle: Lifecycle) -> tuple[Event, ...]:
     return tuple((round(time_s, 3), kind.value, swapped.get(place, 0)) for place, time_s, kind in found)
 
 
-def row_of(seq: LiveSequence, before: Row | None, num_events: int) -> Row:
-    """The row of a sequence. ``before``, its last row, had ``num_events`` events; it is returned if nothing changed."""
-    lifecycle, reason = seq.lifecycle, seq.finish_reason
-    tokens, blocks = len(seq.tokens) - seq.num_prompt, len(seq.blocks) or seq.num_arriving
-    if before is None or len(lifecycle.events) != num_events or reason is not None:
-        times = lifecycle.token_times_s
-        return Row(
-            number=int(seq.seq_id),
-            tokens=tokens,
-            blocks=blocks,
-            state=seq.status.value,
-            prompt=seq.num_prompt,
-            events=events_of(lifecycle),
-            first_token_s=round(times[0], 3) if times else None,
-            reason=None if reason is None else reason.value,
-        )
-    state = seq.status.value
-    if before.tokens == tokens and before.blocks == blocks and before.state == state:
-        return before
-    first_s = before.first_token_s
-    if first_s is None and lifecycle.token_times_s:
-        first_s = round(lifecycle.token_times_s[0], 3)
-    return Row(before.number, tokens, blocks, state, before.prompt, before.events, first_s, None)
-
-
 class EndedRows:
     """The rows of requests that ended last, at most ``most``."""
 
@@ -120,23 +95,48 @@ class EndedRows:
         return {row.number: row for row in self._rows}
 
 
+class _Tracked:
+    """A sequence and its last row, which is returned again while nothing changes: most of a thousand rows wait."""
+
+    __slots__ = ("_num_events", "_row", "_seq", "_status")
+
+    def __init__(self, seq: LiveSequence) -> None:
+        self._seq = seq
+        self._num_events, self._status = 0, seq.status
+        self._row = Row(int(seq.seq_id), 0, 0, seq.status.value, seq.num_prompt, (), None, None)
+
+    def look(self) -> Row:
+        seq, row = self._seq, self._row
+        num_events, status = len(seq.lifecycle.events), seq.status
+        tokens, blocks = len(seq.tokens) - row.prompt, len(seq.blocks) or seq.num_arriving
+        if num_events != self._num_events or status is not self._status:
+            self._num_events, self._status = num_events, status
+            reason = None if seq.finish_reason is None else seq.finish_reason.value
+            row = row._replace(state=status.value, events=events_of(seq.lifecycle), reason=reason)
+        elif tokens == row.tokens and blocks == row.blocks:
+            return row
+        first_s, times = row.first_token_s, seq.lifecycle.token_times_s
+        if first_s is None and times:
+            first_s = round(times[0], 3)
+        self._row = Row(row.number, tokens, blocks, row.state, row.prompt, row.events, first_s, row.reason)
+        return self._row
+
+
 class SequenceRows:
     """The rows of one engine's requests over time. Sequences may change on another thread while they are read."""
 
     def __init__(self) -> None:
-        self._seqs: dict[int, tuple[LiveSequence, int]] = {}  # and the events of its last row
-        self._rows: dict[int, Row] = {}
+        self._tracked: dict[int, _Tracked] = {}
         self._ended = EndedRows()
 
     def look(self, sequences: Collection[LiveSequence]) -> dict[int, Row]:
         """A row for each live sequence, and for those that were live at an earlier look and ended since."""
-        seqs = {int(seq.seq_id): (seq, len(seq.lifecycle.events)) for seq in sequences}
-        for number, (seq, num_events) in self._seqs.items():
-            if number not in seqs:
-                self._ended.add(row_of(seq, self._rows.get(number), num_events))
-        rows = {}
-        for number, (seq, _) in seqs.items():
-            known = self._seqs.get(number)
-            rows[number] = row_of(seq, self._rows.get(number), 0 if known is None else known[1])
-        self._seqs, self._rows = seqs, rows
-        return {**self._ended.by_number(), **rows}
+        before, self._tracked = self._tracked, {}
+        live: dict[int, Row] = {}
+        for seq in sequences:
+            number = int(seq.seq_id)
+            self._tracked[number] = tracked = before.pop(number, None) or _Tracked(seq)
+            live[number] = tracked.look()
+        for tracked in before.values():
+            self._ended.add(tracked.look())
+        return {**self._ended.by_number(), **live}

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which(os.environ.get("CHROMIUM", "chromium"))
 SCREENSHOTS = os.environ.get("SCREENSHOTS")
 """Folder in which pictures are kept."""
-WAIT_MS = 60_000
+WAIT_MS = 300_000
 MODEL = os.environ.get("PAGE_MODEL", "dummy:tiny-llama")
 KV_MEMORY = os.environ.get("PAGE_KV_MEMORY", "768KiB")
 FLAGS = (
