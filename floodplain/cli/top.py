@@ -57,33 +57,37 @@ def run(args: argparse.Namespace) -> int:
     token_file = config.coordinator_token_file
     key = read_secret(token_file, "coordinator token file") if token_file else key_to_send(config.api_key_file)
     client = HttpClient(url, key, name="URL")
-    show = _show_json if args.format == "json" else _show_screen if is_screen else _show_plain
+    draw_it = _draw_json if args.format == "json" else _draw_screen if is_screen else _draw_plain
     try:
-        asyncio.run(_watch(client, show, is_once=config.once or not is_screen))
+        asyncio.run(_watch(client, draw_it, is_once=config.once or not is_screen))
     except (NoAnswer, UserError) as error:
         complain(str(error) if isinstance(error, NoServer) else f"no live data at {url}: {error}")
         return 1
     return 0
 
 
-async def _watch(client: HttpClient, show: Callable[[Snapshot], None], *, is_once: bool) -> None:
+async def _watch(client: HttpClient, draw_it: Callable[[Snapshot], str], *, is_once: bool) -> None:
     async with aclosing(follow(client)) as snapshots:
         async for snapshot in snapshots:
             with parsing("its live data", OTHER_VERSION):
-                show(snapshot)
+                text = draw_it(snapshot)
+            if text.startswith(BEGIN):
+                print(text, end="", flush=True)
+            else:
+                say(text)
             if is_once:
                 return
 
 
-def _show_screen(snapshot: Snapshot) -> None:
+def _draw_screen(snapshot: Snapshot) -> str:
     most_rows = max(3, shutil.get_terminal_size().lines - FRAME_LINES)
     lines = draw(snapshot, most_rows=most_rows, has_colour=True).split("\n")
-    print(BEGIN + "".join(f"{line}{NEXT_LINE}" for line in lines) + END, end="", flush=True)
+    return BEGIN + "".join(f"{line}{NEXT_LINE}" for line in lines) + END
 
 
-def _show_plain(snapshot: Snapshot) -> None:
-    say(draw(snapshot, most_rows=1000))
+def _draw_plain(snapshot: Snapshot) -> str:
+    return draw(snapshot, most_rows=1000)
 
 
-def _show_json(snapshot: Snapshot) -> None:
-    say(json.dumps(whole(snapshot)))
+def _draw_json(snapshot: Snapshot) -> str:
+    return json.dumps(whole(snapshot))

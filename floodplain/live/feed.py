@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
+from floodplain.core.errors import UserError
 from floodplain.live.changes import Snapshot, change, encode, whole
 from floodplain.web.errors import ApiError
 
@@ -95,6 +96,8 @@ class Feed:
                 self._publish(last, now)
                 last = now
                 await self._sleep(self._period_s)
+        except (UserError, ApiError) as error:
+            logger.warning("the live page's data cannot be read now: %s", error)
         except Exception:
             logger.exception("the live page's data cannot be read")
         finally:

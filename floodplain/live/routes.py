@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -63,8 +63,8 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
     return routes
 
 
-def _serving(name: str, content: bytes) -> Callable[[], Response]:
-    def serve() -> Response:
+def _serving(name: str, content: bytes) -> Callable[[], Awaitable[Response]]:
+    async def serve() -> Response:
         return _file(name, content)
 
     return serve

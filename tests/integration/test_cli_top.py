@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from floodplain.cli.main import main
+from floodplain.cli.top import BEGIN, END
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.live.changes import Snapshot, apply
 from floodplain.live.screen import draw
@@ -18,6 +24,7 @@ from tests.fakes.engine import FakeEngine, RunningServer, serving
 from tests.support.coordinators import coordinating, join, open_store, say
 from tests.support.peer import answer, answering
 from tests.support.secret_files import secret_file
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +87,20 @@ def test_names_of_others_cannot_drive_the_terminal() -> None:
     head = {"service": "coordinator", "version": "1", "role": "leading", "members": [evil], "leases": [],
             "counts": {"members": 1, "leases": 0}}  # fmt: skip
     assert "\033[2J" not in draw(Snapshot(head), most_rows=5, has_colour=True)
+
+
+def test_a_terminal_gets_screens_until_the_service_ends() -> None:
+    """Over a pseudo terminal: each screen is drawn over the last one, and leaves the terminal as it was."""
+    with serving(FakeEngine()) as running:
+        parent, child = pty.openpty()
+        command = [str(Path(sys.executable).with_name("floodplain")), "top", running.url]
+        with subprocess.Popen(command, stdout=child, stderr=subprocess.DEVNULL) as process:
+            os.close(child)
+            shown = b""
+            while shown.count(BEGIN.encode()) < 2:
+                shown += os.read(parent, 2**16)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(HANG_S) == 130
+        os.close(parent)
+    screen = shown.split(END.encode())[0].decode()
+    assert screen.startswith(BEGIN) and "\033[34m" in screen and "on the device" in screen

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import floodplain
 from floodplain.core.blocks import BlockState
 from floodplain.core.lifecycle import EventKind, residence_s
 from floodplain.core.plan import LIMITS, Transfer, TransferKind
@@ -21,7 +24,7 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.engine.watch import WHY, why_waiting
 from floodplain.live.changes import Snapshot, apply, change, encode, whole
 from floodplain.live.rows import MOST_ENDED, MOST_EVENTS, LiveView, Row, SequenceRows, events_of
-from floodplain.server.live import memory_of, snapshot_of
+from floodplain.server.live import Latencies, memory_of, snapshot_of
 from tests.support.driver import Driver
 from tests.support.loops import RandomPolicy, make_loop
 
@@ -217,3 +220,14 @@ def test_a_snapshot_has_no_text_of_requests() -> None:
     rows = SequenceRows().look([sequence])
     text = json.dumps(whole(snapshot_of(LiveView(0.0, rows), EngineStats(), {}, {"service": "server"})))
     assert not any(word in text for word in ("secret", "alice", "diary", "[11"))
+
+
+def test_the_documentation_names_all_members() -> None:
+    """Of rows, heads and messages, in the part of docs/api.md about the feed."""
+    text = (Path(floodplain.__file__).parent.parent / "docs/api.md").read_text().partition("## The live feed")[2]
+    documented = set(re.findall(r"`([a-z_0-9]+)`", text))
+    facts = {"service": "server", "version": "", "model": "", "can_burst": False}
+    head = snapshot_of(LiveView(0.0, {}), EngineStats(), Latencies().summary(), facts).head
+    members = {*Row._fields, *head, *head["requests"], *head["memory"], *head["latency"]}
+    assert members - documented == set()
+    assert {kind.value for kind in EventKind} - documented == set()

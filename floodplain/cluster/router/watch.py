@@ -60,7 +60,7 @@ class RouterWatch:
             no_room = any(one.takes_requests for one in self._router.table.roster)
             return "no instance has room" if no_room else "no instance serves now"
         waiting = self._router.sums.total().num_waiting
-        return f"{waiting} requests wait on their instances" if waiting else None
+        return f"their instances are full: {waiting} requests wait there" if waiting else None
 
 
 def _moved(caller: Caller, before: Row | None, where: str | None, now: float) -> tuple[Event, ...]:
