@@ -10,6 +10,7 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.sim.prediction import predict
+from floodplain.workload.traces import TraceRow
 from tests.sim.test_prediction import BURST, events, make
 
 USERS = {"num_prompts": 40, "seed": 3}
@@ -47,6 +48,19 @@ def test_each_of_many_users_sends_when_an_answer_has_ended(tmp_path: Path) -> No
     lives = predict(make(tmp_path, workload=USERS, max_concurrency=5)).lifecycles
     ended_s = sorted(life.token_times_s[-1] for life in lives)
     assert sorted(life.arrival_s for life in lives) == [0.0] * 5 + ended_s[:-5]
+
+
+def test_answers_that_end_together_make_room_for_as_many(tmp_path: Path) -> None:
+    rows = [TraceRow(0.0, 16, tokens) for tokens in (9, 8, 8, 5, 5, 5)]  # the first one has a step to itself
+    first, second, third, *others = predict(make(tmp_path, max_concurrency=3), rows).lifecycles
+    end_s = first.token_times_s[-1]
+    assert second.token_times_s[-1] == third.token_times_s[-1] == end_s
+    assert [life.arrival_s for life in others] == [end_s] * 3
+
+
+def test_requests_are_sent_in_their_order(tmp_path: Path) -> None:
+    sent_s = [life.arrival_s for life in predict(make(tmp_path, workload=BURST, max_concurrency=3)).lifecycles]
+    assert sent_s == sorted(sent_s)
 
 
 def test_latencies_count_from_when_a_request_was_sent(tmp_path: Path) -> None:
