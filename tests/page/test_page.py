@@ -177,6 +177,41 @@ def test_a_coordinators_page_shows_leases_as_arrows(browser: Browser, tmp_path: 
         picture(page, "page-coordinator")
 
 
+PANELS = """
+async () => {
+  const { showInstances, showLeases } = await import("/page/panels.js");
+  const { drawRiver, showLegend } = await import("/page/river.js");
+  const $ = (id) => document.getElementById(id);
+  const row = { epoch: 7, slot: null, state: "leading", host: "h", requests: 3, running: 1, waiting: 1, swapped: 1,
+                used_blocks: 5, blocks: 9, generated_tokens: 1234 };
+  const group = { number: 2, names: ["0", "e7"], state: "pipelined", layers: [15, 15], own_blocks: 128, blocks: 480,
+                  seconds: 3.5 };
+  const head = { instances: { instances: [row], without_instance: 2, moved_requests: 1 }, groups: { groups: [group] } };
+  showInstances({ instances: $("instances"), groups: $("groups"), hint: $("instance-hint") }, head);
+  const lease = (due_in_s) => ({ from: "a", to: "b", bytes: 2048, due_in_s });
+  showLeases($("leases"), [lease(null), lease(4.2), lease(-3.4)]);
+  const part = { running: 4, moving: 1, cached: 2, free: 3, swapped: 5, lent: 2, borrowed: 2, expanded: 1, dropped: 3 };
+  const memory = { pool: 10, ...part };
+  $("main").hidden = false;
+  drawRiver($("river"), [0, 1, 2].map((now_s) => ({ now_s, memory })), 20);
+  showLegend($("river-legend"), memory);
+  $("life").hidden = true;
+  return [$("instances").textContent, $("groups").textContent, $("leases").textContent, $("river-legend").textContent];
+}
+"""
+
+
+def test_panels_draw_what_one_small_server_never_has(page: Page, url: str) -> None:
+    """Groups, a recall that is late, and memory of every kind; any error of a script fails the test."""
+    page.goto(url)
+    expect(page.locator("#status")).to_have_text("live")
+    page.route("**/live", lambda route: route.abort())
+    instances, groups, leases, legend = page.evaluate(PANELS)
+    assert "e7leadingh" in instances and "0 + e7pipelined15 + 15128 → 480" in groups
+    assert "in 3 leases: recalled, 3 s late" in leases
+    assert all(word in legend for word in ("lent", "borrowed", "expanded", "dropped layers", "cached"))
+
+
 def lend(running: RunningCoordinator) -> None:
     """Two lenders, three borrowers, and a recall."""
     gib = 2**30
