@@ -25,7 +25,7 @@ class Row(NamedTuple):
     Attributes:
         number: Names the request within the service.
         tokens: Tokens generated so far.
-        blocks: KV blocks that it holds on the device.
+        blocks: KV blocks that it holds on the device; behind a router: those that its tokens need.
         state: ``waiting``, ``loading``, ``running``, ``swapped`` or ``finished``; behind a router ``placed``.
         prompt: Tokens of its prompt.
         first_token_s: None while it has no token.
