@@ -92,7 +92,7 @@ def _fixed_colour(name: str) -> str | None:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure atomically, in the format of the name's suffix. Raises WriteFailed."""
-    write_result(path, render(figure, path.suffix[1:]))
+    write_result(path, small_png(figure) if path.suffix == ".png" else render(figure, path.suffix[1:]))
 
 
 def render(figure: Figure, kind: str) -> bytes:
