@@ -47,7 +47,7 @@ FULL = Scale(
     num_resident=24, length_scale=0.6, max_input=320, max_output=256, pool_part=4,
 )  # fmt: skip
 QUICK = Scale(
-    quiet_s=0.8, burst_s=2.0, tail_s=0.4, burst_factor=4.0, num_repeats=2,
+    quiet_s=0.6, burst_s=1.5, tail_s=0.3, burst_factor=4.0, num_repeats=2,
     num_resident=12, length_scale=0.3, max_input=160, max_output=96, pool_part=2,
 )  # fmt: skip
 
