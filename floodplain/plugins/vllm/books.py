@@ -99,7 +99,7 @@ class SwapBooks:
         self._has_state = any(group.kind is CacheKind.STATE for group in groups)
         self._holder: Holder | None = None
         self._serials = count()
-        self._owner: dict[Backup, TrackedRequest] = {}  # of kept backups
+        self._owners: dict[Backup, list[TrackedRequest]] = {}  # of kept backups
         self._due: list[Transfer] = []
 
     def bind(self, holder: Holder) -> None:
@@ -231,8 +231,7 @@ class SwapBooks:
         assert backups is not None, "the caller has counted the slots"
         for backup in backups:
             backup.is_private = True
-            self.backups.keep(backup)
-            self._owner[backup] = tracked
+            self._keep(tracked, backup)
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
         self._begin(kind, backups, Copy(tracked, tuple(blocks), is_holding=True), reason)
@@ -275,19 +274,18 @@ class SwapBooks:
     # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
 
     def is_on_device(self, backup: Backup) -> bool:
-        """Whether the device still has a backup's block: if its request is not swapped out, or if it has none."""
-        owner = self._owner.get(backup)
-        return owner is None or not owner.is_away
+        """Whether the device still has a backup's block: if no request that keeps it is swapped out."""
+        return not any(owner.is_away for owner in self._owners.get(backup, ()))
 
     def swapped_backups(self) -> Iterator[list[Backup]]:
         """Yield the backups of each swapped request, by order key."""
-        away = {owner for owner in self._owner.values() if owner.is_away}
+        away = {owner for owners in self._owners.values() for owner in owners if owner.is_away}
         for tracked in sorted(away, key=lambda one: one.order_key):
             yield tracked.known_backups
 
     def drop_lost(self, lost: tuple[Backup, ...]) -> None:
         """Drop lost backups, and those behind them, which are of no use alone."""
-        for tracked in {self._owner[backup] for backup in lost if backup in self._owner}:
+        for tracked in {owner for backup in lost for owner in self._owners.get(backup, ())}:
             self._drop_lost(tracked)
 
     # -- both ways -------------------------------------------------------------------------------------------------
@@ -337,8 +335,7 @@ class SwapBooks:
             self.num_resumed += not lost and not copy.is_void
         else:
             copy.tracked.num_leaving -= len(copy.blocks)
-        if missing:
-            self._drop_lost(copy.tracked)
+        self.drop_lost(missing)
         self.backups.changed_keys.trim()
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:
@@ -350,17 +347,24 @@ class SwapBooks:
             self._release_rest(tracked)
 
     def _release_from(self, tracked: TrackedRequest, num_kept: int) -> None:
-        for backup in tracked.backups[num_kept:]:
-            self._release(backup)
+        for backup in reversed(tracked.backups[num_kept:]):  # of a prefix, the last block is evicted first
+            self._release(tracked, backup)
         del tracked.backups[num_kept:]
 
     def _release_rest(self, tracked: TrackedRequest) -> None:
         for backup in tracked.rest.values():
-            self._release(backup)
+            self._release(tracked, backup)
         tracked.rest = {}
 
-    def _release(self, backup: Backup) -> None:
-        del self._owner[backup]
+    def _keep(self, tracked: TrackedRequest, backup: Backup) -> None:
+        self.backups.keep(backup)
+        self._owners.setdefault(backup, []).append(tracked)
+
+    def _release(self, tracked: TrackedRequest, backup: Backup) -> None:
+        owners = self._owners[backup]
+        owners.remove(tracked)
+        if not owners:
+            del self._owners[backup]
         self.backups.release(backup)
 
     def _begin(self, kind: TransferKind, backups: Sequence[Backup], copy: Copy, reason: Reason | None) -> None:

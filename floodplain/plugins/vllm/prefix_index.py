@@ -63,7 +63,7 @@ class PrefixIndex:
         self._find = find
         self._answers: dict[SeqId, _Answer] = {}
         self._runs: dict[Hashable, _Run] = {}  # by the hash of their last block
-        self._runs_at: dict[int, list[_Run]] = {}  # by block id
+        self._runs_at: dict[Hashable, list[_Run]] = {}  # by block id
         self._missed_by: dict[Hashable, set[SeqId]] = {}
         self._forgotten: set[SeqId] = set()
 
