@@ -269,7 +269,7 @@ class SwapBooks:
         """Drop the backups of a request behind its first ``num_tokens``: other tokens will follow these."""
         if not tracked.is_away or num_tokens < tracked.num_kept_tokens:
             self._release_rest(tracked)
-            self._release_from(tracked, self._count_full(num_tokens))
+        self._release_from(tracked, self._count_full(num_tokens))  # may be more than it had computed again
 
     # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
 
