@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from by_age import AgeOnly
 from loads import Rates, Replay, Session, make_sessions, read_sessions
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.hashing import BlockKey
-from floodplain.core.idle_backups import Pin
 from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -29,7 +28,6 @@ from floodplain.cost.step_time import StepTimer
 from floodplain.files.results import write_result
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.sessions import SessionBook
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.environment import Environment
 from floodplain.sim.instance import VirtualInstance
@@ -43,18 +41,6 @@ LINK = Link(Tier.HOST, 50e9, 1e-5)
 """PCIe 5."""
 MODES = ("off", "lru", "pins")
 RATES = Rates(agents=0.042, chats=0.14, singles=0.14, span_s=200.0)
-
-
-class AgeOnly(SessionBook):
-    """Has the KV of ended requests copied as with pins, and evicted by age alone."""
-
-    def end(self, number: int, keys: Sequence[BlockKey], now: float, least_chance: float = 0.0) -> Pin | None:
-        """As of the base class, but the contents are not pinned, and take any idle slot."""
-        pin = super().end(number, keys, now, least_chance)
-        if pin is None:
-            return None
-        self._unpin(self._sessions[number])
-        return Pin(keys, pin.tenant, float("inf"))
 
 
 class Server:
