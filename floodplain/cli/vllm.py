@@ -59,6 +59,9 @@ class VllmConfig:
     swap_memory: int | None = flag(
         None, "host memory for swap space, of each worker; with --swap vllm, of all (default: 4GiB)", size=True
     )
+    pin_sessions: bool = flag(
+        False, "keep KV of ended requests in swap space for the next request of their session, while that is likely"
+    )
     coordinator: str | None = flag(None, "borrow memory on neighbours: address of the coordinator of leases")
     coordinator_token_file: str | None = flag(None, "this engine's token for the coordinator, in a file of mode 0600")
     device_name: str | None = flag(None, "by which the coordinator knows this engine")
@@ -110,7 +113,7 @@ def _own_flags(config: VllmConfig) -> list[str]:
     swap = config.swap or ("host" if config.coordinator is None else "peer")
     _check_swap(config, swap)
     extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in ("model", "swap")}
-    extra = {name: value for name, value in extra.items() if value is not None}
+    extra = {name: value for name, value in extra.items() if value is not None and value is not False}
     num_bytes = extra.setdefault("swap_memory", DEFAULT_SWAP_BYTES)
     read_settings(extra, are_flags=True)
     if swap in ("none", "vllm"):
@@ -131,6 +134,8 @@ def _check_swap(config: VllmConfig, swap: str) -> None:
         raise UserError("--swap peer borrows memory: pass --coordinator, which knows who lends")
     if swap != "peer" and config.coordinator is not None:
         raise UserError(f"--coordinator says who lends memory, and --swap {swap} borrows none: leave one of them out")
+    if config.pin_sessions and swap != "host":
+        raise UserError(f"--pin-sessions keeps KV in this host's memory, and --swap is {swap}: leave one of them out")
     if swap == "none" and config.swap_memory is not None:
         raise UserError("--swap-memory says how to swap, and --swap none does not: leave one of them out")
 

@@ -159,6 +159,11 @@ class SessionBook:
             self._stop_waiting(session)
             self._unpin(session)
 
+    def unpin_all(self) -> None:
+        """End all pins: their contents are not valid any more."""
+        for session in self._sessions.values():
+            self._unpin(session)
+
     def advance(self, now: float) -> None:
         """Let time pass: learn which gaps outlasted their bins; end pins that are no longer worth their slots."""
         self._update_price(now)

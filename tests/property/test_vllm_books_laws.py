@@ -16,12 +16,14 @@ from floodplain.core.errors import InvariantError
 from floodplain.plugins.vllm.books import SwapBooks
 from tests.support.examples import examples
 from tests.support.vllm_books import BLOCK_TOKENS, Block
-from tests.support.vllm_machine import ALL, BooksMachine
+from tests.support.vllm_machine import ALL, BooksMachine, ContentMachine
 
 BooksMachine.TestCase.settings = settings(
     max_examples=examples(200), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestBooksMachine = BooksMachine.TestCase
+ContentMachine.TestCase.settings = settings(BooksMachine.TestCase.settings, max_examples=examples(15))
+TestContentMachine = ContentMachine.TestCase
 
 
 def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
@@ -39,6 +41,10 @@ def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
             rules += [partial(machine.back_up, index, rng.randint(1, 3))]
             rules += [partial(machine.cut, index, rng.choice([4, 9, 18, 18]))]
             rules += [partial(machine.leave, index, rng.random() < 0.8)]
+        if isinstance(machine, ContentMachine):
+            rules += [partial(machine.finish, index, rng.choice([0.5, 1.0, 2.0]))] * ("on" in where)
+            rules += [partial(machine.unpin, index)] * bool(machine.pins)
+            machine.what_is_found_by_content_is_there()
         if machine.flights:
             rules += [partial(machine.settle, index, rng.choice([0] * 12 + [1, 2, ALL]))] * 2
         rng.choice(rules)()
@@ -51,6 +57,13 @@ def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
 @pytest.mark.parametrize("seed", range(examples(12)))
 def test_a_long_walk_by_the_same_rules(seed: int) -> None:
     walk(BooksMachine(), Random(seed), num_steps=400)
+
+
+@pytest.mark.parametrize("seed", range(examples(12)))
+def test_a_long_walk_where_copies_are_found_by_content(seed: int) -> None:
+    machine = ContentMachine()
+    walk(machine, Random(seed), num_steps=400)
+    assert machine.num_adopted > 5
 
 
 def tour(machine: BooksMachine) -> None:

@@ -15,6 +15,7 @@ from floodplain.plugins.vllm import kept_rows
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.prefix_index import PrefixIndex
+from floodplain.plugins.vllm.saved_prefixes import SavedPrefixes
 from floodplain.plugins.vllm.tracked import SPARE_ENTRIES, RequestRoster, TrackedRequest
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from tests.support.examples import examples
@@ -56,14 +57,28 @@ def test_a_view_that_was_kept_equals_one_made_anew(story: list[tuple[str, int]])
     play(FakeEngine(), story)
 
 
-def walk(seed: int, num_events: int = 600) -> None:
-    rng, engine = Random(seed), FakeEngine()
-    play(engine, [(rng.choice(EVENTS), rng.randrange(64)) for _ in range(num_events)])
+def walk(seed: int, num_events: int = 600, *, pins: bool = False) -> FakeEngine:
+    rng, engine = Random(seed), FakeEngine(pins=pins)
+    events = [event for event in EVENTS if event != "speculate" or not pins]  # which are refused together
+    play(engine, [(rng.choice(events), rng.randrange(64)) for _ in range(num_events)])
+    return engine
 
 
 @pytest.mark.parametrize("seed", range(examples(8)))
 def test_a_long_walk_with_views_in_between(seed: int) -> None:
     walk(seed)
+
+
+@pytest.mark.parametrize("seed", range(examples(8)))
+def test_a_long_walk_where_kv_of_ended_requests_is_kept(seed: int) -> None:
+    assert walk(seed, pins=True).num_adopted > 0
+
+
+def test_the_law_notices_if_changes_in_swap_space_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SavedPrefixes, "refresh", lambda _: set())
+    with pytest.raises(AssertionError):
+        for seed in range(60):
+            walk(seed, pins=True)
 
 
 def test_a_resumed_request_that_is_seen_before_its_first_step_has_entered() -> None:

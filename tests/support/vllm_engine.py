@@ -15,6 +15,7 @@ from floodplain.plugins.vllm.books import Tables
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.prefix_index import Found, PrefixIndex
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows
+from floodplain.plugins.vllm.saved_prefixes import SavedPrefixes
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.sorted_queue import SortedQueue
 from floodplain.plugins.vllm.swap_controller import SwapController
@@ -26,6 +27,8 @@ from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
 GROUPS = (CacheGroup(BLOCK_TOKENS),)
 NUM_BLOCKS, NUM_SLOTS, NUM_TEXTS, WINDOW = 40, 16, 2, 3
 NUM_DRAFTS = 3
+MANY_TEXTS = 7
+"""More than the device keeps all of."""
 LIMITS = Limits(NUM_BLOCKS, GROUPS, 64, 16, max_model_len=60, num_draft_slots=NUM_DRAFTS)
 
 
@@ -37,6 +40,7 @@ class FakeRequest:
         self.num_prompt_tokens, self.num_tokens = num_prompt, num_prompt
         self.num_computed_tokens, self.num_output_placeholders, self.max_tokens = 0, 0, 30
         self.priority = number // 2 % 3 - 1
+        self.session_id, self.cache_salt, self.skip_reading_prefix_cache = None, None, number % 7 == 6
 
     @property
     def num_output_tokens(self) -> int:
@@ -133,11 +137,16 @@ class CountedBlocks(KeptBlocks):
 
 
 class FakeEngine:
-    """See the module. Each method with an ``index`` picks one of the eligible requests."""
+    """See the module. Each method with an ``index`` picks one of the eligible requests.
 
-    def __init__(self) -> None:
+    ``pins``: KV of ended requests is kept in swap space, and found by its content.
+    """
+
+    def __init__(self, *, pins: bool = False) -> None:
         self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
-        self.controller = SwapController(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, GROUPS, num_workers=1)
+        settings = PluginSettings(swap_bytes=NUM_SLOTS * 8, pin_sessions=pins)
+        self.controller = SwapController(settings, 8, GROUPS, num_workers=1)
+        self.num_adopted, self.num_texts = 0, MANY_TEXTS if pins else NUM_TEXTS
         self.controller.books.bind(self.pool)
         self.controller.roster.has_drafts = True
         self.sorted_queue = SortedQueue(self.controller.roster, lambda one: one.order_key, WINDOW)
@@ -152,10 +161,12 @@ class FakeEngine:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def arrive(self, index: int) -> None:
-        request = cast(Any, FakeRequest(self.num_arrived, index % NUM_TEXTS, num_prompt=5 + index % 16))
+        request = cast(Any, FakeRequest(self.num_arrived, index % self.num_texts, num_prompt=5 + index % 16))
         self.num_arrived += 1
         self.queue.add_request(request)
-        self.controller.roster.arrive(request, float(self.num_arrived))
+        one = self.controller.roster.arrive(request, float(self.num_arrived))
+        if self.controller.sessions is not None:
+            self.controller.sessions.arrive(one, float(self.step))
 
     def admit(self, index: int) -> None:
         """Admit a queued request that a view has shown, by a copy if it has KV in swap space."""
@@ -167,10 +178,16 @@ class FakeEngine:
             one.seq_id, one.request, (one.request.num_tokens - 1) // BLOCK_TOKENS
         )
         found = [self.pool.find_one(key) for key in one.request.block_hashes[: num_local.num_blocks]]
+        had_kv = one.has_kv
+        if not one.request.skip_reading_prefix_cache:
+            self.controller.books.adopt(one)
         num_restorable = min(self.controller.books.count_restorable(one), one.request.num_tokens - 1)
         num_new = -(-one.request.num_tokens // BLOCK_TOKENS) - len(found)
         if num_new > len(self.pool.free) - sum(not block.ref_cnt for block in found if block):
+            if not had_kv:
+                self.controller.books.forget(one)
             return
+        self.num_adopted += one.has_kv and not had_kv
         self.pool.touch(cast(Any, found))
         self.queue.remove_request(one.request)
         self.seen.remove(one.request.request_id)
@@ -292,12 +309,18 @@ class FakeEngine:
                 if one in there:
                     there.remove(one)
             self.queue.remove_request(one.request)
+            if self.controller.sessions is not None:
+                table = self.tables.get(one.request.request_id, [])
+                self.controller.sessions.end(one, table, float(self.step), least_chance=0.0)
+                self._launch()
             self.controller.depart(one.request.request_id)
             self.pool.free_blocks(self.tables.pop(one.request.request_id, [])[::-1])
 
     def _enter(self, one: TrackedRequest) -> None:
         one.entered_step = self.step
         self.controller.books.note_start(one)
+        if self.controller.sessions is not None:
+            self.controller.sessions.start(one, float(self.step))
 
     def _launch(self) -> None:
         self.leaving += [transfer.transfer_id for transfer in self.controller.books.take_due()]
@@ -305,6 +328,8 @@ class FakeEngine:
     # -- views -----------------------------------------------------------------------------------------------------
 
     def look(self) -> View:
+        if self.controller.sessions is not None:
+            self.controller.sessions.book.advance(float(self.step))
         self.sorted_queue.refresh(self.queue.take_changed(), lambda _: True)
         self.seen = {request.request_id for request in self.queue}
         present = Present(tuple(self.running), loading=tuple(self.loading.values()))
@@ -312,8 +337,11 @@ class FakeEngine:
 
     def plain_rows(self) -> tuple[tuple[SequenceView, ...], list[SequenceView], tuple[SequenceView, ...]]:
         """Return rows of running, all waiting, and swapped requests, made anew."""
-        make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), self.controller.books, self.step)
+        books = self.controller.books
+        make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), books, self.step)
+        kept, books.saved = books.saved, books.saved and SavedPrefixes(books.backups)
         absent = [make.absent(self.controller.roster[request.request_id]) for request in self.queue]
+        books.saved = kept
         return (
             sort_rows(make.running(one) for one in self.running),
             list(sort_rows(row for row in absent if row.status is Status.WAITING)),

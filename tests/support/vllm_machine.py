@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from floodplain.core.cache_groups import CacheGroup
+from floodplain.core.idle_backups import Pin
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Location, SlotLedger, Tier
@@ -37,10 +38,13 @@ def needs_a_request(where: str) -> Callable[[Any], Any]:
 class BooksMachine(RuleBasedStateMachine):
     """Requests arrive, compute, are preempted in all ways that vLLM has, and are resumed."""
 
+    by_content = False
+
     @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
     def begin(self, num_slots: int, num_blocks: int, num_requests: int = NUM_REQUESTS) -> None:
         self.num_arrived = self.num_resets = 0
-        self.pool, self.books = Pool(num_blocks), SwapBooks(self._make_slots(num_slots), [CacheGroup(BLOCK_TOKENS)])
+        slots, groups = self._make_slots(num_slots), [CacheGroup(BLOCK_TOKENS)]
+        self.pool, self.books = Pool(num_blocks), SwapBooks(slots, groups, by_content=self.by_content)
         self.books.bind(self.pool)
         self.requests: list[LiveRequest] = []
         self.flights: list[Flight] = []
@@ -173,8 +177,12 @@ class BooksMachine(RuleBasedStateMachine):
     def _arrive(self) -> None:
         request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}", priority=0))
         tracked = TrackedRequest(SeqId(self.num_arrived), request, credit=0.0, arrival_s=0.0)
-        text = self.num_arrived % NUM_TEXTS + NUM_TEXTS * self.num_resets
-        self.requests.append(LiveRequest(tracked, text, num_tokens=10 + self.num_arrived % 5))
+        text = self.num_arrived % NUM_TEXTS
+        request.block_hashes = [b"text %d, block %d" % (text, index) for index in range(MAX_TOKENS // BLOCK_TOKENS)]
+        request.skip_reading_prefix_cache = False
+        live = LiveRequest(tracked, text + NUM_TEXTS * self.num_resets, num_tokens=10 + self.num_arrived % 5)
+        request.num_tokens = live.num_tokens
+        self.requests.append(live)
         self.num_arrived += 1
 
     def _compute(self, request: LiveRequest, num_tokens: int) -> None:
@@ -279,3 +287,78 @@ class BooksMachine(RuleBasedStateMachine):
             self.settle_all()
             assert all(block.ref_cnt == 0 for block in self.pool.blocks)
             assert self.books.backups.is_at_rest
+
+
+class ContentMachine(BooksMachine):
+    """Copies are found by content: requests of one text share them, and they stay for later ones, some of them pinned.
+
+    A slot that was damaged is so for all that read it.
+    """
+
+    by_content = True
+
+    @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
+    def begin(self, num_slots: int, num_blocks: int, num_requests: int = NUM_REQUESTS) -> None:
+        super().begin(num_slots, num_blocks, num_requests)
+        self.pins: list[Pin] = []
+        self.num_adopted = 0
+
+    @needs_a_request("off")
+    @rule(index=INDEX, most_found=st.sampled_from([0, 0, 1, 4]), num_tokens=NUM_TOKENS)
+    def come(self, index: int, most_found: int = 0, num_tokens: int = MAX_TOKENS) -> None:
+        """As of the base class; a request without copies of its own first keeps those of its beginning."""
+        request = self._pick(index, "off")
+        had_kv, request.tracked.request.num_tokens = request.tracked.has_kv, request.num_tokens
+        self.books.adopt(request.tracked)
+        self.num_adopted += request.tracked.has_kv and not had_kv
+        super().come(index, most_found, num_tokens)
+        if request.where == "off" and not had_kv:
+            self.books.forget(request.tracked)
+
+    @needs_a_request("on")
+    @rule(index=INDEX, worth=st.sampled_from([0.5, 1.0, 2.0]))
+    def finish(self, index: int, worth: float = 1.0) -> None:
+        """A request ends, and its session is expected to go on."""
+        request = self._pick(index, "on")
+        table = self.books.backups
+        held = {pin: len(pin.keys) for pin in self.pins if pin.worth >= worth}
+        pin = Pin(request.tracked.request.block_hashes[: request.num_computed // BLOCK_TOKENS], worth=worth)
+        if pin.keys:
+            table.pin(pin)
+            self.pins.append(pin)
+            self.books.save(request.tracked, request.blocks, pin)
+            self._launch(request)
+        assert {pin: len(pin.keys) for pin in held} == held, "a copy for a session took a slot of one worth as much"
+        self.requests.remove(request)
+        self._end(request)
+        self._arrive()
+
+    @precondition(lambda self: self.pins)
+    @rule(index=INDEX)
+    def unpin(self, index: int) -> None:
+        self.books.backups.unpin(self.pins.pop(index % len(self.pins)))
+
+    @needs_a_request("on")
+    @rule(index=INDEX, most=st.integers(1, 3))
+    def back_up(self, index: int, most: int) -> None:
+        """As of the base class; a copy ahead of need takes no slot of a pin."""
+        before = {pin: len(pin.keys) for pin in self.pins}
+        super().back_up(index, most)
+        assert {pin: len(pin.keys) for pin in self.pins} == before
+
+    @rule(is_sure=st.sampled_from([False, False, True]))
+    def reset(self, is_sure: bool = True) -> None:
+        """As of the base class: the same tokens have other KV, and their keys are as before."""
+        if is_sure:
+            self.books.lose_contents()
+        super().reset(is_sure)
+
+    def _bring_in(self, flight: Flight, lost: frozenset[int]) -> None:
+        damaged = [self.slots[location] is LOST for location in flight.transfer.locations]
+        super()._bring_in(flight, lost | {place for place, is_damaged in enumerate(damaged) if is_damaged})
+
+    @invariant()
+    def what_is_found_by_content_is_there(self) -> None:
+        for request in self.requests:
+            for index, backup in enumerate(self.books.saved.find(request.tracked.request.block_hashes)):
+                assert holds(self.slots[backup.location], request.text, index, MAX_TOKENS)

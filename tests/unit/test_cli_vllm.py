@@ -89,6 +89,15 @@ def test_the_policy_runs_without_our_swap_space(flags: list[str], more: list[str
     assert (found.policy, found.swap_bytes) == ("cfs", 0)
 
 
+def test_sessions_are_pinned_in_the_hosts_memory(become: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["vllm", "serve", "m", "--pin-sessions"])
+    assert extra_of(become[0])["pin_sessions"] is True
+    for swap in ("none", "vllm"):
+        assert cli.main(["vllm", "serve", "m", "--pin-sessions", "--swap", swap]) == 2
+        assert f"--swap is {swap}: leave one of them out" in capsys.readouterr().err
+
+
 def test_memory_is_borrowed_with_a_coordinator(become: list[list[str]]) -> None:
     for flags in ([], ["--swap", "peer"]):
         with pytest.raises(SystemExit):

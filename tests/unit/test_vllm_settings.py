@@ -114,7 +114,7 @@ def test_the_seed_is_a_number() -> None:
     [
         (
             {"slices": 3},
-            "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, "
+            "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, pin_sessions, seed, "
             "slice, pace, max_gap, ttft_goal, line_patience, coordinator, coordinator_token_file, device_name, "
             "peer_memory",
         ),
@@ -139,6 +139,15 @@ def test_the_seed_is_a_number() -> None:
         (
             {"coordinator_token_file": "t"},
             "coordinator_token_file needs coordinator: it knows which devices lend memory",
+        ),
+        ({"pin_sessions": 1}, "kv_connector_extra_config has a value for 'pin_sessions' of the wrong kind: 1"),
+        (
+            {"pin_sessions": True, "coordinator": "http://c:1"},
+            "pin_sessions and coordinator exclude each other: leave one of them out",
+        ),
+        (
+            {"pin_sessions": True, "swap_memory": 0},
+            "pin_sessions and swap_memory keep KV in swap space, and there is none",
         ),
         ({"coordinator": 3}, "kv_connector_extra_config has a value for 'coordinator' of the wrong kind: 3"),
         (

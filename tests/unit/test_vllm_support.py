@@ -89,11 +89,18 @@ Stranger = type("FloodplainScheduler", (), {})
     ],
 )
 def test_what_is_supported_is_let_in(changes: dict[str, Any]) -> None:
-    expect_supported(make_config(**changes), borrows=False, follows_sleep=False)
+    expect_supported(make_config(**changes), borrows=False, pins=False, follows_sleep=False)
+
+
+def test_kv_is_not_kept_for_sessions_beside_drafts() -> None:
+    with pytest.raises(UserError, match="leave pin_sessions out, or --speculative-config"):
+        config = make_config(speculative_config=SimpleNamespace(method="ngram"))
+        expect_supported(config, borrows=False, pins=True, follows_sleep=False)
+    expect_supported(make_config(), borrows=False, pins=True, follows_sleep=False)
 
 
 def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
-    expect_supported(make_config(model_config__enable_sleep_mode=True), borrows=True, follows_sleep=True)
+    expect_supported(make_config(model_config__enable_sleep_mode=True), borrows=True, pins=False, follows_sleep=True)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refusal:
-        expect_supported(make_config(**changes), borrows=True, follows_sleep=False)
+        expect_supported(make_config(**changes), borrows=True, pins=False, follows_sleep=False)
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -162,10 +169,10 @@ def test_the_scheduler_runs_with_no_connector_or_with_vllms_own(connector: str |
         cache_config__kv_offloading_size=size,
     )
     assert names_scheduler(config) and not names_connector(config)
-    expect_supported(config, borrows=False, follows_sleep=False)
+    expect_supported(config, borrows=False, pins=False, follows_sleep=False)
     with pytest.raises(UserError, match="speculative decoding with suffix is not supported: use one of ngram,"):
         config.speculative_config = SimpleNamespace(method="suffix")
-        expect_supported(config, borrows=False, follows_sleep=False)
+        expect_supported(config, borrows=False, pins=False, follows_sleep=False)
 
 
 def test_a_configuration_that_names_nothing_of_ours_is_none_of_ours() -> None:

@@ -1,5 +1,7 @@
 """Tracks which blocks of vLLM's requests have a copy in swap space, and which copies are under way.
 
+A copy is one request's own, or is found by its content and serves all requests that have it (``by_content``).
+
 vLLM reuses the blocks of a preempted request at once. So an outbound copy holds its blocks, as a request would, and
 frees them when it has ended: no step waits for it, and no block is overwritten before it was read.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -17,11 +19,17 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.cache_groups import CacheGroup, CacheKind
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
+from floodplain.core.idle_backups import Pin
 from floodplain.core.plan import Reason, Transfer, TransferKind
+from floodplain.core.request import SeqId
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.core.transfers import TransferLedger
 from floodplain.plugins.vllm.messages import COPY
+from floodplain.plugins.vllm.saved_prefixes import SavedPrefixes
 from floodplain.plugins.vllm.tracked import TrackedRequest
+
+SAVED_TOGETHER = 64
+"""Blocks of an ended request that one copy takes."""
 
 
 class Holder(Protocol):
@@ -82,16 +90,21 @@ class SwapBooks:
     Args:
         slots: Of each tier, the nearest first.
         groups: Of the model's layers.
+        by_content: Copies of full blocks are found by their content, serve all requests with it, and stay when these
+            have ended, until their slots are needed. All layers must be in one group of full attention.
 
     Attributes:
-        backups: All copies, each of one request alone.
+        backups: All copies; without ``by_content`` each of one request alone.
+        saved: Finds copies by content; None without ``by_content``.
         transfers: Copies under way.
+        num_adopted_tokens: Tokens that copies of other requests restored, ``adopt``.
     """
 
-    def __init__(self, slots: Iterable[SlotLedger], groups: Sequence[CacheGroup]) -> None:
-        self.backups = BackupTable(slots, retains=False)
+    def __init__(self, slots: Iterable[SlotLedger], groups: Sequence[CacheGroup], *, by_content: bool = False) -> None:
+        self.backups = BackupTable(slots, retains=by_content)
+        self.saved = SavedPrefixes(self.backups) if by_content else None
         self.transfers: TransferLedger[Copy] = TransferLedger(self.backups)
-        self.num_resumed = self.num_refused = 0
+        self.num_resumed = self.num_refused = self.num_adopted_tokens = 0
         self._groups = tuple(groups)
         full = [number for number, group in enumerate(groups) if group.kind is CacheKind.FULL]
         self._block_tokens = groups[full[0]].block_tokens if full else 1
@@ -159,6 +172,8 @@ class SwapBooks:
     def back_up(self, tracked: TrackedRequest, tables: Tables, num_computed: int, most: int, tier: Tier) -> None:
         """Start backups of up to ``most`` more full blocks of a request, as many as ``tier`` has slots for.
 
+        Pinned contents are not evicted for them.
+
         Args:
             tracked: The request.
             tables: Its block table in each group, vLLM's objects.
@@ -167,10 +182,12 @@ class SwapBooks:
             tier: The target.
         """
         first = len(tracked.backups)
-        wanted = min(most, self._count_full(num_computed) - first, self.backups.num_available(tier))
+        room = min(self.backups.num_available(tier), self.backups.num_unpinned)
+        wanted = min(most, self._count_full(num_computed) - first, room)
         if wanted > 0:
             blocks = self._full_blocks(tables, first, first + wanted)
-            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks, tier, None)
+            keys = self._keys_of(tracked, first, first + wanted)
+            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks, keys, tier, None)
 
     def swap_out(
         self,
@@ -195,7 +212,8 @@ class SwapBooks:
             return False
         if blocks:
             nearest = next(iter(self.backups.slots))
-            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks, tier or nearest, reason)
+            keys = [*self._keys_of(tracked, first, num_full), *[None for _ in places]]
+            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks, keys, tier or nearest, reason)
             tracked.backups += backups[: num_full - first]
             tracked.rest = dict(zip(places, backups[num_full - first :], strict=True))
         tracked.num_kept_tokens = num_computed
@@ -222,20 +240,111 @@ class SwapBooks:
             places += [(number, place) for place in range(first, -(-num_computed // group.block_tokens))]
         return places
 
+    def _keys_of(self, tracked: TrackedRequest, first: int, end: int) -> list[BlockKey | None]:
+        """Return the keys of full blocks ``first`` to ``end``: their contents; None without ``by_content``, or yet."""
+        known = tracked.request.block_hashes[first:end] if self.saved is not None else []
+        return [*known, *[None for _ in range(end - first - len(known))]]
+
     def _write(
-        self, tracked: TrackedRequest, kind: TransferKind, blocks: Sequence[Any], tier: Tier, reason: Reason | None
+        self,
+        tracked: TrackedRequest,
+        kind: TransferKind,
+        blocks: Sequence[Any],
+        keys: Sequence[BlockKey | None],
+        tier: Tier,
+        reason: Reason | None,
     ) -> list[Backup]:
-        assert self._holder is not None, "books are bound before blocks are allocated"
-        keys = [BlockKey(b"%d:%d" % (tracked.seq_id, next(self._serials))) for _ in blocks]
-        backups = self.backups.begin_write_from(tier, keys)
+        """Keep a backup of each block for a request; return them. A content without a whole one is copied."""
+        found = [None if key is None else self.backups.find_whole(key) for key in keys]
+        for backup in found:
+            if backup is not None:
+                self._keep(tracked, backup)
+        missing = [place for place, backup in enumerate(found) if backup is None]
+        written = self._begin_backups(tracked, [keys[place] for place in missing], tier)
+        if written:
+            self._copy_out(tracked, kind, written, [blocks[place] for place in missing], reason)
+        new = iter(written)
+        return [next(new) if backup is None else backup for backup in found]
+
+    def _begin_backups(self, tracked: TrackedRequest, keys: Sequence[BlockKey | None], tier: Tier) -> list[Backup]:
+        """Allocate slots; a content that another copy is being made of, or that is no key, gets a key of its own."""
+        backups = self.backups.begin_write_from(tier, [self._name(tracked, key) for key in keys])
         assert backups is not None, "the caller has counted the slots"
-        for backup in backups:
-            backup.is_private = True
+        for backup, key in zip(backups, keys, strict=True):
+            backup.is_private = backup.key != key
             self._keep(tracked, backup)
+        return backups
+
+    def _name(self, tracked: TrackedRequest, key: BlockKey | None) -> BlockKey:
+        if key is not None and self.backups.find(key) is None:
+            return key
+        return BlockKey(b"%d:%d" % (tracked.seq_id, next(self._serials)))
+
+    def _copy_out(
+        self,
+        tracked: TrackedRequest,
+        kind: TransferKind,
+        backups: Sequence[Backup],
+        blocks: Sequence[Any],
+        reason: Reason | None,
+    ) -> None:
+        assert self._holder is not None, "books are bound before blocks are allocated"
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
         self._begin(kind, backups, Copy(tracked, tuple(blocks), is_holding=True), reason)
-        return backups
+
+    # -- by content ------------------------------------------------------------------------------------------------
+
+    def save(self, tracked: TrackedRequest, table: Sequence[Any], pin: Pin) -> None:
+        """Start to copy the contents of an ended request's pin that have no copy, the first ones first.
+
+        Only slots of cheaper pins are taken, and copying ends where there are none. A piece's blocks are free when the
+        piece has ended.
+
+        Args:
+            tracked: The request.
+            table: Its blocks.
+            pin: Of its leading full blocks.
+        """
+        unsaved = [place for place, key in enumerate(pin.keys) if self.backups.find(key) is None]
+        for first in range(0, len(unsaved), SAVED_TOGETHER):
+            places = unsaved[first : first + SAVED_TOGETHER]
+            keys = [pin.keys[place] for place in places]
+            written = (self.backups.begin_write(tier, keys, below=pin.worth) for tier in self.backups.slots)
+            backups = next((found for found in written if found is not None), None)
+            if backups is None:
+                return
+            self._copy_out(tracked, TransferKind.BACKUP, backups, [table[place] for place in places], None)
+
+    def count_saved(self, tracked: TrackedRequest, most: int) -> int:
+        """Return how many leading blocks, ``most`` at most, a request without copies of its own finds by content."""
+        if self.saved is None or tracked.has_kv or tracked.request.skip_reading_prefix_cache:
+            return 0
+        return self.saved.count(tracked.seq_id, tracked.request.block_hashes, most)
+
+    def take_changed(self) -> set[SeqId]:
+        """Return requests whose ``count_saved`` may have changed since the last call; it is up to date from now on."""
+        return set() if self.saved is None else self.saved.refresh()
+
+    def watch_only(self, absent: Set[SeqId]) -> None:
+        """Keep answers of ``count_saved`` for these requests only."""
+        if self.saved is not None:
+            self.saved.keep_only(absent)
+
+    def adopt(self, tracked: TrackedRequest) -> None:
+        """Keep what ``count_saved`` finds for a request, as copies of its own: it can be restored."""
+        if self.saved is not None and not tracked.has_kv:
+            most = (tracked.request.num_tokens - 1) // self._block_tokens
+            for backup in self.saved.find(tracked.request.block_hashes[:most]):
+                self._keep(tracked, backup)
+                tracked.backups.append(backup)
+
+    def lose_contents(self) -> None:
+        """Lose all copies that are found by content: the model that computed them has changed."""
+        for tier, slots in self.backups.slots.items():
+            for backup in self.backups.in_slots(tier, slots.taken):
+                if not backup.is_private:
+                    self.backups.lose(backup)
 
     # -- back ------------------------------------------------------------------------------------------------------
 
@@ -248,8 +357,9 @@ class SwapBooks:
             for place in range(first, -(-num_tokens // group.block_tokens)):
                 blocks.append(table[place])
                 backups.append(self._backup_of(tracked, number, place))
-        copy = Copy(tracked, tuple(blocks), is_holding=False)
-        self._begin(TransferKind.SWAP_IN, backups, copy, Reason.SLICE_BEGINS)
+        self.num_adopted_tokens += 0 if tracked.is_away else num_tokens - num_local
+        reason = Reason.SLICE_BEGINS if tracked.is_away else Reason.PREFIX_IN_SWAP
+        self._begin(TransferKind.SWAP_IN, backups, Copy(tracked, tuple(blocks), is_holding=False), reason)
 
     def _first_place(self, number: int, table: Sequence[Any], num_tokens: int) -> int:
         """Return the first place of a group's table that holds something for the token behind ``num_tokens``."""
@@ -336,6 +446,8 @@ class SwapBooks:
         else:
             copy.tracked.num_leaving -= len(copy.blocks)
         self.drop_lost(missing)
+        if missing and move.is_inbound and not copy.is_void and not copy.tracked.is_away:
+            self.forget(copy.tracked)  # it waits again, and may find a shorter beginning by content
         self.backups.changed_keys.trim()
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:

@@ -384,6 +384,11 @@ def was_aborted(request: Request) -> bool:
     return bool(request.status == RequestStatus.FINISHED_ABORTED)
 
 
+def has_failed(request: Request) -> bool:
+    """Whether an error ended a request."""
+    return bool(request.status == RequestStatus.FINISHED_ERROR)
+
+
 def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:
     """Return how many tokens each request of a step computes, drafts included."""
     num_tokens: dict[str, int] = output.num_scheduled_tokens

@@ -90,6 +90,11 @@ class BlockFinder:
         WatchedPool.watch(self.pool, self._exclusive, self._prefixes)
 
     @property
+    def finds_all(self) -> bool:
+        """Whether a full block's hash tells all that a request keeps of its tokens."""
+        return len(self._tables) == 1 and self._first == 0
+
+    @property
     def num_blocks(self) -> int:
         """Return the number of blocks, without vLLM's null block."""
         return int(self.pool.num_gpu_blocks) - 1

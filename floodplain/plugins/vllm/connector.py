@@ -63,4 +63,5 @@ def check_config(vllm_config: Any) -> None:
     """
     settings = (read_settings if names_connector(vllm_config) else read_alone)(find_extra(vllm_config))
     expect_usable(find_distribution()[1])
-    expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep())
+    borrows, pins = settings.coordinator is not None, settings.pin_sessions
+    expect_supported(vllm_config, borrows=borrows, pins=pins, follows_sleep=follows_sleep())

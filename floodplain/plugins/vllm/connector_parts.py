@@ -144,6 +144,7 @@ class FloodplainConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             one = self.controller.roster[request.request_id]
             num_tokens = one.num_local_tokens + num_external_tokens
+            one.note_restored(num_tokens)
             self.controller.books.fetch(one, blocks.blocks, one.num_local_tokens, num_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -131,6 +131,16 @@ class RowMaker:
         found = self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
         restorable = self._books.count_restorable(tracked)
         num_cached = found.num_blocks * block_tokens
+        num_saved = self._books.count_saved(tracked, most)
+        if num_saved > found.num_blocks:
+            return self._make(
+                tracked,
+                Status.WAITING,
+                num_cached_tokens=num_cached,
+                num_shared_blocks=found.num_shared,
+                num_backed_blocks=num_saved - found.num_blocks,
+                num_restorable_tokens=num_saved * block_tokens,
+            )
         is_leaving = bool(tracked.num_leaving and tracked.has_kv)  # and was not forgotten
         return self._make(
             tracked,

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from floodplain.core.cache_groups import count_blocks
+from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.plugins.vllm.compat import SteeredScheduler, drafts_in, local_tokens_in, num_tokens_in, was_aborted
+from floodplain.plugins.vllm.compat import (
+    SteeredScheduler,
+    drafts_in,
+    has_failed,
+    local_tokens_in,
+    num_tokens_in,
+    was_aborted,
+)
 from floodplain.plugins.vllm.compat_names import count_block_bytes
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.connector_parts import find_own
+from floodplain.plugins.vllm.kept_sessions import KeptSessions
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.settings import find_extra, read_alone
 from floodplain.plugins.vllm.sorted_queue import SortedQueue
@@ -25,6 +34,7 @@ from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.views import Present, ViewMaker
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.prefixes import least_chance_to_save
 from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.prices import StepPrices
 
@@ -47,6 +57,8 @@ class FloodplainScheduler(SteeredScheduler):
             self._controller = self._make_controller() if connector is None else connector.controller
         self._controller.roster.has_drafts = bool(self.num_spec_tokens)
         self._settings = self._controller.settings
+        with refusals_in_one_line():
+            self._expect_contents()
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
         self._limits = self.read_limits()
@@ -66,8 +78,16 @@ class FloodplainScheduler(SteeredScheduler):
         self._completion_step = -1
         self._caps: dict[str, int] = {}
         self._leaving: Preemption | None = None
+        self._adopters: list[TrackedRequest] = []
         self._was_running: set[SeqId] = set()
         self._timer = StepTimer()
+
+    def _expect_contents(self) -> None:
+        """Refuse to keep KV for sessions where a block's content does not say all that a request needs."""
+        if self._settings.pin_sessions and not self.finder.finds_all:
+            raise UserError(
+                "this model's layers keep different KV, which is not kept for sessions: leave pin_sessions out"
+            )
 
     def _make_controller(self) -> SwapController:
         """Return a controller without slots; vLLM's own connector may keep the KV of preempted requests.
@@ -136,8 +156,10 @@ class FloodplainScheduler(SteeredScheduler):
         self._note_changes()
         if self._controller.borrowing is not None:
             self._controller.borrowing.at_boundary()
-        view, by_id = self.look(), self._controller.roster.by_id
         now = time.monotonic()
+        if self._controller.sessions is not None:
+            self._controller.sessions.book.advance(now)
+        view, by_id = self.look(), self._controller.roster.by_id
         decision = self.policy_object.decide(view, now, self._rng)
         self._controller.record(view, now, decision)
         self._apply(decision, by_id)
@@ -151,6 +173,10 @@ class FloodplainScheduler(SteeredScheduler):
             self._prices.learn_end(one.request.num_prompt_tokens - one.num_cached_tokens)
 
     def _apply(self, decision: Decision, by_id: Mapping[SeqId, TrackedRequest]) -> None:
+        resumed = [by_id[order.seq_id] for order in decision.resumptions]
+        self._adopters = [one for one in resumed if not one.has_kv]
+        for one in self._adopters:  # before copies out take slots
+            self._controller.books.adopt(one)
         for preemption in decision.preemptions:
             self._leaving = preemption
             self.send_away(by_id[preemption.seq_id].request)
@@ -173,8 +199,10 @@ class FloodplainScheduler(SteeredScheduler):
 
     def note_arrival(self, request: Request) -> None:
         """Add a new request to the roster, and learn the demand. vLLM's time of arrival is on the wall clock."""
-        waited_s = max(0.0, time.time() - request.arrival_time)
-        self._controller.roster.arrive(request, time.monotonic() - waited_s)
+        waited_s, now = max(0.0, time.time() - request.arrival_time), time.monotonic()
+        one = self._controller.roster.arrive(request, now - waited_s)
+        if self._controller.sessions is not None:
+            self._controller.sessions.arrive(one, now)
         paused = [*self.holding, *(one.request for one in self._sorted_queue.swapped.values())]
         num_waiting = 1 + self.num_queued - len(self._sorted_queue.swapped)
         outputs = [one.num_output_tokens for one in (*self.running, *paused)]
@@ -184,7 +212,20 @@ class FloodplainScheduler(SteeredScheduler):
         """Forget a request that has ended, and free its backups."""
         if not was_aborted(request):
             self._ended_outputs.append(request.num_output_tokens)
+        one = self._controller.roster.find(request.request_id)
+        if one is not None and self._controller.sessions is not None:
+            self._leave_session(one, self._controller.sessions)
         self._controller.depart(request.request_id)
+
+    def _leave_session(self, one: TrackedRequest, sessions: KeptSessions) -> None:
+        if was_aborted(one.request) or has_failed(one.request):
+            sessions.give_up(one)
+            return
+        books, block_tokens = self._controller.books, self._limits.block_tokens
+        tiers = self._controller.links.view_tiers(books.transfers)
+        least_chance = least_chance_to_save(tiers, self._prices.now, block_tokens)
+        [table] = self.finder.tables(one.request.request_id)
+        sessions.end(one, table, time.monotonic(), least_chance)
 
     def note_pause(self, request: Request, num_tokens: int) -> None:
         """Drop copies of what the next part of a streamed input replaces: the last token, if a step computes it."""
@@ -239,8 +280,18 @@ class FloodplainScheduler(SteeredScheduler):
                 one = self._controller.roster[request.request_id]
                 one.entered_step = self._step
                 self._controller.books.note_start(one)
+                if self._controller.sessions is not None:
+                    self._controller.sessions.start(one, time.monotonic())
         self._was_running = set(running)
+        self._drop_unused(running.keys())
         self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)), has_copies=self._is_copying)
+
+    def _drop_unused(self, running: Set[SeqId]) -> None:
+        """Forget copies that were kept for requests which vLLM did not admit in this step."""
+        for one in self._adopters:
+            if one.seq_id not in running and one.request.request_id not in self.fetching:
+                self._controller.books.forget(one)
+        self._adopters = []
 
     @property
     def _is_copying(self) -> bool:

@@ -26,7 +26,7 @@ _SHARING = {
 """Names of flags, and the fields of ``SharingSettings`` that they set."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    "policy": str, "swap_memory": (int, str), "seed": int,
+    "policy": str, "swap_memory": (int, str), "pin_sessions": bool, "seed": int,
     "slice": int, "pace": (int, float), "max_gap": (int, float), "ttft_goal": (int, float),
     "line_patience": (int, float),
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
@@ -48,6 +48,7 @@ class PluginSettings:
         policy: By name.
         sharing: Fields of ``SharingSettings``.
         swap_bytes: Host memory of each worker for swap space.
+        pin_sessions: KV of ended requests is kept there for their session's next request.
         seed: Of the policy's random generator.
         coordinator: Addresses; None borrows nothing.
         coordinator_token_file: Of this engine's token.
@@ -63,6 +64,7 @@ class PluginSettings:
     coordinator_token_file: str | None = None
     device_name: str | None = None
     peer_bytes: int | None = None
+    pin_sessions: bool = False
 
     def make_policy(self) -> Policy:
         """Return a new policy object. Values that are not set in seconds follow the prices of steps.
@@ -131,7 +133,7 @@ def read_settings(
     for name, value in extra.items():
         if name not in _TYPES:
             raise UserError(f"{where} has {name!r}, which is none of {', '.join(_TYPES)}")
-        if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
+        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
             raise UserError(f"{where} has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
     if policy not in POLICIES:
@@ -139,13 +141,21 @@ def read_settings(
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
     settings = PluginSettings(
         policy, sharing, _read_size("swap_memory", extra.get("swap_memory", DEFAULT_SWAP_BYTES)), extra.get("seed", 0),
-        **_read_borrowing(extra),
+        **_read_borrowing(extra), pin_sessions=extra.get("pin_sessions", False),
     )  # fmt: skip
     try:
+        _check_pins(settings)
         settings.make_policy()
     except SettingRefused as error:
         raise error.as_flags() if are_flags else error from None
     return settings
+
+
+def _check_pins(settings: PluginSettings) -> None:
+    if settings.pin_sessions and settings.coordinator is not None:
+        raise SettingRefused(("pin_sessions", "coordinator"), "exclude each other: leave one of them out")
+    if settings.pin_sessions and not settings.swap_bytes:
+        raise SettingRefused(("pin_sessions", "swap_memory"), "keep KV in swap space, and there is none")
 
 
 def _read_size(name: str, value: int | str) -> int:

@@ -104,12 +104,13 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) -> None:
+def expect_supported(vllm_config: Any, *, borrows: bool, pins: bool, follows_sleep: bool) -> None:
     """Refuse a configuration that the plug-in does not support.
 
     Args:
         vllm_config: vLLM's.
         borrows: Whether the plug-in is to borrow memory.
+        pins: Whether the plug-in is to keep KV for sessions.
         follows_sleep: Whether this vLLM tells connectors when it unmaps its KV cache.
 
     Raises:
@@ -127,6 +128,8 @@ def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) ->
         raise UserError("sleep mode is supported from vLLM 0.33 on: leave --enable-sleep-mode out")
     if borrows:
         _expect_one_process(vllm_config.parallel_config)
+    if pins and vllm_config.speculative_config is not None:
+        raise UserError("KV is not kept for sessions beside drafts: leave pin_sessions out, or --speculative-config")
 
 
 def names_connector(vllm_config: Any) -> bool:

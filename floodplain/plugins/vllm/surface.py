@@ -87,14 +87,15 @@ SURFACE = (
     Used("vllm.v1.outputs", "KVConnectorOutput", attributes="failed_recving finished_recving kv_connector_worker_meta"),
     Used(
         "vllm.v1.request", "Request",
-        attributes="arrival_time block_hashes drop_stale_output lora_request max_tokens num_computed_tokens"
+        attributes="arrival_time block_hashes cache_salt drop_stale_output lora_request max_tokens num_computed_tokens"
         " num_output_placeholders num_output_tokens num_preemptions num_prompt_tokens num_stale_output_tokens"
-        " num_tokens priority request_id resumable sampling_params spec_token_ids status",
+        " num_tokens priority request_id resumable sampling_params session_id skip_reading_prefix_cache spec_token_ids"
+        " status",
         called={"is_finished": ""},
     ),
     Used(
         "vllm.v1.request", "RequestStatus",
-        attributes="FINISHED_ABORTED PREEMPTED WAITING WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ",
+        attributes="FINISHED_ABORTED FINISHED_ERROR PREEMPTED WAITING WAITING_FOR_REMOTE_KVS WAITING_FOR_STREAMING_REQ",
     ),
     Used(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager",

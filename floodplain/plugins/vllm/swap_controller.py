@@ -13,6 +13,7 @@ from floodplain.lending.neighbours import LeaseFacts
 from floodplain.lending.peer_tier import PeerParts
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.borrowing import Borrowing
+from floodplain.plugins.vllm.kept_sessions import KeptSessions
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tally import SwapTally
@@ -35,6 +36,7 @@ class SwapController:
 
     Attributes:
         lock: Held while the books change, because a thread may poll leases meanwhile.
+        sessions: Keep KV for them; None without ``pin_sessions``.
         is_computing: Whether an outstanding step computes: then no worker waits for copies.
     """
 
@@ -52,7 +54,8 @@ class SwapController:
         if peer is not None:
             slots.insert(0, SlotLedger(Tier.PEER, 0))
         self.roster = RequestRoster()
-        self.books = SwapBooks(slots, groups)
+        self.books = SwapBooks(slots, groups, by_content=settings.pin_sessions)
+        self.sessions = KeptSessions(self.books, groups[0].block_tokens) if settings.pin_sessions else None
         self.tally = SwapTally()
         self.links = Links([Link(one.tier, FIRST_BANDWIDTH) for one in slots], block_bytes)
         self.lock = threading.Lock()
@@ -70,6 +73,8 @@ class SwapController:
         self.tally.set("requests_swapped", to=len(view.swapped))
         for tier, slots in self.books.backups.slots.items():
             self.tally.set("kv_bytes", tier.value, to=slots.num_taken * self.block_bytes * self._num_workers)
+        if self.sessions is not None:
+            self.sessions.record(self.tally, self.block_bytes * self._num_workers)
         if self.borrowing is not None:
             self._record_leases(self.borrowing.facts())
         for watch in self.watchers:
@@ -107,10 +112,13 @@ class SwapController:
                 self.books.forget(one)
 
     def forget_all(self) -> None:
-        """Drop the backups of all requests."""
+        """Drop the backups of all requests, and all KV that is kept for sessions."""
         with self.lock:
             for one in self.roster:
                 self.books.forget(one)
+            if self.sessions is not None:
+                self.sessions.book.unpin_all()
+                self.books.lose_contents()
 
     def void_all(self) -> None:
         """Drop all backups and void copies under way, so that nothing computed so far is restored."""

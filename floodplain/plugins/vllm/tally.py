@@ -30,6 +30,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "requests_swapped": Family("Requests whose KV waits in swap space for their next turn.", is_gauge=True),
     "kv_bytes": Family("Bytes of KV by tier, over all workers.", ("tier",), is_gauge=True),
+    "swap_pinned_bytes": Family("Bytes of KV that are pinned for sessions, by tier.", ("tier",), is_gauge=True),
+    "session_returns_total": Family("Requests that continue a session, by whether its KV was still pinned.", ("kv",)),
+    "unpinned_blocks_total": Family("Blocks unpinned before the session's next request, by reason.", ("reason",)),
+    "restored_prompt_tokens_total": Family("Prompt tokens restored from KV of earlier requests."),
     "preemptions_total": Family("Requests taken off the device, by what becomes of their KV.", ("mode",)),
     "swap_bytes_total": Family("Bytes of KV moved between device and tier, over all workers.", ("direction", "tier")),
     "lease_bytes": Family("Bytes borrowed by leases that have not ended, by who lends them.", ("peer",), is_gauge=True),

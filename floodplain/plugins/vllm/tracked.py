@@ -36,7 +36,8 @@ class TrackedRequest:
         is_away: Its KV is in swap space, and on the device as far as inbound copies have restored it.
         num_leaving: Its blocks that outbound copies still read.
         num_local_tokens: Leading tokens on the device when vLLM last asked what we have of it.
-        num_cached_tokens: Tokens of its prompt that were not computed, because vLLM had them cached at first.
+        num_cached_tokens: Tokens of its prompt that were not computed, because they were cached or kept at first.
+        session: Its number in ``runtime.sessions``; None if sessions are not kept.
         has_drafts: Whether vLLM speculates. Then no two steps of it are outstanding when one is planned, and all that
             it may get from the outstanding one, but for one token, are drafts.
     """
@@ -44,7 +45,7 @@ class TrackedRequest:
     __slots__ = (
         "account", "backups", "entered_step", "first_token_s", "has_drafts", "is_away", "last_token_s",
         "num_cached_tokens", "num_kept_tokens", "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key",
-        "request", "rest", "seq_id",
+        "request", "rest", "seq_id", "session",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float, arrival_s: float) -> None:
@@ -62,6 +63,7 @@ class TrackedRequest:
         self.is_away = False
         self.num_leaving = 0
         self.num_local_tokens = self.num_cached_tokens = 0
+        self.session: int | None = None
         self.has_drafts = False
 
     @property
@@ -100,6 +102,11 @@ class TrackedRequest:
     def note_local(self, num_tokens: int) -> None:
         """Record how many leading tokens vLLM found on the device before admission."""
         self.num_local_tokens = num_tokens
+        if not self.request.num_preemptions:
+            self.num_cached_tokens = num_tokens
+
+    def note_restored(self, num_tokens: int) -> None:
+        """Record that its leading ``num_tokens`` are not computed: they are on the device, or being restored."""
         if not self.request.num_preemptions:
             self.num_cached_tokens = num_tokens
 

@@ -73,7 +73,8 @@ class ViewMaker:
         limits, controller = self._limits, self._controller
         controller.links.note_step(step)
         make = RowMaker(limits, self._blocks, controller.books, step)
-        self._rows.drop(self._blocks.take_changed() | controller.roster.take_changed())
+        changed = self._blocks.take_changed() | controller.roster.take_changed() | controller.books.take_changed()
+        self._rows.drop(changed)
         swapped, waiting = self._absent_rows(make, present.fits) if is_open else ((), ())
         num_free = self._blocks.count_free()
         running = self._rows.running((*present.running, *present.arrived), make, step)
@@ -124,4 +125,5 @@ class ViewMaker:
     def _forget_others(self, view: View) -> None:
         absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}
         self._blocks.watch_only(self._rows.running_ids, absent)
+        self._controller.books.watch_only(absent)
         self._rows.keep_only(absent)
