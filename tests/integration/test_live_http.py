@@ -55,12 +55,13 @@ def test_the_page_loads_only_its_own_files(server: RunningServer) -> None:
     page = httpx.get(server.url)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert {name: page.headers[name] for name in HEADERS} == HEADERS
-    for name, content in page_files().items():
-        answer = httpx.get(f"{server.url}/page/{name}")
-        assert answer.content == content and answer.headers["content-security-policy"]
-        text = content.decode().replace("http://www.w3.org/2000/svg", "")
-        assert "http://" not in text and "https://" not in text and "innerHTML" not in text
-    assert httpx.get(f"{server.url}/page/secret.txt").status_code == 404
+    with httpx.Client(base_url=f"{server.url}/page/") as client:
+        for name, content in page_files().items():
+            answer = client.get(name)
+            assert answer.content == content and answer.headers["content-security-policy"]
+            text = content.decode().replace("http://www.w3.org/2000/svg", "")
+            assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+        assert client.get("secret.txt").status_code == 404
 
 
 def test_the_feed_begins_with_the_whole_state(server: RunningServer) -> None:

@@ -28,7 +28,7 @@ from floodplain.server.live import Latencies, memory_of, snapshot_of
 from tests.support.driver import Driver
 from tests.support.loops import RandomPolicy, make_loop
 
-STORMS = range(6)
+STORMS = range(4)
 
 
 def storm(seed: int, num_requests: int = 9) -> Iterator[Driver]:

@@ -110,7 +110,8 @@ export function showMembers(target, members) {
 export function showInstances({ instances, groups, hint }, head) {
   const listing = head.instances;
   hint.textContent = `${listing.without_instance} requests without one, ${listing.moved_requests} moved`;
-  const rows = listing.instances.map((one) => [
+  const sorted = [...listing.instances].sort((a, b) => (a.slot ?? a.epoch) - (b.slot ?? b.epoch));
+  const rows = sorted.map((one) => [
     one.slot ?? `e${one.epoch}`, one.state, one.host, one.requests, one.running, one.waiting, one.swapped,
     `${one.used_blocks} of ${one.blocks}`, count(one.generated_tokens),
   ]);
