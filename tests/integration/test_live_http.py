@@ -18,7 +18,7 @@ from floodplain.server.settings import ServerConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving
 from tests.support.coordinators import RunningCoordinator, coordinating, join, open_store, say
 from tests.support.secret_files import secret_file
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer open-sesame"}
@@ -69,7 +69,12 @@ def test_the_feed_begins_with_the_whole_state(server: RunningServer) -> None:
     now = apply(Snapshot({}), message)
     assert now.head["model"] == "fake" and now.head["can_burst"] is True
     assert now.head["memory"]["pool"] == 7 * 2**20 and len(now.rows) == 2
-    assert httpx.head(f"{server.url}/live").headers["content-type"].startswith("text/event-stream")
+
+
+def test_head_of_the_feed_ends(server: RunningServer) -> None:
+    with httpx.Client() as client:  # keeps the connection open: the answer must end by itself
+        assert client.head(f"{server.url}/live").headers["content-type"].startswith("text/event-stream")
+        wait_until(lambda: server.num_requests == 0)
 
 
 def test_with_keys_the_page_is_public_and_its_data_are_not(locked: RunningServer) -> None:
