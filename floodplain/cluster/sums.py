@@ -11,7 +11,7 @@ from floodplain.engine.outputs import EngineStats, ExpansionFacts
 
 _GAUGES = frozenset(
     {"num_running", "num_waiting", "num_swapped", "kv_blocks", "kv_bytes", "cached_bytes", "pinned_bytes",
-     "num_blocks", "num_used_blocks", "lease_bytes"}
+     "num_blocks", "num_used_blocks", "lease_bytes", "swap_capacity_bytes", "block_tokens"}
 )  # fmt: skip
 """Fields with current values; all others count since the start."""
 _MOST_RECALLS = 4096
@@ -78,9 +78,10 @@ def _add(all_stats: Iterable[EngineStats]) -> EngineStats:
     values = {
         item.name: _add_values([getattr(one, item.name) for one in many])
         for item in fields(EngineStats)
-        if item.name not in ("recall_times_s", "expansion")
+        if item.name not in ("recall_times_s", "expansion", "block_tokens")
     }
-    return EngineStats(**values, expansion=_add_expansion(many))
+    block_tokens = max(one.block_tokens for one in many)  # the same on all instances
+    return EngineStats(**values, expansion=_add_expansion(many), block_tokens=block_tokens)
 
 
 def _add_values(values: list[Any]) -> Any:

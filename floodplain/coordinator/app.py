@@ -32,6 +32,7 @@ from floodplain.web.bodies import READERS, JsonRoute, parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames, expect_json
+from floodplain.web.process_metrics import ProcessMetrics
 from floodplain.web.scrape import scrape
 from floodplain.web.workers import Workers
 
@@ -152,6 +153,8 @@ def create_app(
 
 
 def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
+    process = ProcessMetrics()
+
     @app.get("/health", responses=ERRORS)
     async def health() -> ServiceHealth:
         """Whether the process is well, and whether it leads."""
@@ -168,6 +171,7 @@ def _add_service_routes(app: FastAPI, worker: LeaseWorker) -> None:
             view = await worker.ask(worker.service.look)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(CoordinatorMetrics(view, worker.service.totals))
+        registry.register(process)
         return await scrape(registry, request)
 
 

@@ -116,7 +116,9 @@ class EngineStats:
     the coordinator by problem. ``pipeline_s`` is the time in which steps of a pipeline were outstanding, and
     ``stage_busy_s`` the part of it in which each stage computed, by the stage's number. ``session_returns`` counts
     requests that continue a session by whether its KV was ``pinned`` or ``unpinned``; ``unpinned_blocks`` counts blocks
-    by reason: ``expired`` or ``evicted``.
+    by reason: ``expired`` or ``evicted``. ``swap_capacity_bytes`` is the memory of all slots by tier. Of
+    ``num_queried_tokens`` tokens that were looked up in the prefix cache, ``num_cached_tokens`` were found;
+    ``block_tokens`` are the tokens of a block, 0 while there is no engine.
     """
 
     num_running: int = 0
@@ -132,6 +134,7 @@ class EngineStats:
     scheduler_s: float = 0.0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     preemptions: dict[str, int] = field(default_factory=dict)
     num_recomputed_tokens: int = 0
@@ -153,3 +156,10 @@ class EngineStats:
     pipeline_s: float = 0.0
     session_returns: dict[str, int] = field(default_factory=dict)
     unpinned_blocks: dict[str, int] = field(default_factory=dict)
+    swap_capacity_bytes: dict[str, int] = field(default_factory=dict)
+    block_tokens: int = 0
+
+    @property
+    def kv_utilization(self) -> float:
+        """Used blocks over all blocks, from 0 to 1; 0 without blocks."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0

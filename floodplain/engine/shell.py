@@ -328,6 +328,7 @@ class Engine:
             scheduler_s=self.scheduler_s,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_generated_tokens=counters.num_generated_tokens,
+            num_queried_tokens=counters.num_queried_tokens,
             num_cached_tokens=counters.num_cached_tokens,
             preemptions=dict(counters.preemptions),
             num_recomputed_tokens=counters.num_recomputed_tokens,
@@ -349,6 +350,8 @@ class Engine:
             pipeline_s=pipeline.active_s,
             session_returns={"pinned": sessions.hits, "unpinned": sessions.misses},
             unpinned_blocks={"expired": sessions.num_expired_blocks, "evicted": backups.idle.num_unpinned_blocks},
+            swap_capacity_bytes={tier.value: one.num_slots * block_bytes for tier, one in backups.slots.items()},
+            block_tokens=ledger.block_tokens,
         )
 
 

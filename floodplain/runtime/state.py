@@ -65,13 +65,15 @@ class Counters:
     """Totals since the loop began; they only grow.
 
     ``num_recomputed_tokens`` are tokens computed again after a preemption; ``num_wasted_tokens`` were sampled for a
-    sequence that had ended; ``num_cached_tokens`` were found on the device at admission, or fetched from swap space;
+    sequence that had ended; of ``num_queried_tokens``, the known tokens of requests at their first admission,
+    ``num_cached_tokens`` were found on the device, or fetched from swap space;
     ``limited_steps`` are steps whose decision was limited, by reason.
     """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
+    num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_wasted_tokens: int = 0
@@ -252,6 +254,7 @@ class LoopState:
         """Record that a waiting sequence was scheduled; count its prompt and cached tokens once."""
         if seq.lifecycle.first(EventKind.SCHEDULED) is None:
             self.counters.num_prompt_tokens += seq.num_prompt
+            self.counters.num_queried_tokens += len(seq.tokens)
             self.counters.num_cached_tokens += seq.num_computed
             seq.lifecycle.num_cached_tokens = seq.num_computed
             if self.sessions is not None:

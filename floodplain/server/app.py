@@ -32,6 +32,7 @@ from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import is_loopback
 from floodplain.web.origin import OwnNames, expect_own_names
+from floodplain.web.process_metrics import ProcessMetrics
 from floodplain.web.scrape import scrape
 from floodplain.web.serving import StoppableServer
 
@@ -110,6 +111,7 @@ def _add_service_routes(app: FastAPI, engine: ServingEngine, metrics: ServingMet
     engine.subscribe(metrics.observe)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
+    registry.register(ProcessMetrics())
 
     @app.get("/health", responses=ERRORS)
     @app.get("/ready", responses=ERRORS)

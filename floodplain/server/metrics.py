@@ -63,6 +63,8 @@ class ServingMetrics(Collector):
         yield self._gauge("requests_waiting", "Requests that wait.", {(): stats.num_waiting})
         yield self._gauge("requests_swapped", "Requests whose KV is swapped out.", {(): stats.num_swapped})
         yield self._gauge("kv_blocks", "KV blocks by state.", _by_one(stats.kv_blocks), "state")
+        text = "Used KV blocks over all: free and cached ones are not used."
+        yield self._gauge("kv_utilization", text, {(): stats.kv_utilization})
         yield self._gauge("kv_bytes", "Bytes of KV by tier.", _by_one(stats.kv_bytes), "tier")
         cached = _by_one(stats.cached_bytes)
         yield self._gauge(
@@ -76,6 +78,10 @@ class ServingMetrics(Collector):
         yield from self._leases(stats)
         yield from self._expansion(stats)
         yield self._stages(stats)
+        text = "Tokens of requests that were looked up in the prefix cache."
+        yield self._counter("prefix_cache_queries", text, {(): stats.num_queried_tokens})
+        text = "Tokens that were found there, or fetched from swap space."
+        yield self._counter("prefix_cache_hits", text, {(): stats.num_cached_tokens})
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         finished = _by_one(self._counts.finished)
@@ -93,6 +99,10 @@ class ServingMetrics(Collector):
         yield self._counter("swap_bytes", "Bytes of KV moved to and from a tier.", moved, "direction", "tier")
         text = "Time in which nothing could run before a copy ended."
         yield self._counter("swap_stall_seconds", text, {(): stats.swap_stall_s})
+        capacity = _by_one(stats.swap_capacity_bytes)
+        yield self._gauge("swap_capacity_bytes", "Bytes of all slots by tier.", capacity, "tier")
+        used = _by_one({tier: stats.kv_bytes.get(tier, 0) + cached for tier, cached in stats.cached_bytes.items()})
+        yield self._gauge("swap_used_bytes", "Bytes of slots with content by tier.", used, "tier")
         failed = _by_one(stats.failed_transfers)
         yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
         returns = _by_one({"pinned": 0, "unpinned": 0} | stats.session_returns)

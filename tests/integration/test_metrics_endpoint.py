@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
+from platform import python_version
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from floodplain import __version__
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.engine.outputs import EngineStats
 from tests.fakes.engine import FINISHED_LIFECYCLE_S, FakeEngine, serving
@@ -36,6 +40,12 @@ def test_a_scrape_counts_what_was_served(wants_openmetrics: bool) -> None:
     assert samples["floodplain_prompt_tokens_total", model] == 10
     assert samples["floodplain_generation_tokens_total", model] == 7
     assert samples["floodplain_requests_running", model] == 0
+    build = {"version": __version__, "torch": version("torch"), "python": python_version()}
+    assert samples["floodplain_build_info", tuple(sorted(build.items()))] == 1
+    assert samples["process_cpu_seconds_total", ()] > 0
+    assert samples["process_resident_memory_bytes", ()] > 2**20
+    assert 0 < samples["process_open_fds", ()] <= samples["process_max_fds", ()]
+    assert 0 < samples["process_start_time_seconds", ()] <= time.time()
     assert samples["floodplain_kv_blocks", (*model, ("state", "owned"))] == 2
     arrival, tokens = FINISHED_LIFECYCLE_S
     for name, count, total in (
@@ -86,7 +96,8 @@ def test_any_accept_header_is_answered_in_a_format_that_parses(
     assert answer.status_code == 200
     is_open = answer.headers["content-type"].startswith("application/openmetrics-text")
     families = list((parse_openmetrics if is_open else parse_text)(answer.text))
-    assert {s.labels["model_name"] for family in families for s in family.samples} == {'a "path"\n\\of ? bytes'}
+    samples = [sample for family in families for sample in family.samples if "model_name" in sample.labels]
+    assert {sample.labels["model_name"] for sample in samples} == {'a "path"\n\\of ? bytes'}
 
 
 def test_scrapes_at_once_are_answered_whatever_the_numbers_are(odd: tuple[OddEngine, httpx.Client]) -> None:

@@ -113,12 +113,15 @@ def test_a_process_that_joins_again_counts_nothing_twice(steps: list[int]) -> No
 
 def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
     table = StatsTable()
-    one = EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.5,), expansion=ExpansionFacts(3.0, 2, 10))
+    one = EngineStats(
+        num_blocks=1, block_tokens=16, num_recalls=1, recall_times_s=(0.5,), expansion=ExpansionFacts(3.0, 2, 10)
+    )
     table.note(1, one)
-    table.note(2, EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.25,)))
+    table.note(2, EngineStats(num_blocks=1, block_tokens=16, num_recalls=1, recall_times_s=(0.25,)))
     table.note(1, replace(one, num_recalls=2, recall_times_s=(0.5, 0.75)))
     total = table.total()
     assert (total.num_recalls, total.recall_times_s) == (3, (0.5, 0.25, 0.75))
+    assert (total.num_blocks, total.block_tokens) == (2, 16)
     assert (total.expansion.expansion, total.expansion.num_streamed, total.expansion.loaded_bytes) == (2.0, 2, 10)
     table.retire(1)
     total = table.total()

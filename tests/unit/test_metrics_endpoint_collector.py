@@ -18,7 +18,10 @@ PROMISED = {
     "requests_waiting": "gauge",
     "requests_swapped": "gauge",
     "kv_blocks": "gauge",
+    "kv_utilization": "gauge",
     "kv_bytes": "gauge",
+    "swap_capacity_bytes": "gauge",
+    "swap_used_bytes": "gauge",
     "swap_cached_bytes": "gauge",
     "swap_pinned_bytes": "gauge",
     "session_returns_total": "counter",
@@ -39,6 +42,8 @@ PROMISED = {
     "kv_stream_stall_seconds_total": "counter",
     "stage_seconds_total": "counter",
     "lease_recall_seconds": "histogram",
+    "prefix_cache_queries_total": "counter",
+    "prefix_cache_hits_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "time_to_first_token_seconds": "histogram",
@@ -56,6 +61,8 @@ PROMISED = {
 LABELS = {
     "kv_blocks": {"state"},
     "kv_bytes": {"tier"},
+    "swap_capacity_bytes": {"tier"},
+    "swap_used_bytes": {"tier"},
     "swap_cached_bytes": {"tier"},
     "swap_pinned_bytes": {"tier"},
     "session_returns_total": {"kv"},
@@ -87,6 +94,7 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         kv_bytes={"local": 2},
         cached_bytes={"host": 3},
         pinned_bytes={"host": 1},
+        swap_capacity_bytes={"host": 8},
         failed_transfers={"not_copied": 0},
         limited_steps={"crowded": 0},
         lease_bytes={("producer", "b"): 5},
@@ -116,6 +124,14 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
     assert value_of(metrics, "floodplain_preemptions_total", mode="recompute") == 0
 
 
+def test_use_of_the_pool_is_a_fraction_and_without_a_pool_0() -> None:
+    now = EngineStats(num_blocks=8, num_used_blocks=6)
+    metrics = ServingMetrics("m", lambda: now, RequestCounts())
+    assert value_of(metrics, "floodplain_kv_utilization") == 0.75
+    now = EngineStats()
+    assert value_of(metrics, "floodplain_kv_utilization") == 0
+
+
 def test_idle_time_of_a_stage_while_steps_are_outstanding_is_its_bubble() -> None:
     stats = EngineStats(pipeline_s=5.0, stage_busy_s={"0": 4.0, "1": 1.5})
     metrics = ServingMetrics("m", lambda: stats, RequestCounts())
@@ -135,6 +151,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
         failed_transfers={"digest_mismatch": 3},
         limited_steps={"crowded": 4},
         pinned_bytes={"host": 9},
+        swap_capacity_bytes={"host": 60},
         session_returns={"pinned": 8, "unpinned": 1},
         unpinned_blocks={"expired": 11, "evicted": 12},
     )
@@ -151,6 +168,8 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
     assert value_of(metrics, "floodplain_swap_cached_bytes", tier="host") == 20
     assert value_of(metrics, "floodplain_swap_pinned_bytes", tier="host") == 9
+    assert value_of(metrics, "floodplain_swap_capacity_bytes", tier="host") == 60
+    assert value_of(metrics, "floodplain_swap_used_bytes", tier="host") == 50
     assert value_of(metrics, "floodplain_session_returns_total", kv="pinned") == 8
     assert value_of(metrics, "floodplain_unpinned_blocks_total", reason="evicted") == 12
     assert value_of(metrics, "floodplain_requests_swapped") == 4

@@ -289,6 +289,7 @@ def test_a_prompt_that_was_seen_computes_only_its_rest() -> None:
     assert [(chunk.start, chunk.token_ids) for chunk in plan.prefills] == [(8, PROMPT[8:])]
     assert driver.outputs[second] == driver.outputs[SeqId(0)]
     assert driver.loop.counters.num_cached_tokens == 8
+    assert driver.loop.counters.num_queried_tokens == 22
     assert driver.loop.counters.num_prompt_tokens == 22
 
 
