@@ -77,7 +77,7 @@ class Lane:
                 while self._is_due():
                     self.engine.add(self._upcoming.popleft())
                 self.engine.step()
-                self.ended += [(life, reason) for _, life, reason in self.engine.take_finished()]
+                self.ended += [(one.lifecycle, one.reason) for _, one in self.engine.take_finished()]
                 if not self.engine.has_unfinished and not self._is_due():
                     time.sleep(IDLE_POLL_S)
 

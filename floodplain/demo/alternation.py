@@ -16,7 +16,7 @@ from typing import Any
 
 from floodplain.bench.engine_target import EngineTarget, started
 from floodplain.bench.offline import hardware_report, report_between, run_offline
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ended import EndedRequest
 from floodplain.demo.other_load import LoadMeter
 from floodplain.demo.users import shifted
 from floodplain.demo.ways import Way
@@ -91,8 +91,8 @@ class WayServer:
         self._timeline: dict[str, list[float]] = {}
         self._residence: dict[str, list[Any]] = {}
         self._bursts_s: list[float] = []
-        self._lifecycles: list[Lifecycle] = []
-        engine.subscribe(self._lifecycles.append)
+        self._ended: list[EndedRequest] = []
+        engine.subscribe(self._ended.append)
 
     async def serve_burst(self, load: WorkloadSpec, *, progress: bool) -> None:
         """Serve one load, and wait for all its answers."""
@@ -100,13 +100,13 @@ class WayServer:
             replace(request, request_id=f"{load.seed}-{request.request_id}")
             for request in build(load, self._engine.tokenizer)
         ]
-        self._lifecycles.clear()
+        self._ended.clear()
         self._bursts_s.append(self._clock_s)
         begin_s = time.monotonic() - self._clock_s
         run = await run_offline(self._engine, requests, progress=progress)
         columns = run.timeline | {"time_s": [time_s + self._clock_s for time_s in run.timeline["time_s"]]}
         _extend(self._timeline, columns)
-        _extend(self._residence, residence_columns(self._lifecycles, begin_s))
+        _extend(self._residence, residence_columns((one.lifecycle for one in self._ended), begin_s))
         self._records += [shifted(record, self._clock_s) for record in run.records]
         self._clock_s = max([self._clock_s, *(record.finished_s for record in self._records)])
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
-from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.build import build_engine
 from floodplain.engine.compute_threads import release_compute_threads
@@ -56,7 +56,7 @@ class AsyncEngine:
         self._callers: set[Caller] = set()
         self._pauses: list[Pause] = []
         self._is_empty = asyncio.Event()
-        self._subscribers: list[Callable[[Lifecycle], None]] = []
+        self._subscribers: list[Callable[[EndedRequest], None]] = []
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = self._is_draining = False
@@ -92,7 +92,7 @@ class AsyncEngine:
         """A function that looks at the engine now; it is called on one thread."""
         return EngineWatch(self.engine)
 
-    def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
+    def subscribe(self, on_finished: Callable[[EndedRequest], None]) -> None:
         """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""
         self._subscribers.append(on_finished)
 
@@ -189,7 +189,7 @@ class AsyncEngine:
                 if self._is_closing:  # before a step: a pause may have unmapped memory
                     return
                 deltas = self.engine.step()
-                ended = [life for _, life, reason in self.engine.take_finished() if reason is not FinishReason.ABORT]
+                ended = [one for _, one in self.engine.take_finished() if one.reason is not FinishReason.ABORT]
                 if deltas or ended:
                     self._call(self._dispatch, deltas, ended)
         except BaseException as error:  # all exceptions go to the callers: there is no other handler on this thread
@@ -246,16 +246,16 @@ class AsyncEngine:
             self._by_seq[seq_id] = caller
             caller.accepted.set_result(seq_id)
 
-    def _dispatch(self, deltas: list[tuple[SeqId, OutputDelta]], ended: list[Lifecycle]) -> None:
+    def _dispatch(self, deltas: list[tuple[SeqId, OutputDelta]], ended: list[EndedRequest]) -> None:
         for seq_id, delta in deltas:
             caller = self._by_seq.get(seq_id)
             if caller is not None:
                 caller.deltas.put_nowait(delta)
                 if delta.finish_reason is not None:
                     del self._by_seq[seq_id]
-        for lifecycle in ended:
+        for one in ended:
             for callback in self._subscribers:
-                callback(lifecycle)
+                callback(one)
 
     def _fail(self, error: BaseException) -> None:
         for pause in self._pauses:

@@ -201,8 +201,8 @@ class LLM:
                     progress.update(delta.finish_reason is not None)
                     for request, collector in others.pop(seq_id, ()):
                         collectors[self.engine.add(request)] = collector
-                for seq_id, lifecycle, _ in self.engine.take_finished():
-                    collectors[seq_id].lifecycle = lifecycle
+                for seq_id, ended in self.engine.take_finished():
+                    collectors[seq_id].lifecycle = ended.lifecycle
 
 
 class _Collector:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from floodplain.core.blocks import BlockState
+from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
@@ -136,7 +137,7 @@ class Engine:
         self.clock = clock
         self._processor = OutputProcessor(tokenizer)
         self._alive: dict[SeqId, Sequence] = {}
-        self._finished: list[tuple[SeqId, Lifecycle, FinishReason]] = []
+        self._finished: list[tuple[SeqId, EndedRequest]] = []
 
     @property
     def executor(self) -> Executor:
@@ -292,7 +293,7 @@ class Engine:
                 self.finish(seq_id, FinishReason.STOP)  # a stop string, which the loop cannot see
         return deltas
 
-    def take_finished(self) -> list[tuple[SeqId, Lifecycle, FinishReason]]:
+    def take_finished(self) -> list[tuple[SeqId, EndedRequest]]:
         """Requests that ended since the last call, aborted ones included."""
         finished, self._finished = self._finished, []
         return finished
@@ -300,7 +301,7 @@ class Engine:
     def _note_end(self, seq_id: SeqId) -> None:
         seq = self._alive.pop(seq_id, None)
         if seq is not None and seq.finish_reason is not None:
-            self._finished.append((seq_id, seq.lifecycle, seq.finish_reason))
+            self._finished.append((seq_id, EndedRequest(seq.request, seq.lifecycle, seq.finish_reason)))
 
     def stats(self) -> EngineStats:
         """A snapshot; on another thread, a step may run between its reads."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from floodplain import __version__
 from floodplain.core.blocks import BlockState
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ended import EndedRequest
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
 from floodplain.live.changes import Snapshot
@@ -30,10 +30,10 @@ class Latencies:
         self._num_seen, self._num_shown = 0, -1
         self._shown: Mapping[str, float | int | None] = {}
 
-    def observe(self, lifecycle: Lifecycle) -> None:
+    def observe(self, ended: EndedRequest) -> None:
         """Add a request that has ended."""
         self._num_seen += 1
-        for values, value in ((self._ttft_s, lifecycle.ttft_s), (self._tpot_s, lifecycle.tpot_s)):
+        for values, value in ((self._ttft_s, ended.lifecycle.ttft_s), (self._tpot_s, ended.lifecycle.tpot_s)):
             if value is not None:
                 values.append(value)
 

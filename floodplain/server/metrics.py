@@ -8,7 +8,7 @@ from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ended import EndedRequest
 from floodplain.core.plan import PreemptionMode
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
@@ -44,8 +44,9 @@ class ServingMetrics(Collector):
         self._recalls = self._histogram("lease_recall_seconds", text, RECALL_BUCKETS_S)
         self._num_recalls = 0
 
-    def observe(self, lifecycle: Lifecycle) -> None:
+    def observe(self, ended: EndedRequest) -> None:
         """Add a request that has ended to the histograms."""
+        lifecycle = ended.lifecycle
         self._observe(self._ttft, lifecycle.ttft_s)
         self._observe(self._tpot, lifecycle.tpot_s)
         self._observe(self._itl, *lifecycle.itl_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ended import EndedRequest
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.live.rows import LiveView
@@ -80,6 +80,6 @@ class ServingEngine(Protocol):
         """A function that looks at live requests now; it remembers earlier looks, to build only what has changed."""
         ...
 
-    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
         """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; once each, on the event loop."""
         ...

@@ -9,10 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager
 from types import MappingProxyType
 
+from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import TokenLogprobs
-from floodplain.core.request import Request
+from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.live.rows import LiveView, Row
@@ -87,7 +88,7 @@ class FakeEngine:
         self._num_free_tokens = num_free_tokens
         self._live: set[str] = set()
         self._is_stopped = asyncio.Event()
-        self._callbacks: list[Callable[[Lifecycle], None]] = []
+        self._callbacks: list[Callable[[EndedRequest], None]] = []
         self._num_prompt_tokens = 0
         self._num_tokens = 0
 
@@ -125,7 +126,7 @@ class FakeEngine:
                 await asyncio.sleep(0)
                 yield self._delta(prompt, params, i, num_tokens)
             is_finished = True
-            self._finish()
+            self._finish(request)
         finally:
             self._live.discard(request_id)
             if not is_finished:
@@ -145,7 +146,7 @@ class FakeEngine:
     def watch(self) -> Callable[[], LiveView]:
         return lambda: LiveView(1.0, {n: Row(n, 1, 1, "running", 3, ((0.5, "arrived", 0),), 0.7, None) for n in (1, 2)})
 
-    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
         self._callbacks.append(on_finished)
 
     def _admit(self, prompt: Sequence[int], params: SamplingParams) -> int:
@@ -172,10 +173,10 @@ class FakeEngine:
             num_cached_tokens=len(prompt) // 16 * 16,
         )
 
-    def _finish(self) -> None:
+    def _finish(self, request: Request) -> None:
         arrival, tokens = FINISHED_LIFECYCLE_S
         for callback in self._callbacks:
-            callback(Lifecycle(arrival, token_times_s=list(tokens)))
+            callback(EndedRequest(request, Lifecycle(arrival, token_times_s=list(tokens)), FinishReason.LENGTH))
 
 
 class RunningServer:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from floodplain.bench.offline import run_offline
+from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
 from floodplain.core.goals import Goals
-from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine import async_engine
@@ -189,7 +189,7 @@ def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None
 def test_closed_stream_frees_its_blocks() -> None:
     async def hang_up() -> None:
         async with running() as engine:
-            finished: list[Lifecycle] = []
+            finished: list[EndedRequest] = []
             engine.subscribe(finished.append)
             with holding(engine):
                 async with aclosing(engine.generate(request_of(greedy(200)))) as stream:

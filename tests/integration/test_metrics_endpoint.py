@@ -16,9 +16,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from floodplain import __version__
+from floodplain.core.ended import EndedRequest
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import FinishReason, Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats
 from tests.fakes.engine import FINISHED_LIFECYCLE_S, FakeEngine, serving
+
+REQUEST = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), arrival_s=0.0)
 
 
 @pytest.mark.parametrize("wants_openmetrics", [False, True])
@@ -104,7 +109,8 @@ def test_scrapes_at_once_are_answered_whatever_the_numbers_are(odd: tuple[OddEng
     engine, client = odd
     engine.is_broken = True
     for callback in engine._callbacks:
-        callback(Lifecycle(math.nan, token_times_s=[math.inf, math.nan, -1.0]))
+        life = Lifecycle(math.nan, token_times_s=[math.inf, math.nan, -1.0])
+        callback(EndedRequest(REQUEST, life, FinishReason.STOP))
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.get("/metrics"), range(24)))
     assert {answer.status_code for answer in answers} == {200}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.ended import EndedRequest
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.workload.records import LoadRequest
@@ -51,7 +52,7 @@ class OneByOne:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.clock, self.has_news = machine, machine.monotonic, bool
         self._waiting: list[tuple[Request, Lifecycle]] = []
-        self._ended: list[tuple[int, Lifecycle, FinishReason]] = []
+        self._ended: list[tuple[int, EndedRequest]] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -67,10 +68,10 @@ class OneByOne:
         request, life = self._waiting[0]
         life.token_times_s.append(self.clock())
         if len(life.token_times_s) == request.params.max_tokens:
-            self._ended.append((0, life, FinishReason.LENGTH))
+            self._ended.append((0, EndedRequest(request, life, FinishReason.LENGTH)))
             del self._waiting[0]
 
-    def take_finished(self) -> list[tuple[int, Lifecycle, FinishReason]]:
+    def take_finished(self) -> list[tuple[int, EndedRequest]]:
         ended, self._ended = self._ended, []
         return ended
 

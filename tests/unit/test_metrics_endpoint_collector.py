@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from floodplain.core.ended import EndedRequest
 from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.request import FinishReason, Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import TOKEN_BUCKETS_S, ServingMetrics
+
+REQUEST = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), arrival_s=0.0)
 
 PROMISED = {
     "requests_running": "gauge",
@@ -218,7 +223,7 @@ def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]
         times = [100.0 + sum(gaps[: i + 1]) for i in range(len(gaps))]
         lifecycles.append(Lifecycle(99.0, token_times_s=times))
         lifecycles[-1].record(EventKind.SCHEDULED, 100.0)
-        metrics.observe(lifecycles[-1])
+        metrics.observe(EndedRequest(REQUEST, lifecycles[-1], FinishReason.STOP))
     gaps_seen = [gap for lifecycle in lifecycles for gap in lifecycle.itl_s]
     for name, values in {
         "time_to_first_token": [x.ttft_s for x in lifecycles if x.ttft_s is not None],

@@ -19,8 +19,8 @@ from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.cluster.router.watch import RouterWatch
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
+from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
-from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
@@ -75,7 +75,7 @@ class ClusterEngine:
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
             tokens[outside_token] = None
-        self._subscribers: list[Callable[[Lifecycle], None]] = []
+        self._subscribers: list[Callable[[EndedRequest], None]] = []
         num_stages = processes.num_slots if is_pipeline else None
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
@@ -124,7 +124,7 @@ class ClusterEngine:
         """A function that looks at the router now; it is called on the event loop."""
         return RouterWatch(self.router, lambda now: list_parts(self.router, now))
 
-    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
         """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""
         self._subscribers.append(on_finished)
 
@@ -210,11 +210,11 @@ class ClusterEngine:
         if self._webhook is not None:
             self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
 
-    def _note_finished(self, lifecycle: Lifecycle) -> None:
+    def _note_finished(self, ended: EndedRequest) -> None:
         if self.router.monitor is not None:
-            self.router.monitor.rule.arrivals.note_end(len(lifecycle.token_times_s))
+            self.router.monitor.rule.arrivals.note_end(len(ended.lifecycle.token_times_s))
         for callback in self._subscribers:
-            callback(lifecycle)
+            callback(ended)
 
     def _note_change(self) -> bool:
         """An instance serves, is lost, or its process ended. True if processes may be started again."""

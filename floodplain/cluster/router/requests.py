@@ -13,6 +13,7 @@ from floodplain.cluster.state.request_table import MAX_FAILED_PLACEMENTS, Entry,
 from floodplain.cluster.state.row_checks import check_token
 from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, TokenRow, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.ended import EndedRequest
 from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import FinishReason, Request
@@ -103,7 +104,7 @@ class Requests:
         self,
         table: RequestTable,
         send: Send,
-        on_finished: Callable[[Lifecycle], None],
+        on_finished: Callable[[EndedRequest], None],
         vocab_size: int = MAX_TOKEN_ID + 1,
     ) -> None:
         self.on_opened: Callable[[Entry], None] = lambda _: None
@@ -182,7 +183,7 @@ class Requests:
             caller = self._callers[entry.number]
             reason = caller.take(row.token, row, now)
             if reason is not None:
-                self._finish(entry, caller, is_known=row.finish_reason is not None)
+                self._finish(entry, caller, reason, is_known=row.finish_reason is not None)
 
     def take_acceptance(self, message: Accepted) -> None:
         """An instance has accepted a request. Raises ``WireError`` if it was never placed there."""
@@ -208,9 +209,9 @@ class Requests:
             self._close(entry)
         self.place()
 
-    def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
+    def _finish(self, entry: Entry, caller: Caller, reason: FinishReason, *, is_known: bool) -> None:
         if is_known:
             self._close(entry)
         else:  # a stop string: the instance does not know of it
             self.drop(entry)
-        self._on_finished(caller.lifecycle)
+        self._on_finished(EndedRequest(entry.request, caller.lifecycle, reason))

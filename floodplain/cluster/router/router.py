@@ -26,7 +26,7 @@ from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.frames import FrameLink
 from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.core.codec import WireError
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ended import EndedRequest
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
 
@@ -57,7 +57,7 @@ class Router:
         silence_s: float,
         tokens: Mapping[str, int | None],
         launcher: Launcher,
-        on_finished: Callable[[Lifecycle], None],
+        on_finished: Callable[[EndedRequest], None],
         num_stages: int | None = None,
         shape: ModelShape | None = None,
         *,
