@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
-from prometheus_client import Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from floodplain.core.ended import EndedRequest
 from floodplain.core.plan import PreemptionMode
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
+from floodplain.server.families import LabelledMetrics, by_one
 
 FIRST_TOKEN_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
@@ -22,12 +21,12 @@ RECALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 
 
-class ServingMetrics(Collector):
+class ServingMetrics(LabelledMetrics):
     """Collects ``stats()`` and ``counts`` on every scrape; ``observe`` feeds the histograms in between."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts) -> None:
+        super().__init__("floodplain_", {"model_name": model_name})
         self._counts = counts
-        self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8
         self._stats = stats
         self._ttft = self._histogram("time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S)
         self._tpot = self._histogram(
@@ -63,18 +62,18 @@ class ServingMetrics(Collector):
         )
         yield self._gauge("requests_waiting", "Requests that wait.", {(): stats.num_waiting})
         yield self._gauge("requests_swapped", "Requests whose KV is swapped out.", {(): stats.num_swapped})
-        yield self._gauge("kv_blocks", "KV blocks by state.", _by_one(stats.kv_blocks), "state")
+        yield self._gauge("kv_blocks", "KV blocks by state.", by_one(stats.kv_blocks), "state")
         text = "Used KV blocks over all: free and cached ones are not used."
         yield self._gauge("kv_utilization", text, {(): stats.kv_utilization})
-        yield self._gauge("kv_bytes", "Bytes of KV by tier.", _by_one(stats.kv_bytes), "tier")
-        cached = _by_one(stats.cached_bytes)
+        yield self._gauge("kv_bytes", "Bytes of KV by tier.", by_one(stats.kv_bytes), "tier")
+        cached = by_one(stats.cached_bytes)
         yield self._gauge(
             "swap_cached_bytes", "Bytes of prefixes in swap space that no request uses now.", cached, "tier"
         )
-        pinned = _by_one(stats.pinned_bytes)
+        pinned = by_one(stats.pinned_bytes)
         yield self._gauge("swap_pinned_bytes", "Of these, bytes that are pinned for sessions.", pinned, "tier")
         preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
-        yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
+        yield self._counter("preemptions", "Requests taken off the device.", by_one(preemptions), "mode")
         yield from self._swap(stats)
         yield from self._leases(stats)
         yield from self._expansion(stats)
@@ -85,9 +84,9 @@ class ServingMetrics(Collector):
         yield self._counter("prefix_cache_hits", text, {(): stats.num_cached_tokens})
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
-        finished = _by_one(self._counts.finished)
+        finished = by_one(self._counts.finished)
         yield self._counter("requests_finished", "Generated choices by why they ended.", finished, "reason")
-        refused = _by_one(self._counts.refused)
+        refused = by_one(self._counts.refused)
         yield self._counter("requests_refused", "Answers that refuse a request, by HTTP status.", refused, "status")
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e, self._queue, self._prefill, self._decode):
             yield self._family(histogram)
@@ -100,18 +99,18 @@ class ServingMetrics(Collector):
         yield self._counter("swap_bytes", "Bytes of KV moved to and from a tier.", moved, "direction", "tier")
         text = "Time in which nothing could run before a copy ended."
         yield self._counter("swap_stall_seconds", text, {(): stats.swap_stall_s})
-        capacity = _by_one(stats.swap_capacity_bytes)
+        capacity = by_one(stats.swap_capacity_bytes)
         yield self._gauge("swap_capacity_bytes", "Bytes of all slots by tier.", capacity, "tier")
-        used = _by_one({tier: stats.kv_bytes.get(tier, 0) + cached for tier, cached in stats.cached_bytes.items()})
+        used = by_one({tier: stats.kv_bytes.get(tier, 0) + cached for tier, cached in stats.cached_bytes.items()})
         yield self._gauge("swap_used_bytes", "Bytes of slots with content by tier.", used, "tier")
-        failed = _by_one(stats.failed_transfers)
+        failed = by_one(stats.failed_transfers)
         yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
-        returns = _by_one({"pinned": 0, "unpinned": 0} | stats.session_returns)
+        returns = by_one({"pinned": 0, "unpinned": 0} | stats.session_returns)
         text = "Requests that continue a session, by its KV in swap space."
         yield self._counter("session_returns", text, returns, "kv")
-        unpinned = _by_one({"expired": 0, "evicted": 0} | stats.unpinned_blocks)
+        unpinned = by_one({"expired": 0, "evicted": 0} | stats.unpinned_blocks)
         yield self._counter("unpinned_blocks", "Blocks that are no longer pinned.", unpinned, "reason")
-        limited = _by_one(stats.limited_steps)
+        limited = by_one(stats.limited_steps)
         yield self._counter("limited_steps", "Steps that were not decided as the policy likes.", limited, "reason")
 
     def _leases(self, stats: EngineStats) -> Iterator[Metric]:
@@ -121,9 +120,9 @@ class ServingMetrics(Collector):
         text = "Failures to take memory back that should be free."
         yield self._counter("lease_failed_growths", text, {(): stats.num_failed_growths})
         text = "Leases of a consumer by what became of them."
-        yield self._counter("borrowed_leases", text, _by_one(stats.borrowed_leases), "outcome")
+        yield self._counter("borrowed_leases", text, by_one(stats.borrowed_leases), "outcome")
         text = "Exchanges with the coordinator that failed."
-        yield self._counter("coordinator_failures", text, _by_one(stats.failed_exchanges), "problem")
+        yield self._counter("coordinator_failures", text, by_one(stats.failed_exchanges), "problem")
         num_new = min(stats.num_recalls - self._num_recalls, len(stats.recall_times_s))
         self._observe(self._recalls, *stats.recall_times_s[len(stats.recall_times_s) - num_new :])
         self._num_recalls = stats.num_recalls
@@ -154,36 +153,3 @@ class ServingMetrics(Collector):
             seconds |= {(stage, "busy"): busy_s, (stage, "bubble"): max(0.0, stats.pipeline_s - busy_s)}
         text = "Time in which steps of a pipeline were outstanding, by what a stage did."
         return self._counter("stage_seconds", text, seconds, "stage", "state")
-
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"floodplain_{name}", text, ["model_name"], registry=None, buckets=bounds)
-        histogram.labels(self._model_name)  # it has samples from the start
-        return histogram
-
-    def _observe(self, histogram: Histogram, *values: float | None) -> None:
-        child = histogram.labels(self._model_name)
-        for value in values:
-            if value is not None:
-                child.observe(value)
-
-    def _family(self, histogram: Histogram) -> Metric:
-        """The metric without its creation time, which ``docs/metrics.md`` lacks."""
-        (family,) = histogram.collect()
-        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        return family
-
-    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-        family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
-        for key, value in values.items():
-            family.add_metric([self._model_name, *key], value)
-        return family
-
-    def _counter(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
-        family = CounterMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
-        for key, value in values.items():
-            family.add_metric([self._model_name, *key], value)
-        return family
-
-
-def _by_one(values: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-    return {(key,): value for key, value in values.items()}
