@@ -22,6 +22,7 @@ from floodplain.cluster.engine_flags import (
 )
 from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, RaySetup, count_router_files, split_address
 from floodplain.core.errors import UserError
+from floodplain.core.goals import Goals
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
@@ -84,10 +85,17 @@ def run(args: argparse.Namespace) -> int:
             on_ready=say_ready,
             limits=limits,
             config=server_config,
+            goals=promised_goals(config),
             extend=extend,
         )
         server.serve_on(sock)
     return 0
+
+
+def promised_goals(config: EngineConfig) -> Goals:
+    """The goals that flags set for every request."""
+    settings = config.sharing_settings()
+    return Goals(ttft_s=settings.ttft_goal_s, tpot_s=settings.tpot_goal_s)
 
 
 def _open_engine(

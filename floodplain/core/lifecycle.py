@@ -91,6 +91,12 @@ class Lifecycle:
         return self.token_times_s[-1] - self.token_times_s[0] if len(self.token_times_s) > 1 else None
 
     @property
+    def inference_s(self) -> float | None:
+        """Last token - first scheduled; None before both are known."""
+        scheduled = self.first(EventKind.SCHEDULED)
+        return self.token_times_s[-1] - scheduled if scheduled is not None and self.token_times_s else None
+
+    @property
     def ttft_s(self) -> float | None:
         """Time to first token."""
         return time_to_first_token_s(self.arrival_s, self.token_times_s)

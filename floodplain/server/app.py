@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from floodplain import __version__
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.live.feed import Feed
 from floodplain.live.routes import page_routes
 from floodplain.server.answering import ERRORS, REQUEST_FIELDS
@@ -27,6 +28,7 @@ from floodplain.server.responses import Health, Version
 from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.text_routes import TextRoutes
+from floodplain.server.vllm_metrics import VLLMMetrics
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.limits import ConnectionLimits
@@ -49,11 +51,13 @@ def create_app(
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
     config: ServerConfig = DEFAULTS,
+    goals: Goals = NO_GOALS,
     extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``. ``keys`` of None: ``/v1`` needs no key.
 
-    ``drain`` is turned on when the server stops. Of ``config``, what concerns answers is used.
+    ``drain`` is turned on when the server stops. Of ``config``, what concerns answers and metrics is used. Metrics
+    count ``goals`` for requests without goals of their own.
     """
 
     drain = drain or DrainSwitch()
@@ -83,7 +87,10 @@ def create_app(
     routes = OpenAIRoutes(engine, names, counts, config.ping_interval, config.tool_call_parser)
     app.include_router(routes.router())
     app.include_router(TextRoutes(engine, names).router())
-    registry = _add_service_routes(app, engine, ServingMetrics(names[0], engine.stats, counts))
+    metrics: list[ServingMetrics | VLLMMetrics] = [ServingMetrics(names[0], engine.stats, counts, goals)]
+    if config.metrics_names == "vllm":
+        metrics.append(VLLMMetrics(names[0], engine.stats, counts))
+    registry = _add_service_routes(app, engine, metrics)
     if extend is not None:
         extend(app, registry)
     if config.page:
@@ -107,10 +114,13 @@ def _add_page(
         app.include_router(Bursts(engine, counts).routes())
 
 
-def _add_service_routes(app: FastAPI, engine: ServingEngine, metrics: ServingMetrics) -> CollectorRegistry:
-    engine.subscribe(metrics.observe)
+def _add_service_routes(
+    app: FastAPI, engine: ServingEngine, metrics: Sequence[ServingMetrics | VLLMMetrics]
+) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics)
+    for one in metrics:
+        engine.subscribe(one.observe)
+        registry.register(one)
     registry.register(ProcessMetrics())
 
     @app.get("/health", responses=ERRORS)
@@ -153,13 +163,14 @@ class Server(StoppableServer):
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         config: ServerConfig = DEFAULTS,
+        goals: Goals = NO_GOALS,
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys, config=config, extend=extend)
+        app = create_app(engine, drain=self._drain, keys=keys, config=config, goals=goals, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import Metric
 
 from floodplain.core.ended import EndedRequest
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.plan import PreemptionMode
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
@@ -22,12 +23,21 @@ REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.
 
 
 class ServingMetrics(LabelledMetrics):
-    """Collects ``stats()`` and ``counts`` on every scrape; ``observe`` feeds the histograms in between."""
+    """Collects ``stats()`` and ``counts`` on every scrape; ``observe`` feeds the histograms in between.
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts) -> None:
+    ``goals`` count for requests that have no goals of their own.
+    """
+
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts, goals: Goals = NO_GOALS
+    ) -> None:
         super().__init__("floodplain_", {"model_name": model_name})
         self._counts = counts
         self._stats = stats
+        self._goals = goals
+        self._num_goals: dict[tuple[str, ...], float] = {
+            (goal, outcome): 0 for goal in ("ttft", "tpot") for outcome in ("met", "missed")
+        }
         self._ttft = self._histogram("time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S)
         self._tpot = self._histogram(
             "time_per_output_token_seconds", "Mean gap after the first token.", TOKEN_BUCKETS_S
@@ -44,8 +54,9 @@ class ServingMetrics(LabelledMetrics):
         self._num_recalls = 0
 
     def observe(self, ended: EndedRequest) -> None:
-        """Add a request that has ended to the histograms."""
+        """Add a request that has ended to the histograms, and count its goals."""
         lifecycle = ended.lifecycle
+        self._count_goals(ended)
         self._observe(self._ttft, lifecycle.ttft_s)
         self._observe(self._tpot, lifecycle.tpot_s)
         self._observe(self._itl, *lifecycle.itl_s)
@@ -53,6 +64,15 @@ class ServingMetrics(LabelledMetrics):
         self._observe(self._queue, lifecycle.queueing_delay_s)
         self._observe(self._prefill, lifecycle.prefill_s)
         self._observe(self._decode, lifecycle.decode_s)
+
+    def _count_goals(self, ended: EndedRequest) -> None:
+        own, life = ended.request.goals, ended.lifecycle
+        for goal, goal_s, latency_s in (
+            ("ttft", own.ttft_s or self._goals.ttft_s, life.ttft_s),
+            ("tpot", own.tpot_s or self._goals.tpot_s, life.tpot_s or 0.0),
+        ):
+            if goal_s is not None and latency_s is not None:
+                self._num_goals[goal, "met" if latency_s <= goal_s else "missed"] += 1
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now. Without swap space its counters stay 0."""
@@ -86,6 +106,8 @@ class ServingMetrics(LabelledMetrics):
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         finished = by_one(self._counts.finished)
         yield self._counter("requests_finished", "Generated choices by why they ended.", finished, "reason")
+        text = "Requests that ended, by whether their latency was within its goal."
+        yield self._counter("request_goals", text, dict(self._num_goals), "goal", "outcome")
         refused = by_one(self._counts.refused)
         yield self._counter("requests_refused", "Answers that refuse a request, by HTTP status.", refused, "status")
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e, self._queue, self._prefill, self._decode):

@@ -13,6 +13,7 @@ from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS
 
 PING_S = 15.0
 """Default silence before a comment: well below the 60 s after which most proxies cut a silent connection."""
+METRICS_NAMES = ("floodplain", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,11 @@ class ServerConfig:
         (), "origins whose pages may send requests (CORS), such as https://chat.example; * allows all", metavar="ORIGIN"
     )
     page: bool = flag(True, "show a live page at / of this server")
+    metrics_names: str = flag(
+        "floodplain",
+        "names at /metrics; vllm: vLLM's beside ours, for its dashboards and pickers",
+        choices=METRICS_NAMES,
+    )
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 

@@ -43,6 +43,7 @@ def test_a_request_that_is_preempted_pays_in_one_gap() -> None:
     assert request.itl_s == [4.0, 1.0]
     assert request.tpot_s == 2.5
     assert request.e2e_s == 8.0
+    assert request.inference_s == 6.0
     assert request.first(EventKind.SCHEDULED) == 12.0
     assert request.first(EventKind.SWAPPED_IN) is None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.core.ended import EndedRequest
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
@@ -59,6 +61,7 @@ PROMISED = {
     "request_prefill_seconds": "histogram",
     "request_decode_seconds": "histogram",
     "requests_finished_total": "counter",
+    "request_goals_total": "counter",
     "requests_refused_total": "counter",
 }
 """Types of all metrics by name."""
@@ -82,6 +85,7 @@ LABELS = {
     "kv_stream_bytes_total": {"direction", "tier"},
     "stage_seconds_total": {"stage", "state"},
     "requests_finished_total": {"reason"},
+    "request_goals_total": {"goal", "outcome"},
     "requests_refused_total": {"status"},
 }
 
@@ -213,6 +217,28 @@ def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
     registry = CollectorRegistry()
     registry.register(metrics)
     return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+
+@pytest.mark.parametrize(
+    ("own", "server", "met", "missed"),
+    [
+        (NO_GOALS, NO_GOALS, 0, 0),
+        (NO_GOALS, Goals(ttft_s=2.0, tpot_s=0.5), 2, 0),
+        (NO_GOALS, Goals(ttft_s=1.9, tpot_s=0.4), 0, 2),
+        (Goals(ttft_s=1.9), Goals(ttft_s=9.0, tpot_s=0.5), 1, 1),
+        (Goals(tpot_s=0.4), NO_GOALS, 0, 1),
+    ],
+)
+def test_goals_are_counted_as_met_or_missed(own: Goals, server: Goals, met: int, missed: int) -> None:
+    metrics = ServingMetrics("m", EngineStats, RequestCounts(), server)
+    life = Lifecycle(1.0, token_times_s=[3.0, 3.25, 4.0])  # TTFT 2.0, TPOT 0.5
+    metrics.observe(EndedRequest(replace(REQUEST, goals=own), life, FinishReason.STOP))
+    name = "floodplain_request_goals_total"
+    found = {
+        outcome: sum(value_of(metrics, name, goal=goal, outcome=outcome) or 0 for goal in ("ttft", "tpot"))
+        for outcome in ("met", "missed")
+    }
+    assert found == {"met": met, "missed": missed}
 
 
 @given(st.lists(st.lists(st.floats(0, 50), min_size=0, max_size=6), max_size=6))
