@@ -24,6 +24,7 @@ from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, RaySetu
 from floodplain.core.errors import UserError
 from floodplain.core.goals import Goals
 from floodplain.engine.config import EngineConfig
+from floodplain.files.extras import require
 from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from floodplain.cluster.router.engine import ClusterEngine
     from floodplain.server.app import Extension
     from floodplain.server.protocol import ServingEngine
+    from floodplain.server.tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         from floodplain.server.app import Server  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
-        engine, extend = _open_engine(config, cluster_config, args, server_config.host)
+        tracer = _open_tracer(server_config, config)
+        engine, extend = _open_engine(config, cluster_config, args, server_config)
 
         def say_ready() -> None:
             url, model = url_of(sock), (*server_config.served_model_name, engine.model_name)[0]
@@ -86,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             limits=limits,
             config=server_config,
             goals=promised_goals(config),
+            tracer=tracer,
             extend=extend,
         )
         server.serve_on(sock)
@@ -98,18 +102,30 @@ def promised_goals(config: EngineConfig) -> Goals:
     return Goals(ttft_s=settings.ttft_goal_s, tpot_s=settings.tpot_goal_s)
 
 
+def _open_tracer(server_config: ServerConfig, config: EngineConfig) -> RequestTracer | None:
+    if server_config.otlp_traces_endpoint is None:
+        return None
+    require("--otlp-traces-endpoint", "opentelemetry.sdk", "opentelemetry.exporter")
+    from floodplain.server.tracing import open_tracer
+
+    return open_tracer(server_config.otlp_traces_endpoint, (*server_config.served_model_name, config.model)[0])
+
+
 def _open_engine(
-    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace, host: str
+    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace, server_config: ServerConfig
 ) -> tuple[ServingEngine, Extension | None]:
     if cluster_config.instances is None:
         from floodplain.engine.async_engine import AsyncEngine
 
-        return AsyncEngine.from_config(config), None
+        alone = AsyncEngine.from_config(config)
+        if server_config.otlp_traces_endpoint is not None:
+            alone.engine.record_copies()
+        return alone, None
     from floodplain.cluster.router.routes import extend_with
     from floodplain.web.origin import OwnNames
 
     engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
-    return engine, extend_with(engine, OwnNames.of(host, None))
+    return engine, extend_with(engine, OwnNames.of(server_config.host, None))
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:

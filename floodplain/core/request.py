@@ -46,6 +46,7 @@ class Request:
         is_accepted: Another engine had accepted it: it is not refused because many wait.
         choice_group: The same number for all choices of a request, and for no other live request; 0: it is the only
             choice.
+        trace_headers: The W3C headers by which its client names a trace; empty if the server traces nothing.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Request:
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False
     choice_group: int = 0
+    trace_headers: tuple[tuple[str, str], ...] = ()
 
     def choices(self, group: int) -> list[Request]:
         """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin.

@@ -18,6 +18,7 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.tiers import CopyTime, Tier
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.copy_log import CopyLog
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
@@ -93,6 +94,7 @@ class Engine:
     Attributes:
         has_news: Set by the owner that feeds the engine from another thread: a waiting step returns when it is True.
         scheduler_s: The loop's own time, all steps.
+        copy_log: Records the copies of requests, for traces; None, unless it is set before the first request: does not.
         is_stepping: Whether a step has begun and not returned. If it was interrupted, the loop's state is inconsistent.
     """
 
@@ -126,6 +128,7 @@ class Engine:
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = 0.0
         self.meter = meter or StepMeter()
+        self.copy_log: CopyLog | None = None
         self.is_stepping = False
         self._executor = executor
         self._swap_stats = swap_stats
@@ -165,6 +168,10 @@ class Engine:
         if self.has_unfinished:
             return _POLL_S if self._is_starved else 0.0
         return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
+
+    def record_copies(self) -> None:
+        """Record the copies of each request from now on: ``take_finished`` returns them with it."""
+        self.copy_log = CopyLog(self._block_bytes)
 
     def wake_by_leases(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, on any thread, at once and on news of leases, so that a step is taken soon."""
@@ -227,7 +234,7 @@ class Engine:
         else:
             deltas, ended = [], self._wait()
         self.meter.num_copies += len(ended)
-        self._driver.settle(ended, self._executor.take_copy_times, self.clock())
+        self._settle(ended)
         if not self._driver.num_outstanding:  # memory moves where no step uses it
             self._move_memory()
         self.is_stepping = False
@@ -239,7 +246,7 @@ class Engine:
         self.is_stepping = True
         while self._driver.num_outstanding:
             deltas += self._complete(self._executor.collect())
-        self._driver.settle(self._executor.poll_transfers(), self._executor.take_copy_times, self.clock())
+        self._settle(self._executor.poll_transfers())
         self._await_copies()
         self.is_stepping = False
         return deltas
@@ -255,8 +262,13 @@ class Engine:
 
     def _await_copies(self) -> None:
         while self._driver.num_copying:
-            ended = self._executor.wait_transfers(MAX_WAIT_S)
-            self._driver.settle(ended, self._executor.take_copy_times, self.clock())
+            self._settle(self._executor.wait_transfers(MAX_WAIT_S))
+
+    def _settle(self, ended: Seq[tuple[int, Seq[int]]]) -> None:
+        now = self.clock()
+        self._driver.settle(ended, self._executor.take_copy_times, now)
+        if self.copy_log is not None:
+            self.copy_log.end((transfer_id for transfer_id, _ in ended), now)
 
     def _submit_plans(self) -> None:
         while self._driver.has_room:
@@ -265,6 +277,8 @@ class Engine:
             self.scheduler_s += self.clock() - begin
             if not isinstance(plan, StepPlan):
                 return
+            if self.copy_log is not None:
+                self.copy_log.begin(plan.transfers, begin)
             self.meter.begin(sum(plan.count_work()))
             self._executor.submit(plan)
 
@@ -301,7 +315,8 @@ class Engine:
     def _note_end(self, seq_id: SeqId) -> None:
         seq = self._alive.pop(seq_id, None)
         if seq is not None and seq.finish_reason is not None:
-            self._finished.append((seq_id, EndedRequest(seq.request, seq.lifecycle, seq.finish_reason)))
+            copies = () if self.copy_log is None else self.copy_log.take(seq_id)
+            self._finished.append((seq_id, EndedRequest(seq.request, seq.lifecycle, seq.finish_reason, copies)))
 
     def stats(self) -> EngineStats:
         """A snapshot; on another thread, a step may run between its reads."""

@@ -13,6 +13,8 @@ EXTRAS = {
     "gguf": "gguf",
     "highspy": "place",
     "matplotlib": "plot",
+    "opentelemetry.exporter": "otel",
+    "opentelemetry.sdk": "otel",
     "psycopg": "postgres",
     "ray": "cluster",
     "shtab": "completion",
@@ -20,7 +22,14 @@ EXTRAS = {
     "transformers": "transformers",
 }
 """The extra of each optional module, by the module's name."""
-_NAMES = {"cuda.bindings": "cuda-bindings", "highspy": "HiGHS", "ray": "Ray", "sqlalchemy": "SQLAlchemy"}
+_NAMES = {
+    "cuda.bindings": "cuda-bindings",
+    "highspy": "HiGHS",
+    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "ray": "Ray",
+    "sqlalchemy": "SQLAlchemy",
+}
 
 
 def require(user: str, *modules: str) -> None:

@@ -38,6 +38,7 @@ from floodplain.server.streams import (
     share_prompt,
     unless_hung_up,
 )
+from floodplain.server.trace_headers import TRACE_SCOPE_KEY
 from floodplain.web.bodies import is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
@@ -120,6 +121,7 @@ class Answering:
                 cache_salt=client.cache_salt(body.cache_salt),
                 session=body.session,
                 goals=goals,
+                trace_headers=request.scope.get(TRACE_SCOPE_KEY, ()),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -28,6 +28,7 @@ from floodplain.server.responses import Health, Version
 from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.text_routes import TextRoutes
+from floodplain.server.trace_headers import TraceHeaders
 from floodplain.server.vllm_metrics import VLLMMetrics
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
@@ -37,6 +38,9 @@ from floodplain.web.origin import OwnNames, expect_own_names
 from floodplain.web.process_metrics import ProcessMetrics
 from floodplain.web.scrape import scrape
 from floodplain.web.serving import StoppableServer
+
+if TYPE_CHECKING:  # its packages are an extra
+    from floodplain.server.tracing import RequestTracer
 
 MAX_BODY_BYTES = 8 * 2**20
 """Largest body: a million token ids. A larger one is a mistake or an attack."""
@@ -52,12 +56,13 @@ def create_app(
     keys: KeyRing | None = None,
     config: ServerConfig = DEFAULTS,
     goals: Goals = NO_GOALS,
+    tracer: RequestTracer | None = None,
     extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``. ``keys`` of None: ``/v1`` needs no key.
 
     ``drain`` is turned on when the server stops. Of ``config``, what concerns answers and metrics is used. Metrics
-    count ``goals`` for requests without goals of their own.
+    count ``goals`` for requests without goals of their own. ``tracer`` is closed after ``engine``.
     """
 
     drain = drain or DrainSwitch()
@@ -71,6 +76,8 @@ def create_app(
             yield
         finally:
             await engine.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     # Pages of /docs and /redoc load scripts from another site; a redirect to a path without slash goes where Host says.
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
@@ -81,6 +88,9 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    if tracer is not None:
+        engine.subscribe(tracer.note)
+        app.add_middleware(TraceHeaders)
     counts = RequestCounts()
     app.add_middleware(RefusalCounter, counts=counts)
     names = config.served_model_name or (engine.model_name,)
@@ -164,13 +174,14 @@ class Server(StoppableServer):
         limits: ConnectionLimits,
         config: ServerConfig = DEFAULTS,
         goals: Goals = NO_GOALS,
+        tracer: RequestTracer | None = None,
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys, config=config, goals=goals, extend=extend)
+        app = create_app(engine, drain=self._drain, keys=keys, config=config, goals=goals, tracer=tracer, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 

@@ -47,6 +47,9 @@ class ServerConfig:
         "names at /metrics; vllm: vLLM's beside ours, for its dashboards and pickers",
         choices=METRICS_NAMES,
     )
+    otlp_traces_endpoint: str | None = flag(
+        None, "where traces of requests are sent (OTLP over HTTP), e.g. http://localhost:4318/v1/traces", metavar="URL"
+    )
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
@@ -23,6 +24,9 @@ from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.waiting import HANG_S
+
+if TYPE_CHECKING:
+    from floodplain.server.tracing import RequestTracer
 
 FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
 """Arrival and token times of every finished request, independent of the clock."""
@@ -182,7 +186,14 @@ class FakeEngine:
 class RunningServer:
     """A server on its own thread; ``url`` is its address, and ``stop`` has the effect of a signal."""
 
-    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        keys: KeyRing | None,
+        drain_timeout_s: float,
+        config: ServerConfig,
+        tracer: RequestTracer | None,
+    ) -> None:
         self.engine = engine
         self._sock = bind("127.0.0.1", 0)
         self._sock.listen()
@@ -196,6 +207,7 @@ class RunningServer:
             on_ready=self._note_ready,
             limits=limit_connections(None),
             config=config,
+            tracer=tracer,
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
@@ -237,9 +249,10 @@ def serving(
     keys: KeyRing | None = None,
     drain_timeout_s: float = 5.0,
     config: ServerConfig = DEFAULTS,
+    tracer: RequestTracer | None = None,
 ) -> Iterator[RunningServer]:
     """Yield a server that takes requests; it has ended when the context is left."""
-    server = RunningServer(engine, keys, drain_timeout_s, config)
+    server = RunningServer(engine, keys, drain_timeout_s, config, tracer)
     server.start()
     try:
         yield server

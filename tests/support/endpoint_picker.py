@@ -1,8 +1,8 @@
 """What an endpoint picker of Kubernetes' inference gateways reads of a model server: the list, and a reader.
 
 Written from two texts: the model server protocol, ``docs/proposals/003-model-server-protocol/README.md`` of
-kubernetes-sigs/gateway-api-inference-extension (commit 2b934d0), which has types and meanings; and the default mapping of
-llm-d/llm-d-router (``extractor/metrics/factories.go``, commit 08cbacc), which has the names that it reads of vLLM today.
+kubernetes-sigs/gateway-api-inference-extension (commit 2b934d0), which has types and meanings; and the default mapping
+of llm-d/llm-d-router (``extractor/metrics/factories.go``, commit 08cbacc), which has the names that it reads of vLLM.
 The first still calls the use of KV ``vllm:gpu_cache_usage_perc``. Metrics of LoRA are read where a server has them.
 """
 

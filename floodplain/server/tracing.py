@@ -1,0 +1,91 @@
+"""Exports a trace of each request that ends, over OpenTelemetry (OTLP, http/protobuf), from a thread of the SDK's.
+
+The packages are the extra ``otel``; without ``--otlp-traces-endpoint`` nothing of this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
+from opentelemetry.trace import SpanKind, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from floodplain import __version__
+from floodplain.core.ended import EndedRequest
+from floodplain.core.errors import UserError
+from floodplain.server.request_spans import RequestSpan, root_span, spans_of
+
+
+class RequestTracer:
+    """Makes the spans of requests that have ended, and passes them to a processor of the SDK's.
+
+    ``model_name`` is in each root span. ``offset_ns`` is added to the engine's monotonic time, in nanoseconds, for unix
+    time.
+    """
+
+    def __init__(
+        self,
+        processor: SpanProcessor,
+        model_name: str,
+        offset_ns: Callable[[], int] = lambda: time.time_ns() - time.monotonic_ns(),
+    ) -> None:
+        attributes = {SERVICE_VERSION: __version__}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            attributes[SERVICE_NAME] = "floodplain"
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("floodplain", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name, self._offset_ns = model_name, offset_ns
+
+    def note(self, ended: EndedRequest) -> None:
+        """Add the spans of a request, below the span that its client named in ``traceparent``, if it did."""
+        offset_ns, top = self._offset_ns(), root_span(ended, self._model_name)
+        parent = self._propagator.extract(dict(ended.request.trace_headers))
+        root = self._tracer.start_span(
+            top.name,
+            context=parent,
+            kind=SpanKind.SERVER,
+            attributes=top.attributes,
+            start_time=_ns(top.begin_s) + offset_ns,
+        )
+        if root.is_recording():  # else the client's flags, or a sampler, left the trace out
+            context = set_span_in_context(root)
+            for span in spans_of(ended):
+                self._add(span, context, offset_ns)
+        root.end(_ns(top.end_s) + offset_ns)
+
+    def _add(self, span: RequestSpan, context: object, offset_ns: int) -> None:
+        begin_ns = _ns(span.begin_s) + offset_ns
+        child = self._tracer.start_span(span.name, context=context, attributes=span.attributes, start_time=begin_ns)
+        child.end(_ns(span.end_s) + offset_ns)
+
+    def close(self) -> None:
+        """Export what is left, for some seconds at most, and end the SDK's thread."""
+        self._provider.shutdown()
+
+
+def open_tracer(endpoint: str, model_name: str) -> RequestTracer:
+    """A tracer that exports in batches to an OTLP receiver, such as http://localhost:4318/v1/traces.
+
+    Raises UserError if the endpoint is no address of this protocol.
+    """
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    address = urlsplit(endpoint)
+    if protocol != "http/protobuf" or address.scheme not in ("http", "https") or not address.netloc:
+        raise UserError(
+            f"--otlp-traces-endpoint {endpoint}: traces are sent over http/protobuf only, to an address such as "
+            "http://localhost:4318/v1/traces"
+        )
+    return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
