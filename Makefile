@@ -20,7 +20,7 @@ DOCS_STAMP := .venv-docs/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
-	packages lint-deploy test-page
+	packages lint-deploy test-page test-monitoring
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -39,7 +39,7 @@ demo: $(STAMP)
 # longest come early then. Each of the two has one thread, and hundreds of processes start from bytecode.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		$(foreach kind,clients gpu page vllm,--ignore=tests/$(kind))
+		$(foreach kind,clients gpu monitoring page vllm,--ignore=tests/$(kind))
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
@@ -89,6 +89,10 @@ test-cluster: $(CLUSTER_STAMP)
 test-page: $(STAMP)
 	tools/setup_page.sh
 	SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/page
+
+# Alerts and dashboards in a real Prometheus (Debian's package), which scrapes a dozen real processes under load.
+test-monitoring: $(STAMP)
+	$(BIN)/python -m pytest -rs tests/monitoring
 
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)

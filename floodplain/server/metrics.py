@@ -144,7 +144,8 @@ class ServingMetrics(LabelledMetrics):
         text = "Leases of a consumer by what became of them."
         yield self._counter("borrowed_leases", text, by_one(stats.borrowed_leases), "outcome")
         text = "Exchanges with the coordinator that failed."
-        yield self._counter("coordinator_failures", text, by_one(stats.failed_exchanges), "problem")
+        failed = by_one({"unreachable": 0, "refused": 0, "malformed": 0} | stats.failed_exchanges)
+        yield self._counter("coordinator_failures", text, failed, "problem")
         num_new = min(stats.num_recalls - self._num_recalls, len(stats.recall_times_s))
         self._observe(self._recalls, *stats.recall_times_s[len(stats.recall_times_s) - num_new :])
         self._num_recalls = stats.num_recalls
