@@ -29,6 +29,8 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.engine.step_meter import StepMeter
 from floodplain.runtime.handover import Record
 
+logger = logging.getLogger(__name__)
+
 
 def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) -> Replica:
     """Load a model whose layers can be dropped, and open its backstop, in ``folder`` or the default one.
@@ -40,7 +42,7 @@ def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) 
     """
     opened = open_engine(replace(config, pack_weights=False))
     try:
-        _shrink_to_whole_quanta(opened)
+        _shrink_to_whole_quanta(opened, is_length_asked=config.max_model_len is not None)
         folder = default_backstop_folder() if folder is None else folder
         backstop = open_backstop(folder, opened.parts.fingerprint, opened.memory.layer_buffers)
         opened.engine.idle_memory = None  # in a group the pool holds blocks that its own ledger does not know
@@ -51,20 +53,23 @@ def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) 
         raise
 
 
-def _shrink_to_whole_quanta(opened: OpenedEngine) -> None:
+def _shrink_to_whole_quanta(opened: OpenedEngine, *, is_length_asked: bool) -> None:
     """Release the last, partial quantum: a group divides pages by whole quanta."""
     pool, state = opened.pool, opened.engine.loop.state
     rest = pool.num_blocks % pool.quantum_blocks
     if rest:
         opened.memory.device.release(pool.shrink(state.ledger, pool.num_blocks - rest).pages)
-    if pool.num_blocks * state.ledger.block_tokens < state.config.max_model_len:
+    num_tokens, longest = pool.num_blocks * state.ledger.block_tokens, state.config.max_model_len
+    if num_tokens >= longest:
+        return
+    if is_length_asked or num_tokens < 2:
         raise UserError(
-            f"--kv-memory holds {pool.num_blocks * state.ledger.block_tokens} tokens in whole quanta of "
-            f"{pool.quantum_blocks} blocks, fewer than --max-model-len {state.config.max_model_len}: raise it"
+            f"--kv-memory holds {num_tokens} tokens in whole quanta of {pool.quantum_blocks} blocks, fewer than "
+            f"--max-model-len {longest}: raise it"
         )
+    logger.warning("max_model_len is lowered from %d to %d tokens: whole quanta hold no more", longest, num_tokens)
+    state.config = replace(state.config, max_model_len=num_tokens)
 
-
-logger = logging.getLogger(__name__)
 
 _OWN, _GROUP = 0, 1
 
