@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from floodplain import LLM, SamplingParams
 from floodplain.cli.main import main
@@ -112,12 +113,18 @@ def test_refusals_keep_their_status(router: RouterProcess) -> None:
 
 def test_metrics_are_per_instance_and_in_sum(router: RouterProcess, capsys: pytest.CaptureFixture[str]) -> None:
     rows = router.wait_full()
-    text = router.http.get("/metrics").text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    with ThreadPoolExecutor(6) as pool:
+        num_tokens = sum(len(tokens) for tokens in pool.map(lambda _: router.stream(), range(6)))
+
+    def read() -> tuple[list[Sample], dict[str, float]]:
+        families = text_string_to_metric_families(router.http.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return samples, {sample.name: sample.value for sample in samples if set(sample.labels) == {"model_name"}}
+
+    wait_until(lambda: read()[1]["floodplain_generation_tokens_total"] >= num_tokens >= 6 * 40)
+    samples, values = read()
     running = [s for s in samples if s.name == "floodplain_instance_requests_running"]
     assert {sample.labels["instance"] for sample in running} == {str(row["epoch"]) for row in rows}
-    values = {sample.name: sample.value for sample in samples if set(sample.labels) == {"model_name"}}
-    assert values["floodplain_generation_tokens_total"] >= 6 * 40
     assert values["floodplain_time_to_first_token_seconds_count"] >= 6
     assert main(["instances", "--base-url", router.url]) == 0
     shown = capsys.readouterr().out
