@@ -25,6 +25,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.goals import Goals
 from floodplain.engine.config import EngineConfig
 from floodplain.files.extras import require
+from floodplain.observe.start_log import StartLog
 from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
 
@@ -48,6 +49,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve; returns when a signal has stopped the server and running requests have ended."""
+    start_log = StartLog(logging.INFO)
     config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
     cluster_config = dataclass_from(args, ClusterConfig)
 
@@ -70,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
         if cluster_config.cluster is None:  # else another machine has the model and the memory
             check_early(config)
 
+        start_log.begin("importing PyTorch and the server")
         from floodplain.server.app import Server  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         tracer = _open_tracer(server_config, config)
-        engine, extend = _open_engine(config, cluster_config, args, server_config)
+        engine, extend = _open_engine(config, cluster_config, args, server_config, start_log)
 
         def say_ready() -> None:
+            start_log.end()
             url, model = url_of(sock), (*server_config.served_model_name, engine.model_name)[0]
             is_json = args.format == "json"
             announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
@@ -112,18 +116,23 @@ def _open_tracer(server_config: ServerConfig, config: EngineConfig) -> RequestTr
 
 
 def _open_engine(
-    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace, server_config: ServerConfig
+    config: EngineConfig,
+    cluster_config: ClusterConfig,
+    args: argparse.Namespace,
+    server_config: ServerConfig,
+    start_log: StartLog,
 ) -> tuple[ServingEngine, Extension | None]:
     if cluster_config.instances is None:
         from floodplain.engine.async_engine import AsyncEngine
 
-        alone = AsyncEngine.from_config(config)
+        alone = AsyncEngine.from_config(config, start_log)
         if server_config.otlp_traces_endpoint is not None:
             alone.engine.record_copies()
         return alone, None
     from floodplain.cluster.router.routes import extend_with
     from floodplain.web.origin import OwnNames
 
+    start_log.begin(f"{cluster_config.instances} instances, whose log lines follow")
     engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
     return engine, extend_with(engine, OwnNames.of(server_config.host, None))
 

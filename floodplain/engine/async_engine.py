@@ -22,6 +22,7 @@ from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
 from floodplain.engine.watch import EngineWatch
 from floodplain.live.rows import LiveView
+from floodplain.observe.start_log import StartLog
 
 T = TypeVar("T")
 
@@ -63,9 +64,9 @@ class AsyncEngine:
         self.failure: BaseException | None = None
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> AsyncEngine:
-        """Load the model and make the engine; ``start`` it on an event loop."""
-        return cls(build_engine(config))
+    def from_config(cls, config: EngineConfig, start_log: StartLog | None = None) -> AsyncEngine:
+        """Load the model and make the engine; ``start`` it on an event loop. ``start_log`` continues an earlier one."""
+        return cls(build_engine(config, start_log=start_log))
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -91,6 +92,11 @@ class AsyncEngine:
     def watch(self) -> Callable[[], LiveView]:
         """A function that looks at the engine now; it is called on one thread."""
         return EngineWatch(self.engine)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._callers)
 
     def subscribe(self, on_finished: Callable[[EndedRequest], None]) -> None:
         """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""

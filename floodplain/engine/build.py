@@ -13,6 +13,7 @@ import torch
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
 from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots
@@ -42,6 +43,7 @@ from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.sampler import Sampler
 from floodplain.model.weights.open_model import fingerprint_kv, open_model
+from floodplain.observe.start_log import StartLog
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy
@@ -70,18 +72,29 @@ class OpenedEngine:
     slots: SwapSlots | None
 
 
-def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    policy: Policy | None = None,
+    lending: LendingSettings | None = None,
+    start_log: StartLog | None = None,
+) -> Engine:
     """Build an engine as ``open_engine`` does, and return it without its parts."""
-    return open_engine(config, policy, lending).engine
+    return open_engine(config, policy, lending, start_log).engine
 
 
 def open_engine(
-    config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None
+    config: EngineConfig,
+    policy: Policy | None = None,
+    lending: LendingSettings | None = None,
+    start_log: StartLog | None = None,
 ) -> OpenedEngine:
     """Load the model, map the KV pool, open the swap space, build the engine, and join the coordinator if any.
 
-    ``policy`` and ``lending`` replace what the flags name. Raises UserError if a part cannot be opened.
+    ``policy`` and ``lending`` replace what the flags name; ``start_log`` continues an earlier one.
+    Raises UserError if a part cannot be opened.
     """
+    start_log = start_log or StartLog()
+    start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
     name, steady = config.device_name or default_device_name(), read_steady_state(config.profile)
@@ -92,16 +105,20 @@ def open_engine(
         memory = DeviceMemory(config, source.config, backend, dtype, name if is_shared else None)
         on_failure.callback(memory.close)
         policy = policy or make_policy(config.policy, config.sharing_settings())
-        model = load_model(config, source, memory, backend.torch_device, dtype)
+        model = load_model(config, source, memory, backend.torch_device, dtype, start_log=start_log)
         num_blocks = memory.count_pool_blocks()
+        start_log.begin(f"mapping a KV pool of {show_size(num_blocks * memory.layout.block_bytes)}")
         plan = plan_expansion(config, memory.layout, num_blocks, memory.quantum_blocks, available_bytes())
         limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes, steady)
         pool, ledger = memory.open_pool(num_blocks, min(num_blocks, limits.least_blocks), plan.most_blocks)
+        if config.swap != "none":
+            start_log.begin("opening swap space")
         swap = open_swap(config, pool, backend)
         on_failure.callback(swap.close)
         slots = open_layer_slots(config, plan, pool, ledger, backend)
         on_failure.callback(lambda: slots.close() if slots is not None else None)
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
+        start_log.begin("hashing the model's files")
         parts = StageParts(
             config=resolved,
             shape=source.config.shape,

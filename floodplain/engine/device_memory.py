@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
@@ -18,8 +19,10 @@ from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.linear import can_pack
-from floodplain.model.network.load import load_decoder
+from floodplain.model.network.load import load_decoder, parameter_parts
+from floodplain.model.network.parameters import WeightSource
 from floodplain.model.weights.open_model import ModelSource
+from floodplain.observe.start_log import StartLog
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +136,21 @@ class DeviceMemory:
         self._close_device()
 
 
+class CountedWeights:
+    """A source of weights that logs how many of ``total_bytes`` were read, as they are in memory."""
+
+    def __init__(self, source: WeightSource, total_bytes: int, start_log: StartLog) -> None:
+        self._source, self._total_bytes, self._start_log = source, total_bytes, start_log
+        self._num_bytes = 0
+        start_log.begin(f"reading {show_size(total_bytes)} of weights")
+
+    def fill(self, target: torch.Tensor, name: str) -> None:
+        """Write the weights called ``name`` into ``target``."""
+        self._source.fill(target, name)
+        self._num_bytes += target.nbytes
+        self._start_log.note_bytes(self._num_bytes, self._total_bytes)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The number format that ``--dtype`` names."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -151,15 +169,17 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     only: range | None = None,
+    start_log: StartLog | None = None,
 ) -> Decoder:
     """Load a model's layers (``only`` those of a stage) into an engine's memory, or packed for a CPU beside it.
 
     Raises UserError if weights are missing or unreadable, or memory is too small.
     """
     is_packed = config.pack_weights and can_pack(dtype, device)
+    total_bytes = sum(math.prod(part.shape) for part in parameter_parts(source.config, only)) * dtype.itemsize
     return load_decoder(
         source.config,
-        source,
+        CountedWeights(source, total_bytes, start_log or StartLog()),
         dtype=dtype,
         device=device,
         block_tokens=config.block_tokens,

@@ -31,6 +31,7 @@ from floodplain.model.sampler import Sampler
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import fingerprint_kv, open_model
+from floodplain.observe.start_log import StartLog
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
 
     Raises UserError if the model cannot be read, has too few layers, or memory is too small for one request.
     """
+    start_log = StartLog()
+    start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     source = open_model(config.model, config.seed)
     shape = source.config.shape
@@ -145,7 +148,7 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
     with ExitStack() as on_failure:
         memory = DeviceMemory(config, own_config, backend, dtype)
         on_failure.callback(memory.close)
-        model = load_model(config, source, memory, backend.torch_device, dtype, only=layers)
+        model = load_model(config, source, memory, backend.torch_device, dtype, only=layers, start_log=start_log)
         num_blocks = memory.count_pool_blocks()
         limits = find_limits(config, source.config, num_blocks, memory.layout.block_bytes)
         pool, _ = memory.open_pool(num_blocks, num_blocks)

@@ -9,14 +9,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import TextIO
 
 from floodplain.core.errors import WriteFailed
 from floodplain.core.printable import printable, printable_lines
 from floodplain.files.results import writing
+from floodplain.observe.start_log import PROGRESS
 
 MAX_LINE = 1000
 """Most characters of a printed error."""
 CLEAR = "\033[H\033[J"
+CLEAR_LINE = "\r\033[K"
+PLAIN_S, REDRAW_S = 5.0, 0.1
+"""Least seconds before an entry of progress: after any line of a file or pipe, and on a terminal, which replaces it."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
@@ -58,8 +63,9 @@ def announce(text: str) -> None:
 def complain(message: str) -> None:
     """Print one line of bounded length on standard error."""
     line = " ".join(message.split())
+    before = CLEAR_LINE if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress may be there
     with suppress(OSError):  # standard error may be full or closed: the status tells
-        print(f"floodplain: {printable(line[:MAX_LINE])}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
+        print(f"{before}floodplain: {printable(line[:MAX_LINE])}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
 
 
 class LineFormatter(logging.Formatter):
@@ -77,6 +83,33 @@ class LineFormatter(logging.Formatter):
         return printable_lines(super().formatException(ei))
 
 
+class ProgressHandler(logging.StreamHandler[TextIO]):
+    """Writes entries as lines. Those of level ``PROGRESS`` replace each other on a terminal; elsewhere they are few."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream)
+        self.setFormatter(LineFormatter())
+        self._is_screen = self.stream is not None and self.stream.isatty()
+        self._is_drawn = False
+        self._written_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write an entry, unless it is of progress and the last one was written just now."""
+        if record.levelno == PROGRESS:
+            if record.created < self._written_s + (REDRAW_S if self._is_screen else PLAIN_S):
+                return
+            record.levelname = logging.getLevelName(logging.INFO)
+        self._written_s = record.created
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The entry's text; on a terminal progress is its message alone, which fits a row."""
+        before = CLEAR_LINE if self._is_drawn else ""
+        self._is_drawn = self._is_screen and record.levelno == PROGRESS
+        self.terminator = "" if self._is_drawn else "\n"
+        return before + (record.getMessage() if self._is_drawn else super().format(record))
+
+
 class SafeRecord(logging.LogRecord):
     """A log entry safe for any handler: libraries have their own handlers, and quote files that they read."""
 
@@ -86,9 +119,7 @@ class SafeRecord(logging.LogRecord):
 
 
 def start_logging(is_quiet: bool) -> None:
-    """Log to standard error: warnings, and our own informational entries unless ``is_quiet``."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter())
+    """Log to standard error: warnings, and our own informational entries and progress unless ``is_quiet``."""
     logging.setLogRecordFactory(SafeRecord)
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else logging.INFO)
+    logging.basicConfig(handlers=[ProgressHandler()], level=logging.WARNING)
+    logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else PROGRESS)

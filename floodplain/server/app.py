@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,11 @@ from floodplain import __version__
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.live.feed import Feed
 from floodplain.live.routes import page_routes
+from floodplain.server.access_log import AccessLog
 from floodplain.server.answering import ERRORS, REQUEST_FIELDS
 from floodplain.server.auth import KeyRing
 from floodplain.server.counts import RefusalCounter, RequestCounts
+from floodplain.server.draining import Draining
 from floodplain.server.live import ServerLooks
 from floodplain.server.metrics import ServingMetrics
 from floodplain.server.page_burst import Bursts
@@ -27,6 +31,7 @@ from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
 from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
+from floodplain.server.status import StatusLine
 from floodplain.server.text_routes import TextRoutes
 from floodplain.server.trace_headers import TraceHeaders
 from floodplain.server.vllm_metrics import VLLMMetrics
@@ -93,6 +98,8 @@ def create_app(
         app.add_middleware(TraceHeaders)
     counts = RequestCounts()
     app.add_middleware(RefusalCounter, counts=counts)
+    if config.access_log:
+        app.add_middleware(AccessLog)
     names = config.served_model_name or (engine.model_name,)
     routes = OpenAIRoutes(engine, names, counts, config.ping_interval, config.tool_call_parser)
     app.include_router(routes.router())
@@ -157,6 +164,8 @@ def _add_service_routes(
     return registry
 
 
+logger = logging.getLogger(__name__)
+
 CLOSING_GRACE_S = 2
 """Seconds in which connections may still close after the drain timeout."""
 
@@ -178,10 +187,10 @@ class Server(StoppableServer):
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
-        self._drain = DrainSwitch()
-        self._drain_timeout_s = drain_timeout_s
-        self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys, config=config, goals=goals, tracer=tracer, extend=extend)
+        self._status = StatusLine(engine.stats)
+        switch = DrainSwitch()
+        self._draining = Draining(engine, switch, drain_timeout_s)
+        app = create_app(engine, drain=switch, keys=keys, config=config, goals=goals, tracer=tracer, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 
@@ -192,7 +201,17 @@ class Server(StoppableServer):
 
     def stop(self) -> None:
         """Drain and exit; a second call aborts running requests. Called on the event loop."""
-        timeout_s = 0.0 if self._drain.is_draining else self._drain_timeout_s
-        self._drain.is_draining = True
-        self._drains.add(asyncio.get_running_loop().create_task(self._engine.drain(timeout_s)))
+        self._draining.begin()
         super().stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop as the base class does, and wait until the drain's end is logged: connections may close before."""
+        await super().shutdown(sockets)
+        await self._draining.wait()
+
+    def sweep(self) -> None:
+        """Close connections that exceeded a time limit, and log the load. Called on the event loop."""
+        super().sweep()
+        line = self._status.look()
+        if line is not None:
+            logger.info(line)

@@ -45,6 +45,11 @@ class ServingEngine(Protocol):
         """Whether new requests are computed now; with several instances: whether one serves."""
         ...
 
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended, for which ``drain`` waits."""
+        ...
+
     async def start(self) -> None:
         """Start stepping. Called once."""
         ...

@@ -50,6 +50,7 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = flag(
         None, "where traces of requests are sent (OTLP over HTTP), e.g. http://localhost:4318/v1/traces", metavar="URL"
     )
+    access_log: bool = flag(False, "log method, path, status and duration of every request")
     max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
     keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 

@@ -99,6 +99,10 @@ class FakeEngine:
     async def start(self) -> None:
         self.num_started += 1
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
     async def drain(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s

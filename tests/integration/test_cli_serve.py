@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from tests.fakes.engine import FakeEngine
 
 class AsyncEngine:
     @staticmethod
-    def from_config(config):
+    def from_config(config, start_log):
         assert (config.policy, config.swap) == ("timely", "host")
         return FakeEngine(num_free_tokens=100)
 
@@ -58,7 +59,7 @@ def served(*argv: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
-    with served("smollm2", "--format", "json") as (process, line):
+    with served("smollm2", "--format", "json", "--access-log") as (process, line):
         ready = json.loads(line)
         body = {"model": ready["model"], "prompt": "abc", "max_tokens": 100, "stream": True}
         with httpx.stream("POST", f"{ready['url']}/v1/completions", json=body) as answer:
@@ -71,6 +72,9 @@ def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
         log = process.stderr.read()
     assert log.count('"drain_timeout": ') == 1  # the server logs its configuration once
     assert "Traceback" not in log
+    said = re.findall(r"(?m)^\S+ \S+ INFO floodplain\S+: (.+?)(?: in|,| after)? \d+\.\d+ s(.*)$", log)
+    assert said[:2] == [("starting", ": importing PyTorch and the server"), ("started", "")]
+    assert ("POST /v1/completions 200", "") in said
 
 
 def test_requests_that_do_not_end_are_cut_off_and_the_exit_is_still_0() -> None:
@@ -84,6 +88,23 @@ def test_requests_that_do_not_end_are_cut_off_and_the_exit_is_still_0() -> None:
             assert b'"code": "aborted"' in b"".join(events)
         assert process.wait(HANG_S) == 0
         assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_the_log_says_what_a_stop_awaits_and_how_it_ends() -> None:
+    with served("smollm2", FLOODPLAIN_DRAIN_TIMEOUT="0.05") as (process, line):
+        body = {"model": "fake", "prompt": "abc", "max_tokens": 1000, "stream": True}
+        with httpx.stream("POST", f"{line.split()[-1]}/v1/completions", json=body) as answer:
+            events = answer.iter_raw()
+            next(events)
+            process.send_signal(signal.SIGTERM)
+            for _ in events:
+                pass
+        assert process.wait(HANG_S) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert "stopping: 1 request may finish within 0.05 s; a second signal aborts it\n" in log
+    assert re.search(r"stopped after \d+\.\d s: 1 request aborted\n", log)
+    assert "/v1/completions" not in log  # --access-log is off by default
 
 
 def test_a_port_in_use_is_one_line_and_status_2() -> None:

@@ -111,6 +111,11 @@ class ClusterEngine:
         """Whether an instance can serve; if not, requests wait for the next one."""
         return self.router.table.roster.can_serve
 
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._callers)
+
     def stats(self) -> EngineStats:
         """The sum over all instances; may be called on any thread. Each token counts once, even if computed again."""
         router = self.router

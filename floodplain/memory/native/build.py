@@ -84,6 +84,7 @@ def _find_or_compile(source: Path, compiler: str) -> bytes:
     with closing(cache):
         library = cache.load(name)
         if library is None:
+            logger.info("compiling %s, once for this processor", source.name)
             library = _compile_library(compiler, source)
             with suppress(OSError):  # a full disk: the library is used, and compiled again next time
                 cache.store(name, library)

@@ -41,13 +41,13 @@ _FAMILIES = {
 }
 
 
-def parameter_parts(config: ModelConfig) -> Iterator[Part]:
-    """All parts that ``load_decoder`` reads from a checkpoint."""
+def parameter_parts(config: ModelConfig, only: range | None = None) -> Iterator[Part]:
+    """All parts that ``load_decoder`` reads from a checkpoint; ``only`` as there."""
     family = _FAMILIES[config.shape.family]
     yield from (part for spec in family.stem_specs(config) for part in spec.parts)
     if not config.shape.tied_embeddings:
         yield from _head_spec(config).parts
-    for index in range(config.shape.num_layers):
+    for index in range(config.shape.num_layers) if only is None else only:
         yield from (part for spec in family.layer_specs(config, index) for part in spec.parts)
 
 

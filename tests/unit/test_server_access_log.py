@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from floodplain.server.access_log import MAX_PATH, AccessLog
+
+SECRET = "sk-secret"
+
+
+def log_of(caplog: pytest.LogCaptureFixture, app: Callable[[Scope, Receive, Send], object], path: str = "/v1/x") -> str:
+    """The one line of a request to ``app``, which takes a second and a half."""
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": SECRET.encode(),
+        "headers": [(b"authorization", SECRET.encode())],
+    }  # fmt: skip
+    times = iter([7.0, 8.5])
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": SECRET.encode()}
+
+    async def send(_: Message) -> None: ...
+
+    with caplog.at_level(logging.INFO, "floodplain"):
+        asyncio.run(AccessLog(app, lambda: next(times))(scope, receive, send))  # type: ignore[arg-type]
+    (line,) = caplog.messages
+    return line
+
+
+async def answer(_: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 418, "headers": []})
+    await send({"type": "http.response.body", "body": SECRET.encode()})
+
+
+async def hang_up(*_: object) -> None: ...
+
+
+async def fail(*_: object) -> None:
+    raise ValueError(SECRET)
+
+
+def test_a_line_has_method_path_status_and_duration(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_of(caplog, answer) == "POST /v1/x 418 1.500 s"
+
+
+def test_a_request_without_an_answer_has_no_status(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_of(caplog, hang_up) == "POST /v1/x - 1.500 s"
+
+
+def test_a_failure_is_a_status_of_500(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=SECRET):
+        log_of(caplog, fail)
+    assert caplog.messages == ["POST /v1/x 500 1.500 s"]
+
+
+def test_a_long_path_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    assert log_of(caplog, answer, "/" * 5000) == f"POST {'/' * MAX_PATH} 418 1.500 s"
+
+
+def test_other_scopes_have_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(scope: Scope, *_: object) -> None:
+        assert scope == {"type": "lifespan"}
+
+    with caplog.at_level(logging.INFO, "floodplain"):
+        asyncio.run(AccessLog(check)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert caplog.messages == []
