@@ -13,7 +13,7 @@ TEST_VLLM := OMP_WAIT_POLICY=passive $(VLLM_ENV)/bin/python -m pytest --confcutd
 VLLM_MODEL := out/smollm2
 VLLM_SLOWEST := $(foreach name,tensor_parallel features server groups defaults identity peers_clock,tests/vllm/test_$(name).py)
 VLLM_TESTS := $(VLLM_SLOWEST) $(filter-out $(VLLM_SLOWEST),$(wildcard tests/vllm/test_*.py))
-TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync
+TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync --no-print-directory
 CLIENTS_STAMP := .venv-clients/.installed
 CLUSTER_STAMP := .venv-cluster/.installed
 DOCS_STAMP := .venv-docs/.installed
