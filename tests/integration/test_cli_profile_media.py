@@ -101,7 +101,7 @@ def test_a_tiny_pipeline_of_diffusers_is_measured_without_network(
         (("--target", "a:b", "--dtype", "float16"), "--dtype is for --pipeline and --module"),
         (("--target", "a:b", "--tolerance", "2"), "--tolerance must be above 0"),
         (("--target", "a:b", "--device", "tpu"), "--device"),
-        (("--target", "media_model:grow", "--memory", "1MiB"), "a batch of one does not fit into 1MiB"),
+        (("--target", "media_model:grow", "--memory", "1MiB"), "a batch of one does not fit into 1 MiB"),
     ],
 )
 def test_bad_flags_are_one_line(flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
