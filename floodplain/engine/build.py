@@ -41,8 +41,10 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
-from floodplain.model.weights.open_model import fingerprint_kv, open_model
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.open_model import ModelSource, fingerprint_kv, open_model
 from floodplain.observe.start_log import StartLog
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
@@ -104,31 +106,21 @@ def open_engine(
         is_shared = config.lends or config.device_name is not None  # has a name under which neighbours find it
         memory = DeviceMemory(config, source.config, backend, dtype, name if is_shared else None)
         on_failure.callback(memory.close)
-        policy = policy or make_policy(config.policy, config.sharing_settings())
         model = load_model(config, source, memory, backend.torch_device, dtype, start_log=start_log)
         num_blocks = memory.count_pool_blocks()
         start_log.begin(f"mapping a KV pool of {show_size(num_blocks * memory.layout.block_bytes)}")
         plan = plan_expansion(config, memory.layout, num_blocks, memory.quantum_blocks, available_bytes())
         limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes, steady)
         pool, ledger = memory.open_pool(num_blocks, min(num_blocks, limits.least_blocks), plan.most_blocks)
-        if config.swap != "none":
-            start_log.begin("opening swap space")
+        start_log.begin(f"opening swap space: {config.swap}")
         swap = open_swap(config, pool, backend)
         on_failure.callback(swap.close)
         slots = open_layer_slots(config, plan, pool, ledger, backend)
         on_failure.callback(lambda: slots.close() if slots is not None else None)
-        resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
         start_log.begin("hashing the model's files")
-        parts = StageParts(
-            config=resolved,
-            shape=source.config.shape,
-            model=model,
-            tokenizer=tokenizer,
-            eos_token_ids=reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size),
-            fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
-            block_bytes=memory.layout.block_bytes,
-        )
-        loop = _make_loop(parts, limits, ledger, policy, swap)
+        resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
+        parts = _make_parts(resolved, source, tokenizer, model, memory)
+        loop = _make_loop(parts, limits, ledger, policy or make_policy(config.policy, config.sharing_settings()), swap)
         expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
         borrow = partial(_open_borrowers, config, backend, loop, swap.peer, expansion)
@@ -139,8 +131,8 @@ def open_engine(
             _make_runner(parts, pool, swap, limits, memory, slots),
             tokenizer,
             model_name=config.model,
-            config=resolved,
-            block_bytes=memory.layout.block_bytes,
+            config=parts.config,
+            block_bytes=parts.block_bytes,
             vocab_size=source.config.shape.vocab_size,
             swap_stats=swap.space.stats,
             links=swap.facts,
@@ -152,6 +144,21 @@ def open_engine(
             neighbours.start()
         on_failure.pop_all()
     return OpenedEngine(engine, parts, memory, pool, swap.slots)
+
+
+def _make_parts(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, model: Decoder, memory: DeviceMemory
+) -> StageParts:
+    shape = source.config.shape
+    return StageParts(
+        config=config,
+        shape=shape,
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
+        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
+        block_bytes=memory.layout.block_bytes,
+    )
 
 
 def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, policy: Policy, swap: OpenedSwap) -> Loop:
