@@ -1,4 +1,4 @@
-"""vLLM's own server with the plug-in: streams, stop strings and disconnects, while all requests take turns."""
+"""vLLM's own server with the plug-in: streams, stop strings, disconnects and sleep, while all requests take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -19,6 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
+ANSWER_S = 300.0
+"""Most seconds of an answer on a busy machine."""
 NUM_TOKENS = 100
 PROMPTS = [f"Chapter {number}. Once upon a time there was a" for number in range(12)]
 TRANSFER = {
@@ -47,7 +49,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {"PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"}  # which has /sleep
     log = tmp_path_factory.mktemp("server") / "log"
     with (
         log.open("wb") as out,
@@ -75,7 +77,7 @@ def ask(url: str, prompt: str, *, stop: str | None = None, most_deltas: int = 10
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
     body |= {"stop": stop} if stop else {"ignore_eos": True}
     pieces = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as answer:
         assert answer.status_code == 200
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -86,7 +88,7 @@ def ask(url: str, prompt: str, *, stop: str | None = None, most_deltas: int = 10
 
 
 def count(url: str, name: str, labels: str = "") -> float:
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S).text
     return sum(float(value) for value in re.findall(rf"^{name}{{.*{labels}.*}} (\S+)$", text, re.M))
 
 
@@ -144,5 +146,44 @@ def test_the_profiler_finds_vllms_pool_in_its_metrics(url: str, expected: dict[s
     from floodplain.observe.scraped import Scraped
     from floodplain.profiler.measured import VllmBlocks, kv_use_of
 
-    use = kv_use_of(Scraped(httpx.get(f"{url}/metrics").text), VllmBlocks(None, token_bytes=1000))
+    use = kv_use_of(Scraped(httpx.get(f"{url}/metrics", timeout=ANSWER_S).text), VllmBlocks(None, token_bytes=1000))
     assert (use.pool_bytes, use.num_live) == (18 * 32 * 1000, 0)
+
+
+# -- /sleep under load; a worker on a CPU keeps its KV cache, and all else is as on a GPU ------------------------------
+
+
+@contextmanager
+def asleep(url: str, level: int, mode: str) -> Iterator[list[str]]:
+    """Put the server to sleep while all requests take turns; the texts of their streams are there after waking up."""
+    texts: list[str] = []
+    num_before, end_s = count(url, "vllm:num_preemptions_total"), time.monotonic() + ANSWER_S
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        streams = clients.map(lambda prompt: ask(url, prompt), PROMPTS)
+        while count(url, "vllm:num_preemptions_total") < num_before + 3:
+            assert time.monotonic() < end_s, "no request is preempted"
+            time.sleep(0.05)
+        answer = httpx.post(f"{url}/sleep", params={"level": level, "mode": mode}, timeout=ANSWER_S)
+        assert answer.json() == {"status": "sleeping", "level": level}
+        try:
+            assert httpx.get(f"{url}/is_sleeping", timeout=ANSWER_S).json() == {"is_sleeping": True}
+            yield texts
+        finally:
+            assert httpx.post(f"{url}/wake_up", timeout=ANSWER_S).json()["status"] == "awake"
+        texts += streams
+
+
+@pytest.mark.parametrize(("level", "mode"), [(0, "keep"), (1, "keep"), (2, "keep"), (1, "wait")])
+def test_streams_continue_after_sleep(url: str, expected: dict[str, str], level: int, mode: str) -> None:
+    with asleep(url, level, mode) as texts:
+        pass
+    assert dict(zip(PROMPTS, texts, strict=True)) == expected
+
+
+def test_sleep_that_aborts_ends_all_streams(url: str, expected: dict[str, str]) -> None:
+    with ThreadPoolExecutor(1) as late, asleep(url, 1, "abort") as texts:
+        answer = late.submit(ask, url, PROMPTS[0])  # is served after waking up
+    pairs = list(zip(PROMPTS, texts, strict=True))
+    assert all(expected[prompt].startswith(text) for prompt, text in pairs)
+    assert any(text != expected[prompt] for prompt, text in pairs)
+    assert answer.result() == expected[PROMPTS[0]]
