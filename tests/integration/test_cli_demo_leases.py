@@ -84,6 +84,8 @@ def test_memory_is_lent_while_both_servers_answer(monkeypatch: pytest.MonkeyPatc
     assert max(samples["pool_bytes"]) > min(samples["pool_bytes"]), "the lender gave way"
     assert samples["time_s"][-1] < SCENE.end_s
     assert any("MiB were lent" in text for text in describe(told))
+    end_s = samples["time_s"][-1]
+    told["scene"] |= {"double_s": end_s / 2, "light_s": end_s}  # the times of the scene before events ended it
     picture = to_svg(draw_lending(told, "tiny on something"))
     assert all(text in picture for text in (">in use<", ">lent<", ">borrowed<", ">doubled<"))
 

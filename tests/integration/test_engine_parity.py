@@ -38,10 +38,10 @@ def loaded_once() -> Iterator[None]:
     load_model, open_model = build.load_model, build.open_model
     load_packed = cache(lambda source, device, dtype: load_model(EngineConfig(model=""), source, None, device, dtype))
 
-    def load_once(config: EngineConfig, source: ModelSource, memory: Any, device: Any, dtype: Any) -> Any:
+    def load_once(config: EngineConfig, source: ModelSource, memory: Any, device: Any, dtype: Any, **told: Any) -> Any:
         if config.pack_weights and can_pack(dtype, device):
             return load_packed(source, device, dtype)
-        return load_model(config, source, memory, device, dtype)
+        return load_model(config, source, memory, device, dtype, **told)
 
     def open_once(*which: Any) -> ModelSource:
         source: Any = open_model(*which)
