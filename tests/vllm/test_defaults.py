@@ -104,7 +104,10 @@ def refusal_of(words: list[str]) -> str:
     [
         ([], NO_SCHEDULER),
         ([*SCHEDULER, "--disable-chunked-mm-input"], "leave --disable-chunked-mm-input out"),
-        ([*SCHEDULER, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative"),
+        (
+            [*SCHEDULER, "--speculative-config", '{"method": "ngram_gpu", "num_speculative_tokens": 2}'],
+            "with ngram_gpu",
+        ),
         ([*SCHEDULER, "--kv-offloading-size", "1"], "leave --kv-offloading-size out"),
         ([*SCHEDULER, "-tp", "9", "-dcp", "3"], "decode context parallelism"),
         ([*SCHEDULER, "-pp", "2"], "pipeline parallelism"),
