@@ -24,7 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.sequence import Sequence, Status
@@ -53,6 +54,8 @@ class StillEngine:
     model_name, max_model_len, vocab_size = "still", 4096, 256
     failure: BaseException | None = None
     can_serve = True
+    num_live = 0
+    """None is waited for when the server stops."""
 
     def __init__(self, num_requests: int, num_running: int) -> None:
         self.tokenizer = ByteTokenizer(256)
@@ -129,7 +132,7 @@ class StillEngine:
         """The real watch over this loop."""
         return EngineWatch(SimpleNamespace(loop=self.loop, clock=time.monotonic, neighbours=None))  # type: ignore[arg-type]
 
-    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
         """Never call it: no request ends by itself."""
 
 
