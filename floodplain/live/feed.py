@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from floodplain.core.errors import UserError
 from floodplain.live.changes import Snapshot, change, encode, whole
@@ -63,6 +64,7 @@ class Feed:
         self._open_look, self._is_ending = open_look, is_ending
         self._period_s, self._sleep = period_s, sleep
         self._listeners: set[_Listener] = set()
+        self._num_places = 0
         self._updating: asyncio.Task[None] | None = None
         self.num_dropped = 0
 
@@ -71,10 +73,19 @@ class Feed:
         """Listeners now."""
         return len(self._listeners)
 
-    def expect_room(self) -> None:
-        """Raise ApiError 503 if there are ``MOST_LISTENERS`` already."""
-        if len(self._listeners) >= MOST_LISTENERS:
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """One of ``MOST_LISTENERS`` places; ApiError 503 if all are taken.
+
+        A response holds it until it has ended, so the connection of a dropped listener that reads nothing counts too.
+        """
+        if self._num_places >= MOST_LISTENERS:
             raise ApiError(503, f"{MOST_LISTENERS} clients watch already: close one")
+        self._num_places += 1
+        try:
+            yield
+        finally:
+            self._num_places -= 1
 
     async def listen(self) -> AsyncGenerator[bytes]:
         """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is too slow."""

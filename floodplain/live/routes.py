@@ -8,6 +8,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from floodplain.live.feed import Feed
 from floodplain.web.gate import HEAD_SCOPE_KEY, PAGE_FOLDER
@@ -57,10 +58,21 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         if HEAD_SCOPE_KEY in request.scope:  # the stream has no end
             return Response(headers=headers, media_type="text/event-stream")
-        feed.expect_room()
-        return StreamingResponse(feed.listen(), headers=headers, media_type="text/event-stream")
+        return _Stream(feed, headers)
 
     return routes
+
+
+class _Stream(StreamingResponse):
+    """The events of a feed, in a place that is held from before the first byte until the response ends."""
+
+    def __init__(self, feed: Feed, headers: Mapping[str, str]) -> None:
+        super().__init__(feed.listen(), headers=headers, media_type="text/event-stream")
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._feed.place():
+            await super().__call__(scope, receive, send)
 
 
 def _serving(name: str, content: bytes) -> Callable[[], Awaitable[Response]]:

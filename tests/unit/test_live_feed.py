@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -146,14 +147,14 @@ def test_listeners_end_when_the_service_stops_or_fails() -> None:
     run(test)
 
 
-def test_listeners_are_bounded_in_number() -> None:
+def test_places_are_bounded_and_taken_before_the_first_event() -> None:
     async def test(service: Service) -> None:
-        streams = [service.feed.listen() for _ in range(MOST_LISTENERS)]
-        service.feed.expect_room()
-        await asyncio.gather(*map(anext, streams))
-        with pytest.raises(ApiError, match="watch already"):
-            service.feed.expect_room()
-        await streams[0].aclose()
-        service.feed.expect_room()
+        with ExitStack() as held:
+            for _ in range(MOST_LISTENERS):
+                held.enter_context(service.feed.place())
+            with pytest.raises(ApiError, match="watch already"), service.feed.place():
+                pass
+        with service.feed.place():
+            pass
 
     run(test)
