@@ -80,8 +80,10 @@ async def _watch(client: HttpClient, draw_it: Callable[[Snapshot], str], *, is_o
 
 
 def _draw_screen(snapshot: Snapshot) -> str:
-    most_rows = max(3, shutil.get_terminal_size().lines - FRAME_LINES)
-    lines = draw(snapshot, most_rows=most_rows, has_colour=True).split("\n")
+    height = shutil.get_terminal_size().lines - 1  # the last newline would scroll a full screen
+    lines = draw(snapshot, most_rows=max(3, height + 1 - FRAME_LINES), has_colour=True).split("\n")
+    if len(lines) > height:
+        lines = [*lines[: height - 1], f"and {len(lines) - height + 1} more lines"]
     return BEGIN + "".join(f"{line}{NEXT_LINE}" for line in lines) + END
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.cli.main import main
-from floodplain.cli.top import BEGIN, END
+from floodplain.cli.top import BEGIN, END, _draw_screen
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.live.changes import Snapshot, apply
 from floodplain.live.screen import draw
@@ -82,11 +82,34 @@ def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.Cap
     assert main(["top", "ftp://x"]) == 2
 
 
+def test_a_feed_whose_places_are_taken_is_one_line(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("floodplain.live.feed.MOST_LISTENERS", 0)
+    assert main(["top", server.url]) == 1
+    assert "clients watch already" in capsys.readouterr().err
+
+
 def test_names_of_others_cannot_drive_the_terminal() -> None:
     evil = {"name": "a\033[2Jb", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
     head = {"service": "coordinator", "version": "1", "role": "leading", "members": [evil], "leases": [],
             "counts": {"members": 1, "leases": 0}}  # fmt: skip
     assert "\033[2J" not in draw(Snapshot(head), most_rows=5, has_colour=True)
+
+
+@pytest.mark.parametrize("num_members", [3, 100])
+def test_a_screen_is_never_higher_than_the_terminal(num_members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.setenv("COLUMNS", "80")
+    members = [
+        {"name": f"m{number}", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
+        for number in range(num_members)
+    ]
+    head = {"service": "coordinator", "version": "1", "role": "leading", "members": members, "leases": [],
+            "counts": {"members": num_members, "leases": 0}}  # fmt: skip
+    screen = _draw_screen(Snapshot(head))
+    assert screen.count("\n") == min(23, num_members + 1) and "floodplain coordinator" in screen
+    assert ("and 79 more lines" in screen) is (num_members == 100)
 
 
 def test_a_terminal_gets_screens_until_the_service_ends() -> None:
