@@ -7,8 +7,15 @@ export const state = { head: {}, rows: new Map(), history: [] };
 const MOST_HISTORY = 600; // two minutes at five updates a second
 
 export class NeedsKey extends Error {}
+class Refused extends Error {}
 
+// Keeps a key for the requests of this tab; it throws NeedsKey if a header cannot have it.
 export function setKey(key) {
+  try {
+    new Headers({ Authorization: `Bearer ${key}` });
+  } catch {
+    throw new NeedsKey("a key has letters, digits and signs of Latin-1 only: copy it again");
+  }
   sessionStorage.setItem(KEY, key);
 }
 
@@ -25,7 +32,7 @@ export async function follow(onUpdate, onStatus) {
       onStatus("reconnecting");
     } catch (error) {
       if (error instanceof NeedsKey) throw error;
-      onStatus("no connection");
+      onStatus(error instanceof Refused ? error.message : "no connection");
     }
     await new Promise((done) => setTimeout(done, RETRY_MS));
   }
@@ -33,11 +40,7 @@ export async function follow(onUpdate, onStatus) {
 
 async function read(onUpdate, onStatus) {
   const response = await fetch("/live", { headers: headers(), cache: "no-store" });
-  if (response.status === 401 || response.status === 403) {
-    sessionStorage.removeItem(KEY);
-    throw new NeedsKey((await response.json()).error.message);
-  }
-  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  if (!response.ok) throw await refusal(response);
   onStatus("live");
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -52,6 +55,14 @@ async function read(onUpdate, onStatus) {
     }
     if (events.length) onUpdate();
   }
+}
+
+// Another key helps where there is none or a wrong one (401), and where its role is too small (403, "forbidden").
+async function refusal(response) {
+  const { message, code } = (await response.json()).error;
+  if (response.status !== 401 && code !== "forbidden") return new Refused(message);
+  sessionStorage.removeItem(KEY);
+  return new NeedsKey(message);
 }
 
 let columns = [];

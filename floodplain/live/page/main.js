@@ -74,18 +74,27 @@ async function run() {
   try {
     await follow(update, setStatus);
   } catch (error) {
-    if (!(error instanceof NeedsKey)) throw error;
-    setStatus("locked");
-    $("key-problem").textContent = error.message;
-    $("key-form").hidden = false;
-    $("key").focus();
+    askForKey(error);
   }
+}
+
+function askForKey(error) {
+  if (!(error instanceof NeedsKey)) throw error;
+  setStatus("locked");
+  $("key-problem").textContent = error.message;
+  $("key-form").hidden = false;
+  $("key").focus();
 }
 
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey($("key").value);
+  const key = $("key").value;
   $("key").value = "";
+  try {
+    setKey(key);
+  } catch (error) {
+    return askForKey(error);
+  }
   $("key-form").hidden = true;
   run();
 });
@@ -93,9 +102,14 @@ $("key-form").addEventListener("submit", (event) => {
 $("burst").addEventListener("click", async () => {
   const sent = { "Content-Type": "application/json", ...headers() };
   $("burst").disabled = true;
-  const answer = await fetch("/live/burst", { method: "POST", headers: sent, body: "{}" });
-  if (!answer.ok) setStatus((await answer.json()).error.message);
-  setTimeout(() => ($("burst").disabled = false), 1000);
+  try {
+    const answer = await fetch("/live/burst", { method: "POST", headers: sent, body: "{}" });
+    if (!answer.ok) setStatus((await answer.json()).error.message);
+  } catch {
+    setStatus("no connection");
+  } finally {
+    setTimeout(() => ($("burst").disabled = false), 1000);
+  }
 });
 
 $("life-close").addEventListener("click", close);
