@@ -1,4 +1,4 @@
-"""A feed of snapshots: made while somebody listens, once for all listeners, and bounded for each."""
+"""A feed of snapshots: made while there are listeners, once for all of them, and bounded for each."""
 
 from __future__ import annotations
 
@@ -45,13 +45,10 @@ class Feed:
     """Sends snapshots to listeners. Everything is called on one event loop.
 
     Args:
-        open_look: Called when the first listener comes; its result is used until the last one has left.
+        open_look: Called when the first listener is added; its result is used until the last one is removed.
         is_ending: Whether all listeners are to be ended, because the service stops.
         period_s: Seconds between two updates.
         sleep: Waits between two updates.
-
-    Attributes:
-        num_dropped: Listeners that were dropped because they read too slowly.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Feed:
         self._listeners: set[_Listener] = set()
         self._num_places = 0
         self._updating: asyncio.Task[None] | None = None
-        self.num_dropped = 0
 
     @property
     def num_listeners(self) -> int:
@@ -123,6 +119,5 @@ class Feed:
         for listener in listeners:
             if not listener.put(update if listener.has_whole else first):
                 self._listeners.discard(listener)
-                self.num_dropped += 1
                 listener.end()
             listener.has_whole = True

@@ -54,7 +54,6 @@ def list_groups(group_controller: GroupController, now: float) -> Groups:
         plan = group_controller.plan_of(group.number)
         if plan is None:
             continue
-        is_divided = plan.sizes is not None
         rows.append(
             GroupRow(
                 number=group.number,
@@ -63,7 +62,7 @@ def list_groups(group_controller: GroupController, now: float) -> Groups:
                 names=list(plan.names),
                 layers=[len(layers) for layers in plan.kept],
                 blocks=plan.count_blocks(plan.sizes.num_settled_quanta) if plan.sizes is not None else 0,
-                own_blocks=plan.num_own_blocks if is_divided else 0,
+                own_blocks=plan.num_own_blocks if plan.sizes is not None else 0,
                 requests_on_their_way=len(group.fetches),
                 seconds=now - plan.begun_s,
             )
