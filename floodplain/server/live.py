@@ -123,7 +123,7 @@ def _lease(lease: LeaseRow) -> dict[str, Any]:
 
 
 class ServerLooks:
-    """Opens looks at a server, one whenever a first listener comes."""
+    """Opens looks at a server, one whenever a first listener is added."""
 
     def __init__(self, engine: ServingEngine, model_name: str, *, can_burst: bool) -> None:
         self._engine = engine

@@ -90,7 +90,7 @@ PROBES = frozenset({"/health", "/ping", "/ready"})
 """Paths that balancers and orchestrators probe."""
 
 PAGE_FOLDER = "/page/"
-"""Prefix of the paths of the live page's files, which are the same for everybody."""
+"""Prefix of the paths of the live page's files, which are the same for all clients."""
 
 PUBLIC_PATHS = PROBES | frozenset({"/", "/version", "/metrics", "/openapi.json"})
 """Paths of probes, scrapers and the live page, which have no secret. If there are secrets, every other path needs one,
