@@ -7,4 +7,4 @@ command -v "$BROWSER" >/dev/null || {
 	echo "there is no $BROWSER: install one (apt-get install chromium), or set CHROMIUM to its path" >&2
 	exit 2
 }
-.venv/bin/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.50'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check 'playwright==1.65.2'
