@@ -109,7 +109,7 @@ def promised_goals(config: EngineConfig) -> Goals:
 def _open_tracer(server_config: ServerConfig, config: EngineConfig) -> RequestTracer | None:
     if server_config.otlp_traces_endpoint is None:
         return None
-    require("--otlp-traces-endpoint", "opentelemetry.sdk", "opentelemetry.exporter")
+    require("--otlp-traces-endpoint", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     from floodplain.server.tracing import open_tracer
 
     return open_tracer(server_config.otlp_traces_endpoint, (*server_config.served_model_name, config.model)[0])

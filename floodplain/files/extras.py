@@ -13,7 +13,7 @@ EXTRAS = {
     "gguf": "gguf",
     "highspy": "place",
     "matplotlib": "plot",
-    "opentelemetry.exporter": "otel",
+    "opentelemetry.exporter.otlp.proto.http": "otel",
     "opentelemetry.sdk": "otel",
     "psycopg": "postgres",
     "ray": "cluster",
@@ -25,7 +25,7 @@ EXTRAS = {
 _NAMES = {
     "cuda.bindings": "cuda-bindings",
     "highspy": "HiGHS",
-    "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.sdk": "opentelemetry-sdk",
     "ray": "Ray",
     "sqlalchemy": "SQLAlchemy",
