@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from floodplain import SamplingParams
+from floodplain.core.backups import BackupTable
+from floodplain.core.idle_backups import Pin
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence as Seq
@@ -206,13 +208,31 @@ def expected(requests: list[Request]) -> list[Reference]:
 
 @pytest.mark.parametrize(("caches", "pins"), [(True, False), (False, False), (True, True)])
 def test_tokens_are_those_of_a_calm_run(
-    caches: bool, pins: bool, requests: list[Request], expected: list[Reference]
+    caches: bool, pins: bool, requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With pins each request that ends is pinned, whatever copies cost on this machine."""
+    pinned: list[Pin] = []
+    pin = BackupTable.pin
+
+    def pin_noted(backups: BackupTable, one: Pin) -> None:
+        pinned.append(one)
+        pin(backups, one)
+
+    monkeypatch.setattr(BackupTable, "pin", pin_noted)
+    monkeypatch.setattr("floodplain.runtime.state.least_chance_to_save", lambda *_: 0.0)
     with storm(seed=2, enable_prefix_caching=caches, pin_sessions=pins) as one:
         stats = one.rage(requests)
         backups = one.engine.loop.state.backups
         verdict = one.verdict(expected)
-        print(verdict, stats.preemptions, stats.swap_bytes, stats.failed_transfers, stats.num_requests)
+        print(
+            len(pinned),
+            stats.unpinned_blocks,
+            verdict,
+            stats.preemptions,
+            stats.swap_bytes,
+            stats.failed_transfers,
+            stats.num_requests,
+        )
         assert verdict.is_equal, verdict
         assert any(one.outputs[seq_id] for seq_id in one.aborted), "no aborted request had begun"
         assert stats.preemptions["swap"] > 100
@@ -229,6 +249,7 @@ def test_tokens_are_those_of_a_calm_run(
         assert stats.kv_bytes["host"] == stats.num_used_blocks == 0
         assert backups.is_at_rest
         assert caches or backups.num_idle(Tier.HOST) == 0
+        assert (len(pinned) > 10) is pins
         assert (stats.unpinned_blocks["evicted"] > 0) is pins
 
 
