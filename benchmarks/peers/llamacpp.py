@@ -159,7 +159,8 @@ def main() -> None:
         print(format_result(json.loads(args.show.read_text())))
         return
     found = measure_all(args)
-    command = " ".join(["python", "-m", "benchmarks.peers.llamacpp", *sys.argv[1:]])
+    words = ["PYTHON" if word == str(args.python) else word for word in sys.argv[1:]]  # no path of this machine
+    command = " ".join(["python", "-m", "benchmarks.peers.llamacpp", *words])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     write_result(args.out, json.dumps({"command": command, "machine": machine, **found}, indent=1) + "\n")
     print(format_result(found))

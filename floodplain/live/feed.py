@@ -105,7 +105,7 @@ class Feed:
                 await self._sleep(self._period_s)
         except (UserError, ApiError) as error:
             logger.warning("the live page's data cannot be read now: %s", error)
-        except Exception:
+        except Exception:  # a bug in the page's data ends the page's streams, and no request of the server
             logger.exception("the live page's data cannot be read")
         finally:
             for listener in self._listeners:

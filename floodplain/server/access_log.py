@@ -38,7 +38,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_noted)
-        except Exception:
+        except Exception:  # raised again; the error handler outside answers with 500
             status = "500" if status == "-" else status
             raise
         finally:
