@@ -122,7 +122,7 @@ def test_the_law_notices_if_rows_that_changed_are_not_named(
 
 
 def test_the_law_notices_rows_that_are_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "_lead", lambda _: ANY)
+    monkeypatch.setattr(kept_rows, "_lead", lambda *_: ANY)
     with pytest.raises(AssertionError):
         walk(0)
 
@@ -152,6 +152,16 @@ def test_a_row_is_not_kept_while_drafts_are_outstanding() -> None:
     play(engine, [("arrive", 0), ("look", 0), ("admit", 0), *[("run", 20)] * 3, ("look", 0)])
     engine.step += 1  # its request pauses
     play(engine, [("speculate", 1)])
+
+
+def test_a_row_made_while_drafts_were_outstanding_is_not_kept() -> None:
+    """If one of its drafts is right and its request then pauses, the row seems to be valid."""
+    engine = FakeEngine()
+    play(engine, [("arrive", 0), ("look", 0), ("admit", 0), ("run", 4)])
+    play(engine, [("speculate", 3), ("verify", 0), ("speculate", 1)])
+    engine.verify(1)
+    engine.step += 1  # its request pauses
+    expect_same(engine)
 
 
 def test_the_law_notices_a_queue_that_forgets_removals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,9 @@ class KeptRows:
             or len(one.backups) != row.num_backed_blocks
         ]
         for place in stale:
-            row = self._rows[place] = make.running(self._sorted[place])
-            self._leads[place] = _lead(row)
+            one = self._sorted[place]
+            row = self._rows[place] = make.running(one)
+            self._leads[place] = _lead(one, row)
         return tuple(self._rows)
 
     def _seat(self, ones: tuple[TrackedRequest, ...]) -> None:
@@ -91,10 +92,12 @@ class KeptRows:
             del self._absent[seq_id]
 
 
-def _lead(row: SequenceView) -> int | None:
+def _lead(one: TrackedRequest, row: SequenceView) -> int | None:
     """Return computed tokens less the step: constant while a decoding request gets a token in every step.
 
     Known and expected tokens grow with them, while no drafts are outstanding. None: the row must be made anew in the
-    next step, because its request does not decode yet, or is about to get its first token.
+    next step, because its request does not decode yet, is about to get its first token, or has drafts outstanding:
+    the row counts their slots as taken, and those of rejected drafts are free again.
     """
-    return row.num_scheduled - row.since_step if row.is_decoding and row.first_token_s is not None else None
+    is_steady = row.is_decoding and row.first_token_s is not None and not one.num_unverified_tokens
+    return row.num_scheduled - row.since_step if is_steady else None
