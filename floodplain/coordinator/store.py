@@ -23,7 +23,7 @@ from floodplain.coordinator import schema
 from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
 from floodplain.coordinator.soundness import check_value, intact, sound, to_row
 from floodplain.core.errors import UserError
-from floodplain.files.extras import require
+from floodplain.files.extras import missing, require
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
@@ -137,7 +137,7 @@ def _open_postgresql(url: sql.URL) -> sql.Engine:
             },
         )
     except ImportError as error:  # psycopg may lack the library libpq
-        raise UserError(f"psycopg cannot be loaded ({error}): pip install 'floodplain[postgres]'") from None
+        raise missing("a store in PostgreSQL", "psycopg", f"cannot be loaded ({error})") from None
 
 
 Row = Mapping[str, Any]

@@ -43,10 +43,10 @@ def require(user: str, *modules: str) -> None:
             raise missing(user, module)
 
 
-def missing(user: str, module: str) -> UserError:
-    """The error for an optional module that is not installed, in one line with its extra."""
+def missing(user: str, module: str, fault: str = "is not installed") -> UserError:
+    """The error for an optional module that is not installed, or that has another fault, in one line with its extra."""
     name, extra = _NAMES.get(module, module), EXTRAS[module]
-    return UserError(f"{user} needs {name}, which is not installed: pip install 'floodplain[{extra}]'")
+    return UserError(f"{user} needs {name}, which {fault}: pip install 'floodplain[{extra}]'")
 
 
 def _is_installed(module: str) -> bool:

@@ -16,12 +16,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from floodplain.cli.main import main
+from floodplain.coordinator.store import Store
 from floodplain.core.errors import UserError
 from floodplain.files.extras import EXTRAS, require
 from floodplain.model.fast_tokenizer import read_folder
 from tests.support.waiting import HANG_S
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROGRAM = """
 import sys
 
@@ -105,6 +107,12 @@ def test_every_extra_is_one_of_the_package_and_brings_its_module() -> None:
 PLACE = "place needs HiGHS, which is not installed: pip install 'floodplain[place]'"
 STORE = "coordinator needs %s, which is not installed: pip install 'floodplain[coordinator]'"
 PLOT = "%s needs matplotlib, which is not installed: pip install 'floodplain[plot]'"
+SERVE = ["serve", "dummy:tiny-llama", "--port", "0"]
+EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+TRACES = (
+    "--otlp-traces-endpoint needs opentelemetry-exporter-otlp-proto-http, which is not installed:"
+    " pip install 'floodplain[otel]'"
+)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,7 @@ PLOT = "%s needs matplotlib, which is not installed: pip install 'floodplain[plo
         (["bench", "offline", "m", "--out", "a.json", "--plot"], "matplotlib", PLOT % "--plot"),
         (["profile", "show", "p.json", "--plot", "a.svg"], "matplotlib", PLOT % "--plot"),
         (["reproduce", "aqua-13", "--out", "page"], "matplotlib", PLOT % "--out"),
+        ([*SERVE, "--otlp-traces-endpoint", "http://h:4318/v1/traces"], EXPORTER, TRACES),
     ],
 )
 def test_a_command_names_the_extra_that_it_lacks(
@@ -144,6 +153,37 @@ def test_what_is_missing_is_one_line_with_its_extra(module: str, monkeypatch: py
     with pytest.raises(UserError, match=r"^m\.bin needs .+, which is not installed: pip install 'floodplain\[\w+\]'$"):
         require("m.bin", module)
     require("m.bin")
+
+
+def test_a_driver_that_cannot_be_loaded_names_its_fault_and_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "psycopg.py").write_text("raise ImportError('libpq is not there')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as error:
+        Store.open("postgresql://host/leases")
+    assert str(error.value) == (
+        "a store in PostgreSQL needs psycopg, which cannot be loaded (libpq is not there):"
+        " pip install 'floodplain[postgres]'"
+    )
+
+
+def test_packages_that_share_its_namespace_are_not_the_exporter(tmp_path: Path) -> None:
+    for other in ("prometheus", "otlp/proto/grpc"):
+        (tmp_path / "opentelemetry" / "exporter" / other).mkdir(parents=True)
+        (tmp_path / "opentelemetry" / "exporter" / other / "__init__.py").touch()
+    modules = [name for name, extra in EXTRAS.items() if extra == "otel"]
+    program = (
+        "import sys; sys.path += sys.argv[1:3]\n"
+        "from floodplain.files.extras import _is_installed\n"
+        "print([name for name in sys.argv[3:] if _is_installed(name)])"
+    )
+    other = "opentelemetry.exporter.otlp.proto.grpc"
+    command = [sys.executable, "-S", "-c", program, str(ROOT), str(tmp_path), *modules, other]  # -S: without packages
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert found.stdout == f"{[other]}\n"
 
 
 def test_a_tokenizer_that_transformers_must_read_names_the_extra(
