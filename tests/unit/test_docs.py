@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
-from floodplain.cli.main import list_parsers
-from floodplain.cli.options import Parser, resolve
-from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
+from tests.support.command_lines import find_complaint, find_unknown
 from tests.support.markdown import find_broken_links, find_commands, find_mentions, find_sources, find_targets
 
 ROOT = Path(__file__).parents[2]
@@ -30,40 +24,6 @@ PAGES = sorted(
         ),
     }
 )
-parsers = cache(list_parsers)
-
-
-def _find_leaf(arguments: Sequence[str]) -> tuple[Parser | None, Sequence[str]]:
-    """The parser of the longest verb that the arguments begin with, and the rest."""
-    for length in (2, 1):
-        if parser := parsers().get(" ".join(arguments[:length])):
-            return parser, arguments[length:]
-    return None, arguments
-
-
-def _find_complaint(arguments: Sequence[str]) -> str:
-    """What the command line says against a whole command."""
-    parser, rest = _find_leaf(arguments)
-    if parser is None:
-        return "" if arguments[0] in ("--help", "--version", "-V", "--print-completion") else f"no verb {arguments[0]}"
-    if "--help" in rest or "-h" in rest:
-        return ""
-    try:
-        resolve(deepcopy(parser), list(rest), {})  # it changes the parser
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def _find_unknown(arguments: Sequence[str]) -> list[str]:
-    """Verbs and flags of a mention that there are not."""
-    words = [word.split("|")[0] for word in arguments]
-    parser, rest = _find_leaf(words)
-    if parser is None:
-        return [] if words[0].startswith("-") or words[0].isupper() else [words[0]]
-    known = {option for action in parser._actions for option in action.option_strings}
-    own = rest[: rest.index("--")] if "--" in rest else rest
-    return [word for word in own if word.startswith("--") and word.partition("=")[0] not in known]
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
@@ -74,40 +34,13 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
 def test_every_shown_command_parses() -> None:
     shown = [(page.name, command) for page in PAGES for command in find_commands(page.read_text())]
     assert len(shown) > 30
-    assert not [(name, command, wrong) for name, command in shown if (wrong := _find_complaint(command))]
-
-
-def deployed_commands(source: str) -> list[list[str]]:
-    """Commands of containers in YAML, compose's variables by their defaults."""
-    found, todo = [], [*yaml.safe_load_all(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", source))]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            found += [part[key] for key in ("args", "command") if key in part and part[key][0] in parsers()]
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
-    return found
-
-
-def test_every_deployed_command_parses() -> None:
-    files = [path for path in (ROOT / "deploy").rglob("*.yaml") if path.name[0] != "."]
-    commands = [(path.name, command) for path in files for command in deployed_commands(path.read_text())]
-    assert sorted(name for name, _ in commands) == sorted(
-        ["compose.yaml"] * 3 + ["coordinator.yaml", "group.yaml", "group.yaml", "server.yaml"]
-    )
-    assert not [(name, command, wrong) for name, command in commands if (wrong := _find_complaint(command))]
-
-
-def test_a_deployed_command_that_does_not_parse_is_found() -> None:
-    (found,) = deployed_commands("spec: [{args: [serve, '${MODEL:-dummy:tiny-llama}', --prot=8000]}]")
-    assert found[1] == "dummy:tiny-llama" and _find_complaint(found)
+    assert not [(name, command, wrong) for name, command in shown if (wrong := find_complaint(command))]
 
 
 def test_every_mentioned_verb_and_flag_is_one() -> None:
     mentioned = [(page.name, words) for page in PAGES for words in find_mentions(page.read_text())]
     assert len(mentioned) > 30
-    assert not [(name, words, wrong) for name, words in mentioned if (wrong := _find_unknown(words))]
+    assert not [(name, words, wrong) for name, words in mentioned if (wrong := find_unknown(words))]
 
 
 def test_every_named_script_is_there() -> None:
@@ -141,13 +74,13 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str) -> None:
 def test_a_command_that_does_not_parse_is_found(command: str) -> None:
     (found,) = find_commands(f"```\n.venv/bin/floodplain {command}   # a comment\n```\n")
     assert found == command.split()
-    assert _find_complaint(found)
+    assert find_complaint(found)
 
 
 @pytest.mark.parametrize("words", ["serv", "serve --prot 8000", "bench offline --config-file FILE"])
 def test_a_mention_of_no_verb_or_flag_is_found(words: str) -> None:
     (found,) = find_mentions(f"Call `floodplain {words}` first.")
-    assert _find_unknown(found)
+    assert find_unknown(found)
 
 
 def test_every_metric_of_a_server_is_documented() -> None:
