@@ -168,104 +168,85 @@ def test_known_tokens_that_leave_nothing_or_are_no_tokens_are_refused() -> None:
     asyncio.run(refused((1, 999), "token id 999 is not in the vocabulary"))
 
 
-def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None:
-    async def full() -> None:
-        async with running(max_num_seqs=1, max_waiting=1) as engine:
-            with holding(engine):
-                async with aclosing(engine.generate(request_of(greedy(200), request_id="a"))) as first:
-                    await anext(first)
-                    waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
-                    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    assert isinstance(done.pop().exception(), QueueFull)
-                    moved = request_of(greedy(2), request_id="m", is_accepted=True)
-                    more = asyncio.create_task(anext(engine.generate(moved)))
-                    await asyncio.sleep(0)
-            assert (await more).token_ids
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(full())
+async def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None:
+    async with running(max_num_seqs=1, max_waiting=1) as engine:
+        with holding(engine):
+            async with aclosing(engine.generate(request_of(greedy(200), request_id="a"))) as first:
+                await anext(first)
+                waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                assert isinstance(done.pop().exception(), QueueFull)
+                moved = request_of(greedy(2), request_id="m", is_accepted=True)
+                more = asyncio.create_task(anext(engine.generate(moved)))
+                await asyncio.sleep(0)
+        assert (await more).token_ids
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_closed_stream_frees_its_blocks() -> None:
-    async def hang_up() -> None:
-        async with running() as engine:
-            finished: list[EndedRequest] = []
-            engine.subscribe(finished.append)
-            with holding(engine):
-                async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
-                    await anext(stream)
-                    assert engine.stats().num_used_blocks > 0
-            await until_idle(engine)
-            assert engine.stats().num_requests["abort"] == 1
-            assert engine.stats().num_generated_tokens < 200
-            assert finished == []
-
-    asyncio.run(hang_up())
+async def test_closed_stream_frees_its_blocks() -> None:
+    async with running() as engine:
+        finished: list[EndedRequest] = []
+        engine.subscribe(finished.append)
+        with holding(engine):
+            async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
+                await anext(stream)
+                assert engine.stats().num_used_blocks > 0
+        await until_idle(engine)
+        assert engine.stats().num_requests["abort"] == 1
+        assert engine.stats().num_generated_tokens < 200
+        assert finished == []
 
 
-def test_cancelled_callers_leave_nothing_behind() -> None:
+async def test_cancelled_callers_leave_nothing_behind() -> None:
     """Cancels callers before acceptance, while waiting and while streaming."""
-
-    async def cancel() -> None:
-        async with running(max_num_seqs=2) as engine:
-            tasks = [asyncio.create_task(collect(engine, greedy(100), (i + 3, *PROMPT))) for i in range(12)]
-            for rounds, task in enumerate(tasks):
-                for _ in range(rounds):
-                    await asyncio.sleep(0)
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await until_idle(engine)
-
-    asyncio.run(cancel())
+    async with running(max_num_seqs=2) as engine:
+        tasks = [asyncio.create_task(collect(engine, greedy(100), (i + 3, *PROMPT))) for i in range(12)]
+        for rounds, task in enumerate(tasks):
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_idle(engine)
 
 
-def test_refusals_come_before_the_first_delta() -> None:
-    async def refuse() -> None:
-        async with running(max_waiting=1, max_num_seqs=1, policy="fcfs") as engine:
-            with pytest.raises(RequestRefused, match="37 prompt tokens \\+ max_tokens 400"):
-                await collect(engine, greedy(400))
-            with pytest.raises(RequestRefused, match="vocabulary"):
-                await collect(engine, greedy(1), (10**6,))
-            with holding(engine):
-                async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
-                    await anext(first)
-                    waiting = asyncio.create_task(collect(engine, greedy(1)))
-                    await until(lambda: engine.stats().num_waiting)
-                    with pytest.raises(QueueFull):
-                        await collect(engine, greedy(1))
-            assert (await waiting)[-1].finish_reason == "length"
-
-    asyncio.run(refuse())
+async def test_refusals_come_before_the_first_delta() -> None:
+    async with running(max_waiting=1, max_num_seqs=1, policy="fcfs") as engine:
+        with pytest.raises(RequestRefused, match="37 prompt tokens \\+ max_tokens 400"):
+            await collect(engine, greedy(400))
+        with pytest.raises(RequestRefused, match="vocabulary"):
+            await collect(engine, greedy(1), (10**6,))
+        with holding(engine):
+            async with aclosing(engine.generate(request_of(greedy(150), request_id="a"))) as first:
+                await anext(first)
+                waiting = asyncio.create_task(collect(engine, greedy(1)))
+                await until(lambda: engine.stats().num_waiting)
+                with pytest.raises(QueueFull):
+                    await collect(engine, greedy(1))
+        assert (await waiting)[-1].finish_reason == "length"
 
 
-def test_drain_ends_live_requests() -> None:
-    async def drain() -> None:
-        async with running() as engine:
-            with holding(engine, 2):
-                live = [asyncio.create_task(collect(engine, greedy(number))) for number in (100, 210)]
-                await until(lambda: engine.stats().num_running == 2)
-                await engine.drain(0.0)
-                assert [deltas[-1].finish_reason for deltas in await asyncio.gather(*live)] == ["abort"] * 2
-            with pytest.raises(ShuttingDown):
-                await collect(engine, greedy(1))
-
-    asyncio.run(drain())
+async def test_drain_ends_live_requests() -> None:
+    async with running() as engine:
+        with holding(engine, 2):
+            live = [asyncio.create_task(collect(engine, greedy(number))) for number in (100, 210)]
+            await until(lambda: engine.stats().num_running == 2)
+            await engine.drain(0.0)
+            assert [deltas[-1].finish_reason for deltas in await asyncio.gather(*live)] == ["abort"] * 2
+        with pytest.raises(ShuttingDown):
+            await collect(engine, greedy(1))
 
 
-def test_a_failed_engine_fails_every_caller() -> None:
-    async def run_failing_engine() -> None:
-        async with running() as engine:
-            engine.engine.loop.next_plan = lambda now: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-            with pytest.raises(RuntimeError, match="the engine failed"):
-                await collect(engine, greedy(3))
-            assert isinstance(engine.failure, ZeroDivisionError)
-            with pytest.raises(RuntimeError, match="not running"):
-                await collect(engine, greedy(3))
-
-    asyncio.run(run_failing_engine())
+async def test_a_failed_engine_fails_every_caller() -> None:
+    async with running() as engine:
+        engine.engine.loop.next_plan = lambda now: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(RuntimeError, match="the engine failed"):
+            await collect(engine, greedy(3))
+        assert isinstance(engine.failure, ZeroDivisionError)
+        with pytest.raises(RuntimeError, match="not running"):
+            await collect(engine, greedy(3))
 
 
-def test_offline_replay_reports_what_happened() -> None:
+async def test_offline_replay_reports_what_happened() -> None:
     requests = [
         LoadRequest(
             request_id=str(i),
@@ -277,15 +258,11 @@ def test_offline_replay_reports_what_happened() -> None:
         )
         for i in range(8)
     ]
-
-    async def replay() -> None:
-        async with running() as engine:
-            run = await run_offline(engine, requests, progress=False)
-        assert all(record.error is None and len(record.token_times_s) == 12 for record in run.records)
-        assert run.report.steps > 0
-        assert run.report.scheduler_s > 0
-
-    asyncio.run(replay())
+    async with running() as engine:
+        run = await run_offline(engine, requests, progress=False)
+    assert all(record.error is None and len(record.token_times_s) == 12 for record in run.records)
+    assert run.report.steps > 0
+    assert run.report.scheduler_s > 0
 
 
 @pytest.mark.parametrize("inbox_s", [0.0, 60.0])

@@ -114,27 +114,23 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
     assert MAX_FAILED_STARTS == 5
 
 
-def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path) -> None:
+async def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
-
-    async def run() -> None:
-        processes = LocalProcesses([[sys.executable, "-c", CHILD, str(log)]], os.environ)
-        launcher = Launcher(processes, lambda: True, lost_timeout_s=0.01)
-        launcher.start("address")
-        await until(lambda: children(log))
-        first = children(log)[0][0]
-        launcher.note_joined(0)
-        launcher.note_serving(0)
-        launcher.note_lost(0, "silent", 0.0)
-        assert not launcher.admits(0)  # lost while it started: admitted later
-        launcher.note_joined(0)  # it resumed in time
-        os.kill(first, signal.SIGSTOP)
-        launcher.note_lost(0, "silent", 1.0)
-        await until(lambda: len(children(log)) >= 2)
-        assert not is_alive(first)
-        await launcher.close()
-
-    asyncio.run(run())
+    processes = LocalProcesses([[sys.executable, "-c", CHILD, str(log)]], os.environ)
+    launcher = Launcher(processes, lambda: True, lost_timeout_s=0.01)
+    launcher.start("address")
+    await until(lambda: children(log))
+    first = children(log)[0][0]
+    launcher.note_joined(0)
+    launcher.note_serving(0)
+    launcher.note_lost(0, "silent", 0.0)
+    assert not launcher.admits(0)  # lost while it started: admitted later
+    launcher.note_joined(0)  # it resumed in time
+    os.kill(first, signal.SIGSTOP)
+    launcher.note_lost(0, "silent", 1.0)
+    await until(lambda: len(children(log)) >= 2)
+    assert not is_alive(first)
+    await launcher.close()
 
 
 class FakeProcesses:
@@ -177,61 +173,50 @@ def cluster(processes: FakeProcesses) -> ClusterEngine:
 
 
 @pytest.mark.parametrize(("status", "num_runs"), [(1, MAX_FAILED_STARTS), (2, 1)])
-def test_a_router_whose_instance_does_not_start_ends_with_one_line(
+async def test_a_router_whose_instance_does_not_start_ends_with_one_line(
     status: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bad input (status 2) is not tried again; other failures are, up to ``MAX_FAILED_STARTS``."""
     monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
-
-    async def run() -> None:
-        processes = EndingProcesses(1, Ending(status, "no such model"))
-        engine = cluster(processes)
-        await engine.start()
-        assert isinstance(engine.failure, UserError) and not engine.can_serve
-        assert (str(engine.failure), processes.num_runs) == ("instance 0 did not start: no such model", num_runs)
-        await engine.close()
-
-    asyncio.run(run())
+    processes = EndingProcesses(1, Ending(status, "no such model"))
+    engine = cluster(processes)
+    await engine.start()
+    assert isinstance(engine.failure, UserError) and not engine.can_serve
+    assert (str(engine.failure), processes.num_runs) == ("instance 0 did not start: no such model", num_runs)
+    await engine.close()
 
 
-def test_a_bug_that_ends_the_care_for_a_slot_ends_the_router() -> None:
+async def test_a_bug_that_ends_the_care_for_a_slot_ends_the_router() -> None:
     class Broken(FakeProcesses):
         async def run(self, slot: int, address: str, token: str) -> Ending:
             raise InvariantError("a slot has two processes")
 
-    async def run() -> None:
-        engine = cluster(Broken(1))
-        await engine.start()
-        assert isinstance(engine.failure, InvariantError)
-        await engine.close()
-
-    asyncio.run(run())
+    engine = cluster(Broken(1))
+    await engine.start()
+    assert isinstance(engine.failure, InvariantError)
+    await engine.close()
 
 
-def test_a_router_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
-
-    async def run() -> None:
-        processes = FakeProcesses(2)
-        engine = cluster(processes)
-        starting = asyncio.create_task(engine.start())
-        await until(lambda: len(processes.endings) == 2)
-        for slot in range(2):
-            assert not starting.done()
-            engine._launcher.note_joined(slot)
-            engine._launcher.note_serving(slot)
-        await starting
-        assert engine.failure is None
-        while engine.failure is None:
-            for ending in processes.endings:
-                if not ending.done():
-                    ending.set_result(Ending(1, "no memory"))
-            await asyncio.sleep(0.001)
-        assert isinstance(engine.failure, ServiceLost) and len(processes.endings) == 2 * MAX_FAILED_STARTS
-        assert str(engine.failure).endswith("none starts any more; instance 0 ended last: no memory")
-        await engine.close()
-
-    asyncio.run(run())
+    processes = FakeProcesses(2)
+    engine = cluster(processes)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: len(processes.endings) == 2)
+    for slot in range(2):
+        assert not starting.done()
+        engine._launcher.note_joined(slot)
+        engine._launcher.note_serving(slot)
+    await starting
+    assert engine.failure is None
+    while engine.failure is None:
+        for ending in processes.endings:
+            if not ending.done():
+                ending.set_result(Ending(1, "no memory"))
+        await asyncio.sleep(0.001)
+    assert isinstance(engine.failure, ServiceLost) and len(processes.endings) == 2 * MAX_FAILED_STARTS
+    assert str(engine.failure).endswith("none starts any more; instance 0 ended last: no memory")
+    await engine.close()
 
 
 @pytest.mark.parametrize("why", ["silent", "hung_up"])
@@ -263,44 +248,34 @@ def test_a_child_that_joins_and_is_lost_again_and_again_is_given_up(
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "FIRST_DELAY_S", 0.0)
-
-    async def run() -> None:
-        processes = FakeProcesses(1)
-        launcher = Launcher(processes, lambda: True)
-        launcher.start("address")
-        for number in range(3 * MAX_FAILED_STARTS):
-            await until(lambda number=number: len(processes.endings) == number + 1)  # type: ignore[misc]
-            launcher.note_joined(0)
-            launcher.note_serving(0)
-            for why in [[], ["hung_up"], ["left"], ["pipeline"]][
-                number % 4
-            ]:  # with [], its process is seen to end first
-                launcher.note_lost(0, why, 0.0)
-            processes.endings[-1].set_result(Ending(0 if number % 4 == 2 else -signal.SIGKILL, None))
-        await until(lambda: len(processes.endings) == 3 * MAX_FAILED_STARTS + 1)
-        assert not launcher.given_up
-        await launcher.close()
-
-    asyncio.run(run())
+    processes = FakeProcesses(1)
+    launcher = Launcher(processes, lambda: True)
+    launcher.start("address")
+    for number in range(3 * MAX_FAILED_STARTS):
+        await until(lambda number=number: len(processes.endings) == number + 1)  # type: ignore[misc]
+        launcher.note_joined(0)
+        launcher.note_serving(0)
+        for why in [[], ["hung_up"], ["left"], ["pipeline"]][number % 4]:  # with [], its process is seen to end first
+            launcher.note_lost(0, why, 0.0)
+        processes.endings[-1].set_result(Ending(0 if number % 4 == 2 else -signal.SIGKILL, None))
+    await until(lambda: len(processes.endings) == 3 * MAX_FAILED_STARTS + 1)
+    assert not launcher.given_up
+    await launcher.close()
 
 
-def test_a_fork_that_finds_no_room_is_no_failed_start(
+async def test_a_fork_that_finds_no_room_is_no_failed_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launching, "FIRST_RETRY_S", 0.0)
-
-    async def run() -> None:
-        processes = FakeProcesses(1)
-        processes.scarce = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENFILE] * 2
-        launcher = Launcher(processes, lambda: True)
-        launcher.start("address")
-        await until(lambda: processes.endings)
-        assert not launcher.given_up and len(caplog.records) == 8 > MAX_FAILED_STARTS
-        await launcher.close()
-
-    asyncio.run(run())
+    processes = FakeProcesses(1)
+    processes.scarce = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENFILE] * 2
+    launcher = Launcher(processes, lambda: True)
+    launcher.start("address")
+    await until(lambda: processes.endings)
+    assert not launcher.given_up and len(caplog.records) == 8 > MAX_FAILED_STARTS
+    await launcher.close()
 
 
 def test_a_token_file_of_others_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,17 +22,8 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import StepMeter
 from tests.support import cluster_peers
-from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, Stage, reference, stage, until
+from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, reference, stage, until
 from tests.support.waiting import HANG_S
-
-
-def on_stage(play: Callable[[Stage], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with stage() as some:
-            await play(some)
-            some.router.table.check_integrity()
-
-    asyncio.run(run())
 
 
 async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
@@ -52,8 +43,8 @@ async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
 # -- which instances may join ------------------------------------------------------------------------------------------
 
 
-def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
-    async def play(some: Stage) -> None:
+async def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
+    async with stage() as some:
         early = await some.join(OUTSIDE)
         assert (early.epoch, early.denied) == (0, "")  # disconnected: it may dial again
         assert (await some.join("wrong")).denied.startswith("the router does not know this token")
@@ -63,11 +54,9 @@ def test_rejected_instances_get_the_reason_and_no_epoch() -> None:
         assert (await some.join(OUTSIDE)).epoch == 2
         assert some.slots.joined == some.slots.serving == [0]
 
-    on_stage(play)
 
-
-def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
-    async def play(some: Stage) -> None:
+async def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
+    async with stage() as some:
         for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!II", 2**31, 0), struct.pack("!II", 2, 0) + b"{}"):
             peer = await some.dial()
             peer.link.send(data)
@@ -77,16 +66,15 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
         assert await first.read() is None
         assert len(some.router.table.roster) == 0
 
-    on_stage(play)
-
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
+async def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
     is_scarce: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If there are ``MAX_UNADMITTED``, or no file descriptor is left."""
-
-    async def play(some: Stage) -> None:
+    monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
+    caplog.set_level("WARNING")
+    async with stage() as some:
         door: Any = some.router._door
         now_s = [0.0]
         door._clock = lambda: now_s[0]
@@ -104,13 +92,9 @@ def test_the_oldest_unauthenticated_connection_is_closed_for_a_new_one(
         assert isinstance(await dialled[-1].read(), Welcome)
         assert len(caplog.records) == 1 and not caplog.records[0].exc_info
 
-    monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
-    caplog.set_level("WARNING")
-    on_stage(play)
 
-
-def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
+    async with stage() as some:
         door: Any = some.router._door
         ours, theirs = socket.socketpair()
         with theirs:
@@ -119,8 +103,6 @@ def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> No
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert ours.fileno() == -1
-
-    on_stage(play)
 
 
 class ScarceSocket(socket.socket):
@@ -140,18 +122,16 @@ def bind_scarce(host: str, port: int) -> socket.socket:
     return sock
 
 
-def test_an_instance_whose_slot_is_shut_dials_until_it_is_open() -> None:
-    async def play(some: Stage) -> None:
+async def test_an_instance_whose_slot_is_shut_dials_until_it_is_open() -> None:
+    async with stage() as some:
         some.slots.shut.add(0)
         assert (await some.join(OWN)).epoch == 0 and some.slots.joined == []
         some.slots.shut.clear()
         assert (await some.join(OWN)).epoch == 1 and some.slots.joined == [0]
 
-    on_stage(play)
 
-
-def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
-    async def play(some: Stage) -> None:
+async def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
+    async with stage() as some:
         one = await some.join()
         entry, caller = some.ask(max_tokens=3)
         await one.read()
@@ -162,16 +142,17 @@ def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
         assert (await read_all(caller))[0] == reference(entry.request)
         assert some.router.num_ends == {"hung_up": 1}
 
-    on_stage(play)
-
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
+async def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
     """Several instances send a few tokens each and disconnect; a stop string spans a move."""
 
-    async def play(some: Stage) -> None:
+    def entry_ended(caller: Any) -> bool:
+        return caller.lifecycle.events[-1][1].value == "finished"
+
+    async with stage() as some:
         entry, caller = some.ask(max_tokens=20)
         stopped, stopped_caller = some.ask(max_tokens=20, stop=("".join(map(chr, reference(entry.request)[4:9])),))
         for _ in range(10):
@@ -193,14 +174,9 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
         assert some.router.requests.num_moved > 5 and some.router.requests.num_generated_tokens == 20 + len(tokens)
         assert len(some.finished) == 2
 
-    def entry_ended(caller: Any) -> bool:
-        return caller.lifecycle.events[-1][1].value == "finished"
 
-    on_stage(play)
-
-
-def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
-    async def play(some: Stage) -> None:
+async def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
+    async with stage() as some:
         one = await some.join()
         one.link.abort()
         await until(lambda: not len(some.router.table.roster))
@@ -212,11 +188,9 @@ def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
             two.step(entry.ticket)
             assert (await read_all(caller))[2] == "length"
 
-    on_stage(play)
 
-
-def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
-    async def play(some: Stage) -> None:
+async def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
+    async with stage() as some:
         accepted: list[bool] = []
         one = await some.join()
         entry, caller = some.ask(max_tokens=1, on_accepted=lambda: accepted.append(True))
@@ -235,8 +209,6 @@ def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
         two.step(entry.ticket)
         assert (await read_all(caller))[2] == "length"
         assert accepted == [True]
-
-    on_stage(play)
 
 
 class HoldingEngine:
@@ -258,8 +230,8 @@ class HoldingEngine:
         yield OutputDelta("", ())
 
 
-def test_an_instance_acknowledges_a_request_before_its_first_token() -> None:
-    async def play(some: Stage) -> None:
+async def test_an_instance_acknowledges_a_request_before_its_first_token() -> None:
+    async with stage() as some:
         peer, accepted = await some.join(), asyncio.Event()
         session = Session(peer.link, Welcome(peer.epoch, 1.0, 60.0), cast(AsyncEngine, HoldingEngine()))
         running = asyncio.create_task(session.run(asyncio.Event(), 0.0))
@@ -272,11 +244,9 @@ def test_an_instance_acknowledges_a_request_before_its_first_token() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    on_stage(play)
 
-
-def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> None:
+    async with stage() as some:
         one, two = await some.join(), await some.join()
         entry, caller = some.ask(max_tokens=1)
         await one.read()
@@ -292,11 +262,9 @@ def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> Non
             await read_all(caller)
         assert len(some.router.table) == 0
 
-    on_stage(play)
 
-
-def test_a_request_that_moved_is_never_refused_because_many_wait() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_request_that_moved_is_never_refused_because_many_wait() -> None:
+    async with stage() as some:
         one = await some.join()
         entry, caller = some.ask(max_tokens=2)
         await one.read()
@@ -308,11 +276,9 @@ def test_a_request_that_moved_is_never_refused_because_many_wait() -> None:
         two.step(entry.ticket, 2)
         await read_all(caller)
 
-    on_stage(play)
 
-
-def test_a_dropped_request_is_aborted_on_its_instance() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_dropped_request_is_aborted_on_its_instance() -> None:
+    async with stage() as some:
         one = await some.join()
         entry, _ = some.ask(max_tokens=9)
         await one.read()
@@ -326,11 +292,9 @@ def test_a_dropped_request_is_aborted_on_its_instance() -> None:
         one.step(other.ticket)
         assert (await read_all(caller))[0] == reference(other.request)
 
-    on_stage(play)
 
-
-def test_a_request_under_which_instances_end_is_given_up() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_request_under_which_instances_end_is_given_up() -> None:
+    async with stage() as some:
         _, caller = some.ask(max_tokens=9)
         for _ in range(3):
             peer = await some.join()
@@ -340,11 +304,9 @@ def test_a_request_under_which_instances_end_is_given_up() -> None:
         with pytest.raises(RuntimeError, match="3 instances in a row ended under this request"):
             await read_all(caller)
 
-    on_stage(play)
 
-
-def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
+    async with stage() as some:
         one = await some.join()
         entry, caller = some.ask(max_tokens=2)
         await one.read()
@@ -360,14 +322,12 @@ def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
         two.say(Tokens(two.epoch, (TokenRow(other.ticket, None, None, 0, None),)))  # cannot go on with it
         assert (await two.read()).ticket == other.ticket > entry.number
 
-    on_stage(play)
-
 
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
-    async def play(some: Stage) -> None:
+async def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
+    async with stage() as some:
         one = await some.join()
         entry, caller = some.ask(max_tokens=2)
         await one.read()
@@ -385,11 +345,9 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         two.step(entry.ticket)
         assert (await read_all(caller))[0] == reference(entry.request)
 
-    on_stage(play)
 
-
-def test_beats_keep_an_instance_alive() -> None:
-    async def play(some: Stage) -> None:
+async def test_beats_keep_an_instance_alive() -> None:
+    async with stage() as some:
         one, two = await some.join(), await some.join()
         roster = some.router.table.roster
         for number in range(4):
@@ -399,5 +357,3 @@ def test_beats_keep_an_instance_alive() -> None:
                 some.age(epoch, HANG_S / 3.5)  # silent after the fourth time, not in the loop
         await until(lambda: some.router.num_ends == {"silent": 1})
         assert [row.epoch for row in roster] == [one.epoch]
-
-    on_stage(play)

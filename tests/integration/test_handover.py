@@ -204,15 +204,12 @@ def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
     assert before == after
 
 
-def test_closing_an_engine_ends_a_pause() -> None:
-    async def story() -> None:
-        engine = AsyncEngine.from_config(CONFIG)
-        await engine.start()
-        await engine.pause()
-        async with asyncio.timeout(HANG_S):
-            await engine.close()
-
-    asyncio.run(story())
+async def test_closing_an_engine_ends_a_pause() -> None:
+    engine = AsyncEngine.from_config(CONFIG)
+    await engine.start()
+    await engine.pause()
+    async with asyncio.timeout(HANG_S):
+        await engine.close()
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -173,16 +173,6 @@ def expected(is_seeded: bool = False) -> list[int]:
     return tokens
 
 
-def story(tell: Callable[[Moving], Awaitable[None]], config: EngineConfig = CONFIG) -> None:
-    """Run ``tell`` with two instances."""
-
-    async def run() -> None:
-        async with moving(config) as some:
-            await tell(some)
-
-    asyncio.run(run())
-
-
 def states_of(some: Moving) -> list[MigrationState]:
     return [one.state for one in some.migration_controller.migrations]
 
@@ -203,8 +193,8 @@ class Barrier:
             assert self.opened.wait(HANG_S)
 
 
-def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
-    async def tell(some: Moving) -> None:
+async def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
+    async with moving(CONFIG) as some:
         for is_seeded in (False, True):
             entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS, **(SEEDED if is_seeded else {}))
             for number in (5, 25, 45):  # there, back, and there again
@@ -219,14 +209,11 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
         assert not some.router.requests.num_moved  # no request was recomputed
         await some.check_at_rest()
 
-    story(tell)
 
-
-def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request paused at the end of a copied block has no chunk left to damage, so it moves."""
     damaged: list[MigrationState] = []
-
-    async def tell(some: Moving) -> None:
+    async with moving(CONFIG) as some:
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
         for number, wanted in ((5, MigrationState.COPYING), (25, MigrationState.FINISHING)):
 
@@ -246,13 +233,11 @@ def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.Mon
         assert some.results()["failed"] == 2 and entry.num_moves == num_moved <= 1
         await some.check_at_rest()
 
-    story(tell)
 
-
-def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Puller.copy
+    async with moving(CONFIG) as some:
 
-    async def tell(some: Moving) -> None:
         def skip_last(self: Puller, one: RequestCopy, write: Any) -> bool:
             if MigrationState.FINISHING in states_of(some):
                 one = replace(one, sources=one.sources[:-1], targets=one.targets[:-1])
@@ -264,12 +249,10 @@ def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: py
         assert await some.tokens(caller) != expected()
         assert some.results() == {"moved": 1}
 
-    story(tell)
-
 
 @pytest.mark.parametrize("state", [MigrationState.COPYING, MigrationState.FINISHING])
-def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> None:
-    async def tell(some: Moving) -> None:
+async def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> None:
+    async with moving(CONFIG) as some:
         entry, _ = some.ask(PROMPT, max_tokens=400)
         source, target = await some.started(entry)
         barrier = Barrier(some, source, state)
@@ -281,13 +264,11 @@ def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> 
         assert len(some.router.table) == 0
         await some.check_at_rest()
 
-    story(tell)
-
 
 @pytest.mark.parametrize("dies", ["source", "target"])
 @pytest.mark.parametrize("state", [MigrationState.COPYING, MigrationState.FINISHING])
-def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState) -> None:
-    async def tell(some: Moving) -> None:
+async def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState) -> None:
+    async with moving(CONFIG) as some:
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
         source, target = await some.started(entry)
         barrier = Barrier(some, source, state)
@@ -301,11 +282,9 @@ def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState)
         await some.ended()
         await some.check_at_rest()
 
-    story(tell)
 
-
-def test_an_impossible_move_is_refused_in_one_line() -> None:
-    async def tell(some: Moving) -> None:
+async def test_an_impossible_move_is_refused_in_one_line() -> None:
+    async with moving(CONFIG) as some:
         first, second = some.members
         with pytest.raises(UserError, match="runs no request"):
             some.migration_controller.move_one(first, second)
@@ -318,11 +297,9 @@ def test_an_impossible_move_is_refused_in_one_line() -> None:
             some.migration_controller.move_one(source, target)
         await some.tokens(caller)
 
-    story(tell)
 
-
-def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
-    async def tell(some: Moving) -> None:
+async def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
+    async with moving(SMALL) as some:
         full, empty = (some.router.table.roster.expect(epoch) for epoch in some.members)
         empty.is_leaving = True
         asked = [some.ask(PROMPT, max_tokens=NUM_TOKENS) for _ in range(5)]
@@ -340,5 +317,3 @@ def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> N
         assert [await some.tokens(caller) for _, caller in asked] == [expected()] * 5
         assert some.results() == {"moved": num_begun}
         await some.check_at_rest()
-
-    story(tell, SMALL)

@@ -23,12 +23,6 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 TEMPLATED = "<user>hi<assistant>"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(FakeEngine()) as running:
-        yield running
-
-
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:
@@ -261,7 +255,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(stream: bool) -> None:
         assert caught.value.code == "rate_limit_exceeded"
 
 
-def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> None:
+async def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> None:
     async def one(client: openai.AsyncOpenAI, index: int) -> str:
         prompt, text = f"<{index}>", ""
         stream = await client.completions.create(model="fake", prompt=prompt, max_tokens=30, stream=True)
@@ -274,11 +268,8 @@ def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> No
         assert chat.choices[0].message.content == "<user>" + prompt
         return text
 
-    async def work() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            assert len(set(await asyncio.gather(*(one(client, i) for i in range(20))))) == 20
-
-    asyncio.run(work())
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        assert len(set(await asyncio.gather(*(one(client, i) for i in range(20))))) == 20
 
 
 class HeldEngine(FakeEngine):

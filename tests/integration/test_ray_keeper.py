@@ -6,9 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,6 @@ from floodplain.cluster.launch.ray_actor import MOST_LINES, Keeper, Order
 from floodplain.cluster.launch.ray_processes import RayProcesses
 from floodplain.cluster.settings import RaySetup
 from tests.support.process_tree import is_alive
-from tests.support.waiting import HANG_S
 
 CHILD = """
 import os, sys, threading
@@ -51,14 +48,6 @@ SECRET = "a-token-of-this-test"
 SETUP = RaySetup(cluster="auto", host="127.0.0.1", num_slots=2, num_cpus=1, num_gpus=0)
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(HANG_S):
-            await coroutine
-
-    asyncio.run(bounded())
-
-
 def order(script: str, folder: str = "/nowhere", **variables: str) -> Order:
     return Order(("-c", script), variables, folder, SECRET)
 
@@ -69,56 +58,45 @@ async def read_words(keeper: Keeper, what: Order) -> list[str]:
     return "".join(lines).split()
 
 
-def test_a_repeated_call_follows_the_same_process(tmp_path: Path) -> None:
-    async def story() -> None:
-        keeper, what = Keeper(), order(CHILD, str(tmp_path))
-        pid, token, folder = await read_words(keeper, what)
-        assert (token, folder) == (SECRET, str(tmp_path))
-        lost = asyncio.create_task(keeper.watch(what))  # as if its answer were lost: Ray calls again
-        again = asyncio.create_task(keeper.watch(what))
-        await asyncio.sleep(0)
-        await keeper.kill()
-        assert await lost == ([], -signal.SIGKILL)
-        words = (await again)[0]  # the process had ended, so one more was started
-        assert words and words[0].split()[0] != pid
-        await keeper.end()
-
-    run(story())
+async def test_a_repeated_call_follows_the_same_process(tmp_path: Path) -> None:
+    keeper, what = Keeper(), order(CHILD, str(tmp_path))
+    pid, token, folder = await read_words(keeper, what)
+    assert (token, folder) == (SECRET, str(tmp_path))
+    lost = asyncio.create_task(keeper.watch(what))  # as if its answer were lost: Ray calls again
+    again = asyncio.create_task(keeper.watch(what))
+    await asyncio.sleep(0)
+    await keeper.kill()
+    assert await lost == ([], -signal.SIGKILL)
+    words = (await again)[0]  # the process had ended, so one more was started
+    assert words and words[0].split()[0] != pid
+    await keeper.end()
 
 
-def test_a_process_ends_with_its_actor_and_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_ends_with_its_actor_and_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-ray")
     monkeypatch.setenv("FLOODPLAIN_PORT", "1")
-
-    async def story() -> None:
-        keeper = Keeper()
-        pid = int((await read_words(keeper, order(CHILD, OMP_NUM_THREADS="3")))[0])
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-        shown = Path(f"/proc/{pid}/cmdline").read_bytes() + environment
-        assert b"OMP_NUM_THREADS=3" in environment
-        for secret in (SECRET, "of-ray", "FLOODPLAIN_PORT"):
-            assert secret.encode() not in shown
-        await keeper.end()
-        assert not is_alive(pid)
-
-    run(story())
+    keeper = Keeper()
+    pid = int((await read_words(keeper, order(CHILD, OMP_NUM_THREADS="3")))[0])
+    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    shown = Path(f"/proc/{pid}/cmdline").read_bytes() + environment
+    assert b"OMP_NUM_THREADS=3" in environment
+    for secret in (SECRET, "of-ray", "FLOODPLAIN_PORT"):
+        assert secret.encode() not in shown
+    await keeper.end()
+    assert not is_alive(pid)
 
 
-def test_an_unread_log_blocks_no_process() -> None:
+async def test_an_unread_log_blocks_no_process() -> None:
     """The last lines are kept; the process exits, although it wrote far more than a pipe holds."""
     script = "import sys; [print(i, 'x' * 100, file=sys.stderr) for i in range(5000)]; sys.exit(7)"
-
-    async def story() -> None:
-        keeper, what = Keeper(), order(script)
-        lines, status = await keeper.watch(what)
-        while status is None:
-            await asyncio.sleep(0)
-            more, status = await keeper.watch(what)
-            assert len(more) <= MOST_LINES
-            lines = more or lines
-        assert status == 7 and lines[-1].split()[0] == "4999"
-
-    run(story())
+    keeper, what = Keeper(), order(script)
+    lines, status = await keeper.watch(what)
+    while status is None:
+        await asyncio.sleep(0)
+        more, status = await keeper.watch(what)
+        assert len(more) <= MOST_LINES
+        lines = more or lines
+    assert status == 7 and lines[-1].split()[0] == "4999"
 
 
 @pytest.fixture
@@ -133,55 +111,39 @@ def processes(setup: RaySetup = SETUP) -> RayProcesses:
 
 
 @pytest.mark.usefixtures("driver")
-def test_an_ending_brings_the_reason_that_the_process_gave() -> None:
-    async def story() -> None:
-        one = processes()
-        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
-        await one.close()
-
-    run(story())
+async def test_an_ending_brings_the_reason_that_the_process_gave() -> None:
+    one = processes()
+    assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+    await one.close()
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
-    async def story() -> None:
-        one = processes()
-        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
-        assert (await one.run(1, "h:1", SECRET)).words == "the process that speaks to Ray has ended"
-        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
-        await one.close()
-
-    run(story())
+async def test_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
+    one = processes()
+    assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+    assert (await one.run(1, "h:1", SECRET)).words == "the process that speaks to Ray has ended"
+    assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+    await one.close()
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_ray_that_was_never_there_is_an_error() -> None:
-    async def story() -> None:
-        one = processes(RaySetup(cluster="away:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
-        with pytest.raises(OSError, match=r"^Ray at away:1 is not joined: nothing listens$"):
-            await one.run(0, "h:1", SECRET)
-        await one.close()
-
-    run(story())
+async def test_a_ray_that_was_never_there_is_an_error() -> None:
+    one = processes(RaySetup(cluster="away:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
+    with pytest.raises(OSError, match=r"^Ray at away:1 is not joined: nothing listens$"):
+        await one.run(0, "h:1", SECRET)
+    await one.close()
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_ray_that_answers_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ray_that_answers_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_processes, "READY_TIMEOUT_S", 0.01)
-
-    async def story() -> None:
-        one = processes(RaySetup(cluster="mute:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
-        with pytest.raises(OSError, match=r"^Ray \(mute:1\) has placed nothing in 0.01 s$"):
-            await one.run(0, "h:1", SECRET)
-
-    run(story())
+    one = processes(RaySetup(cluster="mute:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
+    with pytest.raises(OSError, match=r"^Ray \(mute:1\) has placed nothing in 0.01 s$"):
+        await one.run(0, "h:1", SECRET)
 
 
-def test_children_run_by_the_actors_interpreter() -> None:
-    async def story() -> None:
-        keeper = Keeper()
-        words = await read_words(keeper, order("import sys; print(sys.executable, file=sys.stderr)"))
-        assert words == [sys.executable]
-        await keeper.end()
-
-    run(story())
+async def test_children_run_by_the_actors_interpreter() -> None:
+    keeper = Keeper()
+    words = await read_words(keeper, order("import sys; print(sys.executable, file=sys.stderr)"))
+    assert words == [sys.executable]
+    await keeper.end()

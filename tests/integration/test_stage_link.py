@@ -134,24 +134,21 @@ def test_a_sender_that_ends_in_mid_message_or_sends_garbage_is_lost(sent: bytes,
 @pytest.mark.parametrize(
     "key", [replace(KEY, secret=bytes(32)), replace(KEY, number=6), replace(KEY, sender=1)], ids=str
 )
-def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> None:
-    async def run() -> None:
-        with listen() as listener:
-            address = listener.getsockname()[:2]
-            accepting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
-            with pytest.raises(PeerLost, match="does not take this pipeline's secret"):
-                await dial_link(*address, key, MAX_DATA_BYTES)
-            silent = socket.create_connection(address)  # sends nothing
-            half = socket.create_connection(address)
-            half.sendall(KEY.hello()[:10])
-            sender = await dial_link(*address, KEY, MAX_DATA_BYTES)
-            receiver = await accepting
-            sender.send(Frame({"step": 1}))
-            assert receiver.recv().body == {"step": 1}
-            for end in (sender, receiver, silent, half):
-                end.close()
-
-    asyncio.run(asyncio.wait_for(run(), HANG_S))
+async def test_only_the_right_secret_pipeline_and_stage_are_let_in(key: LinkKey) -> None:
+    with listen() as listener:
+        address = listener.getsockname()[:2]
+        accepting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
+        with pytest.raises(PeerLost, match="does not take this pipeline's secret"):
+            await dial_link(*address, key, MAX_DATA_BYTES)
+        silent = socket.create_connection(address)  # sends nothing
+        half = socket.create_connection(address)
+        half.sendall(KEY.hello()[:10])
+        sender = await dial_link(*address, KEY, MAX_DATA_BYTES)
+        receiver = await accepting
+        sender.send(Frame({"step": 1}))
+        assert receiver.recv().body == {"step": 1}
+        for end in (sender, receiver, silent, half):
+            end.close()
 
 
 def test_a_wait_that_is_cancelled_at_any_time_leaves_no_socket_open() -> None:
@@ -201,27 +198,24 @@ async def is_hung_up_on(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("why", ["half a hello", "too many", "too late"])
-def test_connections_that_show_no_key_are_closed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        with listen() as listener, waiting_at(listener), ExitStack() as stack:
-            dial = partial(socket.create_connection, listener.getsockname()[:2])
-            first = stack.enter_context(dial())
-            if why == "half a hello":
-                first.sendall(KEY.hello()[:10])
-                first.shutdown(socket.SHUT_WR)
-            elif why == "too many":
-                for _ in range(2):
-                    stack.enter_context(dial())
-            assert await is_hung_up_on(first)
-
+async def test_connections_that_show_no_key_are_closed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "too late":
         monkeypatch.setattr(stage_link, "HELLO_TIMEOUT_S", 0.01)
     elif why == "too many":
         monkeypatch.setattr(stage_link, "MAX_UNADMITTED", 2)
-    asyncio.run(asyncio.wait_for(run(), HANG_S))
+    with listen() as listener, waiting_at(listener), ExitStack() as stack:
+        dial = partial(socket.create_connection, listener.getsockname()[:2])
+        first = stack.enter_context(dial())
+        if why == "half a hello":
+            first.sendall(KEY.hello()[:10])
+            first.shutdown(socket.SHUT_WR)
+        elif why == "too many":
+            for _ in range(2):
+                stack.enter_context(dial())
+        assert await is_hung_up_on(first)
 
 
-def test_accepting_goes_on_after_a_shortage_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_accepting_goes_on_after_a_shortage_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     class Scarce(socket.socket):
         num_refused = 0
 
@@ -231,17 +225,14 @@ def test_accepting_goes_on_after_a_shortage_of_files(monkeypatch: pytest.MonkeyP
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    async def run() -> None:
-        with Scarce() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            listener.setblocking(False)
-            for end in await open_link(listener):
-                end.close()
-            assert listener.num_refused == 2
-
     monkeypatch.setattr(accepting, "RETRY_S", 0.01)
-    asyncio.run(asyncio.wait_for(run(), HANG_S))
+    with Scarce() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        for end in await open_link(listener):
+            end.close()
+        assert listener.num_refused == 2
 
 
 def test_of_two_connections_with_the_key_one_is_the_link() -> None:
@@ -265,22 +256,19 @@ def read_all(sock: socket.socket) -> bytes:
     return data
 
 
-def test_an_unreachable_stage_is_one_line_and_accepting_can_be_cancelled() -> None:
-    async def run() -> None:
-        listener = listen()
-        host, port = listener.getsockname()[:2]
-        listener.close()
-        with pytest.raises(PeerLost, match=f"the next stage at {host}:{port} cannot be reached"):
-            await dial_link(host, port, KEY, MAX_DATA_BYTES)
-        with listen() as other:
-            waiting = asyncio.create_task(accept_link(other, KEY, MAX_DATA_BYTES))
-            dialling = asyncio.create_task(dial_link(*other.getsockname()[:2], replace(KEY, number=1), 1))
-            with pytest.raises(PeerLost):
-                await dialling
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            for end in await open_link(other):  # the listener still works
-                end.close()
-
-    asyncio.run(asyncio.wait_for(run(), HANG_S))
+async def test_an_unreachable_stage_is_one_line_and_accepting_can_be_cancelled() -> None:
+    listener = listen()
+    host, port = listener.getsockname()[:2]
+    listener.close()
+    with pytest.raises(PeerLost, match=f"the next stage at {host}:{port} cannot be reached"):
+        await dial_link(host, port, KEY, MAX_DATA_BYTES)
+    with listen() as other:
+        waiting = asyncio.create_task(accept_link(other, KEY, MAX_DATA_BYTES))
+        dialling = asyncio.create_task(dial_link(*other.getsockname()[:2], replace(KEY, number=1), 1))
+        with pytest.raises(PeerLost):
+            await dialling
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for end in await open_link(other):  # the listener still works
+            end.close()

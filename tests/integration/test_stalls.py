@@ -115,63 +115,52 @@ async def served(
 
 
 @pytest.mark.parametrize("where", ["step", "add"])
-def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where: str) -> None:
+async def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_rejoins_later(where: str) -> None:
     """It is blocked within a step, or between two; while it is blocked, it does not join again."""
-
-    async def play() -> None:
-        members = [Replica(AsyncEngine.from_config(CONFIG)) for _ in range(2)]
-        bad = members[1].engine.engine
-        with block(Engine, where, lambda engine: engine is bad) as blocked:
-            async with served(members) as (one, lost):
-                roster = one.router.table.roster
-                await until(lambda: len(roster) == 2)
-                blocked.is_shut = True
-                one.ask(PROMPTS, NUM_TOKENS)
-                assert await one.results() == expected()
-                assert (blocked.num_held, lost, one.router.num_ends) == (1, [(1, "stuck")], {"stuck": 1})
-                assert [instance.slot for instance in roster] == [0]
-                blocked.open()
-                await until(lambda: len(roster) == 2)
-
-    asyncio.run(play())
+    members = [Replica(AsyncEngine.from_config(CONFIG)) for _ in range(2)]
+    bad = members[1].engine.engine
+    with block(Engine, where, lambda engine: engine is bad) as blocked:
+        async with served(members) as (one, lost):
+            roster = one.router.table.roster
+            await until(lambda: len(roster) == 2)
+            blocked.is_shut = True
+            one.ask(PROMPTS, NUM_TOKENS)
+            assert await one.results() == expected()
+            assert (blocked.num_held, lost, one.router.num_ends) == (1, [(1, "stuck")], {"stuck": 1})
+            assert [instance.slot for instance in roster] == [0]
+            blocked.open()
+            await until(lambda: len(roster) == 2)
 
 
-def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_build, "BlockLedger", ledger_off_the_event_loop)
-
-    async def play() -> None:
-        config = replace(CONFIG, swap="none", policy="fcfs")
-        members = [open_stage(config, place, 2, "even", None) for place in range(2)]
-        first = members[1].stage.parts.layers.start
-        with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
-            async with served(members, 2) as (one, lost):
-                await until(lambda: one.router.is_ready)
-                one.ask(PROMPTS, NUM_TOKENS)
-                await one.until(lambda: min(one.counts) > 2)
-                blocked.is_shut = True
-                await one.until(lambda: lost)
-                blocked.open()
-                assert await one.results() == expected()  # by the next pipeline
-                assert lost == [(1, "stuck"), (0, "pipeline")]
-
-    asyncio.run(play())
+    config = replace(CONFIG, swap="none", policy="fcfs")
+    members = [open_stage(config, place, 2, "even", None) for place in range(2)]
+    first = members[1].stage.parts.layers.start
+    with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
+        async with served(members, 2) as (one, lost):
+            await until(lambda: one.router.is_ready)
+            one.ask(PROMPTS, NUM_TOKENS)
+            await one.until(lambda: min(one.counts) > 2)
+            blocked.is_shut = True
+            await one.until(lambda: lost)
+            blocked.open()
+            assert await one.results() == expected()  # by the next pipeline
+            assert lost == [(1, "stuck"), (0, "pipeline")]
 
 
-def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) -> None:
-    async def play() -> None:
-        with block(StageRunner, "run", lambda runner: runner._model.held.start > 0) as blocked:
-            async with ring(CONFIG, 3, folder, HANG_S, RULE) as one:
-                await one.change(one.group_controller.drop([1, 2]), GroupState.PIPELINED)
-                one.ask(PROMPTS, NUM_TOKENS)
-                ended, end = list[tuple[int, str]](), one.router._end
-                one.router._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
-                blocked.is_shut = True
-                assert await one.results() == expected()
-                assert ended[0] == (2, "stuck") and one.router.num_ends == {"stuck": 1, "group": 1}
-                blocked.open()
-                await one.until(lambda: len(one.router.table.roster) == 3)
-
-    asyncio.run(play())
+async def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) -> None:
+    with block(StageRunner, "run", lambda runner: runner._model.held.start > 0) as blocked:
+        async with ring(CONFIG, 3, folder, HANG_S, RULE) as one:
+            await one.change(one.group_controller.drop([1, 2]), GroupState.PIPELINED)
+            one.ask(PROMPTS, NUM_TOKENS)
+            ended, end = list[tuple[int, str]](), one.router._end
+            one.router._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
+            blocked.is_shut = True
+            assert await one.results() == expected()
+            assert ended[0] == (2, "stuck") and one.router.num_ends == {"stuck": 1, "group": 1}
+            blocked.open()
+            await one.until(lambda: len(one.router.table.roster) == 3)
 
 
 CHANGES = {
@@ -187,26 +176,20 @@ CHANGES = {
 """The method that a member runs on a thread in each state of a group."""
 
 
-def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
+async def test_member_that_blocks_in_a_change_ends_its_group_and_no_request(
     folder: Path,
 ) -> None:
     num_tokens = 150
     tokens = router_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens, **PENALTIES)
-
-    async def play() -> None:
-        async with ring(CONFIG, 3, folder, HANG_S) as one:
-            member = one.members[1]
-            for state, (kind, name) in CHANGES.items():
-                with block(
-                    kind, name, lambda work: getattr(work, "_member", work) in (member, member.memory)
-                ) as blocked:
-                    await break_change(one, state, blocked, num_tokens)
-                    assert await one.results() == tokens, state
-                    blocked.open()
-                    one.forget()
-                    await one.until(lambda: len(one.router.table.roster) == 3)
-
-    asyncio.run(play())
+    async with ring(CONFIG, 3, folder, HANG_S) as one:
+        member = one.members[1]
+        for state, (kind, name) in CHANGES.items():
+            with block(kind, name, lambda work: getattr(work, "_member", work) in (member, member.memory)) as blocked:
+                await break_change(one, state, blocked, num_tokens)
+                assert await one.results() == tokens, state
+                blocked.open()
+                one.forget()
+                await one.until(lambda: len(one.router.table.roster) == 3)
 
 
 async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens: int) -> None:

@@ -62,43 +62,35 @@ async def generate(engine: AsyncEngine, prompt: tuple[int, ...], max_tokens: int
     return [token async for delta in engine.generate(request) for token in delta.token_ids]
 
 
-def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits last minutes here, and the copy ends after the newcomer: only its arrival can start it sooner."""
     monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
-
-    async def play() -> None:
-        async with running(FcfsPolicy()) as engine:
-            undisturbed = await generate(engine, PROMPTS[1], 6)
-            engine.engine.loop.policy = SwapOncePolicy(victim=1)
-            copies = hold_copies(engine)
-            swapped = asyncio.create_task(generate(engine, PROMPTS[0], 20))
-            await until(lambda: engine.stats().num_swapped and space_of(engine).num_in_flight)
-            assert await generate(engine, PROMPTS[1], 6) == undisturbed
-            assert engine.stats().num_swapped == space_of(engine).num_in_flight == 1
-            copies.release()
-            assert len(await swapped) == 20
-            stats = engine.stats()
-            assert stats.preemptions["swap"] == 1
-            assert stats.swap_stall_s > 0
-            assert stats.num_used_blocks == stats.kv_bytes["host"] == 0
-
-    asyncio.run(play())
+    async with running(FcfsPolicy()) as engine:
+        undisturbed = await generate(engine, PROMPTS[1], 6)
+        engine.engine.loop.policy = SwapOncePolicy(victim=1)
+        copies = hold_copies(engine)
+        swapped = asyncio.create_task(generate(engine, PROMPTS[0], 20))
+        await until(lambda: engine.stats().num_swapped and space_of(engine).num_in_flight)
+        assert await generate(engine, PROMPTS[1], 6) == undisturbed
+        assert engine.stats().num_swapped == space_of(engine).num_in_flight == 1
+        copies.release()
+        assert len(await swapped) == 20
+        stats = engine.stats()
+        assert stats.preemptions["swap"] == 1
+        assert stats.swap_stall_s > 0
+        assert stats.num_used_blocks == stats.kv_bytes["host"] == 0
 
 
-def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that it waits for never ends."""
     monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
-
-    async def play() -> None:
-        async with running(SwapOncePolicy()) as engine:
-            hold_copies(engine)
-            lost = asyncio.create_task(generate(engine, PROMPTS[0], 20))
-            await until(lambda: space_of(engine).num_in_flight)
-            await engine.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await lost
-
-    asyncio.run(play())
+    async with running(SwapOncePolicy()) as engine:
+        hold_copies(engine)
+        lost = asyncio.create_task(generate(engine, PROMPTS[0], 20))
+        await until(lambda: space_of(engine).num_in_flight)
+        await engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await lost
 
 
 def test_a_replay_reports_what_its_swaps_moved() -> None:

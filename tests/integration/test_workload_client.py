@@ -121,24 +121,21 @@ def test_a_stuck_server_does_not_delay_later_requests() -> None:
     assert records[-1].token_times_s[0] >= records[0].sent_s
 
 
-def test_cancelling_the_load_hangs_up_on_the_server() -> None:
-    async def scenario() -> None:
-        has_come, has_gone = asyncio.Event(), asyncio.Event()
+async def test_cancelling_the_load_hangs_up_on_the_server() -> None:
+    has_come, has_gone = asyncio.Event(), asyncio.Event()
 
-        async def handler(asked: Asked) -> None:
-            has_come.set()
-            await asked.wait_gone()
-            has_gone.set()
+    async def handler(asked: Asked) -> None:
+        has_come.set()
+        await asked.wait_gone()
+        has_gone.set()
 
-        async with serving(handler) as url:
-            load = asyncio.create_task(run_load(HttpTarget(url, "m"), [request(0), request(1, 3600.0)], progress=False))
-            await has_come.wait()
-            load.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await load
-            await asyncio.wait_for(has_gone.wait(), HANG_S)
-
-    asyncio.run(scenario())
+    async with serving(handler) as url:
+        load = asyncio.create_task(run_load(HttpTarget(url, "m"), [request(0), request(1, 3600.0)], progress=False))
+        await has_come.wait()
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        await asyncio.wait_for(has_gone.wait(), HANG_S)
 
 
 class LocalTarget:

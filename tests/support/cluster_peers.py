@@ -151,6 +151,7 @@ async def stage() -> AsyncIterator[Stage]:
         await some.router.start(some.sock)
         try:
             yield some
+            some.router.table.check_integrity()
         finally:
             await some.close()
 

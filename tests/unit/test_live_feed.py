@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,6 @@ from floodplain.live.changes import Snapshot, apply
 from floodplain.live.feed import MOST_BEHIND, MOST_LISTENERS, Feed, Look
 from floodplain.live.rows import Row
 from floodplain.web.errors import ApiError
-from tests.support.waiting import HANG_S
 
 
 class Service:
@@ -49,12 +48,9 @@ class Service:
             await asyncio.sleep(0)
 
 
-def run(test: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(HANG_S):
-            await test(Service())
-
-    asyncio.run(bounded())
+@pytest.fixture
+def service() -> Service:
+    return Service()
 
 
 async def next_of(stream: AsyncGenerator[bytes]) -> dict[str, Any]:
@@ -64,97 +60,79 @@ async def next_of(stream: AsyncGenerator[bytes]) -> dict[str, Any]:
     return message
 
 
-def test_nothing_is_computed_without_a_listener() -> None:
-    async def test(service: Service) -> None:
+async def test_nothing_is_computed_without_a_listener(service: Service) -> None:
+    await service.tick()
+    assert service.num_looks == 0
+    stream = service.feed.listen()
+    assert (await next_of(stream))["type"] == "whole"
+    await stream.aclose()
+    await service.tick()
+    num_looks = service.num_looks
+    for _ in range(5):
         await service.tick()
-        assert service.num_looks == 0
-        stream = service.feed.listen()
-        assert (await next_of(stream))["type"] == "whole"
-        await stream.aclose()
+    assert service.num_looks == num_looks and service.feed.num_listeners == 0
+
+
+async def test_all_listeners_share_one_look_and_one_encoding(service: Service) -> None:
+    streams = [service.feed.listen() for _ in range(3)]
+    firsts = await asyncio.gather(*map(anext, streams))
+    await service.tick()
+    seconds = [await anext(stream) for stream in streams]
+    assert service.num_looks == 2 and service.num_opened == 1
+    assert all(event is seconds[0] for event in seconds) and all(event is firsts[0] for event in firsts)
+
+
+async def test_a_late_listener_begins_with_the_whole_and_then_gets_changes(service: Service) -> None:
+    early, late = service.feed.listen(), service.feed.listen()
+    await anext(early)
+    joining = asyncio.ensure_future(next_of(late))
+    await service.tick()
+    first = await joining
+    await anext(early)
+    await service.tick()
+    second = await next_of(late)
+    assert (first["type"], second["type"]) == ("whole", "change")
+    now = apply(apply(Snapshot({}), first), second)
+    assert now.head == {"looks": 3, "same": [1]} and now.rows[1].tokens == 3
+    assert second["head"] == {"looks": 3} and second["grown"] == [[1, 3, 1], [2, 3, 1]]
+
+
+async def test_a_slow_listener_is_dropped_and_others_go_on(service: Service) -> None:
+    slow, quick = service.feed.listen(), service.feed.listen()
+    await anext(slow)
+    await anext(quick) if service.num_looks > 1 else None
+    reading = asyncio.ensure_future(next_of(quick))
+    for _ in range(MOST_BEHIND + 2):
         await service.tick()
-        num_looks = service.num_looks
-        for _ in range(5):
-            await service.tick()
-        assert service.num_looks == num_looks and service.feed.num_listeners == 0
-
-    run(test)
-
-
-def test_all_listeners_share_one_look_and_one_encoding() -> None:
-    async def test(service: Service) -> None:
-        streams = [service.feed.listen() for _ in range(3)]
-        firsts = await asyncio.gather(*map(anext, streams))
-        await service.tick()
-        seconds = [await anext(stream) for stream in streams]
-        assert service.num_looks == 2 and service.num_opened == 1
-        assert all(event is seconds[0] for event in seconds) and all(event is firsts[0] for event in firsts)
-
-    run(test)
-
-
-def test_a_late_listener_begins_with_the_whole_and_then_gets_changes() -> None:
-    async def test(service: Service) -> None:
-        early, late = service.feed.listen(), service.feed.listen()
-        await anext(early)
-        joining = asyncio.ensure_future(next_of(late))
-        await service.tick()
-        first = await joining
-        await anext(early)
-        await service.tick()
-        second = await next_of(late)
-        assert (first["type"], second["type"]) == ("whole", "change")
-        now = apply(apply(Snapshot({}), first), second)
-        assert now.head == {"looks": 3, "same": [1]} and now.rows[1].tokens == 3
-        assert second["head"] == {"looks": 3} and second["grown"] == [[1, 3, 1], [2, 3, 1]]
-
-    run(test)
-
-
-def test_a_slow_listener_is_dropped_and_others_go_on() -> None:
-    async def test(service: Service) -> None:
-        slow, quick = service.feed.listen(), service.feed.listen()
-        await anext(slow)
-        await anext(quick) if service.num_looks > 1 else None
+        await reading
         reading = asyncio.ensure_future(next_of(quick))
-        for _ in range(MOST_BEHIND + 2):
-            await service.tick()
-            await reading
-            reading = asyncio.ensure_future(next_of(quick))
-        assert service.feed.num_listeners == 1
-        with pytest.raises(StopAsyncIteration):
-            await anext(slow)
-        reading.cancel()
-
-    run(test)
+    assert service.feed.num_listeners == 1
+    with pytest.raises(StopAsyncIteration):
+        await anext(slow)
+    reading.cancel()
 
 
-def test_listeners_end_when_the_service_stops_or_fails() -> None:
-    async def test(service: Service) -> None:
-        stream = service.feed.listen()
+async def test_listeners_end_when_the_service_stops_or_fails(service: Service) -> None:
+    stream = service.feed.listen()
+    await anext(stream)
+    service.is_ending = True
+    await service.tick()
+    with pytest.raises(StopAsyncIteration):
         await anext(stream)
-        service.is_ending = True
-        await service.tick()
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        again = service.feed.listen()
-        with pytest.raises(StopAsyncIteration):  # not for ever
-            await anext(again)
-        service.is_ending, service.fails = False, True
-        failing = service.feed.listen()
-        with pytest.raises(StopAsyncIteration):
-            await anext(failing)
-
-    run(test)
+    again = service.feed.listen()
+    with pytest.raises(StopAsyncIteration):  # not for ever
+        await anext(again)
+    service.is_ending, service.fails = False, True
+    failing = service.feed.listen()
+    with pytest.raises(StopAsyncIteration):
+        await anext(failing)
 
 
-def test_places_are_bounded_and_taken_before_the_first_event() -> None:
-    async def test(service: Service) -> None:
-        with ExitStack() as held:
-            for _ in range(MOST_LISTENERS):
-                held.enter_context(service.feed.place())
-            with pytest.raises(ApiError, match="watch already"), service.feed.place():
-                pass
-        with service.feed.place():
+async def test_places_are_bounded_and_taken_before_the_first_event(service: Service) -> None:
+    with ExitStack() as held:
+        for _ in range(MOST_LISTENERS):
+            held.enter_context(service.feed.place())
+        with pytest.raises(ApiError, match="watch already"), service.feed.place():
             pass
-
-    run(test)
+    with service.feed.place():
+        pass

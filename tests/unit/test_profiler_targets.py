@@ -150,18 +150,15 @@ class Looks:
         raise UserError("gone")
 
 
-def test_the_peak_is_the_most_of_all_looks_and_a_failed_look_ends_the_try() -> None:
-    async def watch() -> None:
-        looks = Looks(KvUse(1, 9, 1), KvUse(7, 10, 2), KvUse(3, 10, 1))
-        with pytest.raises(UserError, match="gone"):
-            async with watching(looks, 0.0) as peak:
-                while peak.used_bytes < 7:
-                    await asyncio.sleep(0)
-                for _ in range(10):
-                    await asyncio.sleep(0)
-        assert (peak.used_bytes, peak.pool_bytes) == (7, 10)
-
-    asyncio.run(watch())
+async def test_the_peak_is_the_most_of_all_looks_and_a_failed_look_ends_the_try() -> None:
+    looks = Looks(KvUse(1, 9, 1), KvUse(7, 10, 2), KvUse(3, 10, 1))
+    with pytest.raises(UserError, match="gone"):
+        async with watching(looks, 0.0) as peak:
+            while peak.used_bytes < 7:
+                await asyncio.sleep(0)
+            for _ in range(10):
+                await asyncio.sleep(0)
+    assert (peak.used_bytes, peak.pool_bytes) == (7, 10)
 
 
 def test_a_target_with_other_requests_is_refused() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from floodplain.server.streams import PING, Acceptance, EventStream
-from tests.support.waiting import HANG_S
 
 FAILED = b"data: failed\n\n"
 FOREVER_S = 3600.0
@@ -58,113 +57,90 @@ class Play:
         self.num_sent.release()
 
 
-def play(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(HANG_S):
-            await work()
-            assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(bounded())
-
-
-def test_the_head_is_sent_at_acceptance_and_events_follow() -> None:
-    async def work() -> None:
-        one = Play()
-        one.accepted.set()
-        assert await one.until(1) == ["head"]
-        for event in (b"a", b"b", None):
-            one.put(event)
-        await one.task
-        assert one.sent == ["head", b"a", b"b", b"$"]
-
-    play(work)
+async def test_the_head_is_sent_at_acceptance_and_events_follow() -> None:
+    one = Play()
+    one.accepted.set()
+    assert await one.until(1) == ["head"]
+    for event in (b"a", b"b", None):
+        one.put(event)
+    await one.task
+    assert one.sent == ["head", b"a", b"b", b"$"]
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("ping_s", [0.0, FOREVER_S])
 @pytest.mark.parametrize("events", [[b"a", None], [None], [b"a", KeyError()]])
-def test_events_that_are_there_at_once_have_one_head_before_them(events: list[Any], ping_s: float) -> None:
-    async def work() -> None:
-        for is_accepted in (False, True):
-            one = Play(ping_s)
-            if is_accepted:
-                one.accepted.set()
-            for event in events:
-                one.put(event)
-            await one.task
-            end = FAILED + b"$" if isinstance(events[-1], Exception) else b"$"
-            assert one.sent == ["head", *events[:-1], end]
-
-    play(work)
-
-
-def test_a_refusal_before_acceptance_is_raised_and_nothing_is_sent() -> None:
-    async def work() -> None:
-        one = Play()
-        one.put(KeyError("refused"))
-        with pytest.raises(KeyError, match="refused"):
-            await one.task
-        assert (one.sent, one.is_closed) == ([], True)
-
-    play(work)
-
-
-def test_a_failure_while_the_head_is_on_its_way_is_an_event() -> None:
-    async def work() -> None:
-        one = Play()
-        one.gate.clear()
-        one.accepted.set()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        one.put(KeyError())
-        one.put(None)
-        while not one.is_closed:
-            await asyncio.sleep(0)
-        one.gate.set()
+async def test_events_that_are_there_at_once_have_one_head_before_them(events: list[Any], ping_s: float) -> None:
+    for is_accepted in (False, True):
+        one = Play(ping_s)
+        if is_accepted:
+            one.accepted.set()
+        for event in events:
+            one.put(event)
         await one.task
-        assert one.sent == ["head", FAILED + b"$"]
+        end = FAILED + b"$" if isinstance(events[-1], Exception) else b"$"
+        assert one.sent == ["head", *events[:-1], end]
+    assert len(asyncio.all_tasks()) == 1
 
-    play(work)
+
+async def test_a_refusal_before_acceptance_is_raised_and_nothing_is_sent() -> None:
+    one = Play()
+    one.put(KeyError("refused"))
+    with pytest.raises(KeyError, match="refused"):
+        await one.task
+    assert (one.sent, one.is_closed) == ([], True)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_failure_while_the_head_is_on_its_way_is_an_event() -> None:
+    one = Play()
+    one.gate.clear()
+    one.accepted.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    one.put(KeyError())
+    one.put(None)
+    while not one.is_closed:
+        await asyncio.sleep(0)
+    one.gate.set()
+    await one.task
+    assert one.sent == ["head", FAILED + b"$"]
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-def test_silences_have_comments_before_and_between_events(is_accepted: bool) -> None:
+async def test_silences_have_comments_before_and_between_events(is_accepted: bool) -> None:
     """Without acceptance the head is sent after one interval: later failures are events."""
-
-    async def work() -> None:
-        one = Play(ping_s=0.001)
-        if is_accepted:
-            one.accepted.set()
-        assert await one.until(4) == ["head", PING, PING, PING]
-        one.put(b"a")
-        while one.sent[-1] != b"a":
-            await one.until(1)
-        assert (await one.until(2))[-2:] == [PING, PING]
-        one.put(KeyError())
-        await one.task
-        assert one.sent[-1] == FAILED + b"$"
-
-    play(work)
+    one = Play(ping_s=0.001)
+    if is_accepted:
+        one.accepted.set()
+    assert await one.until(4) == ["head", PING, PING, PING]
+    one.put(b"a")
+    while one.sent[-1] != b"a":
+        await one.until(1)
+    assert (await one.until(2))[-2:] == [PING, PING]
+    one.put(KeyError())
+    await one.task
+    assert one.sent[-1] == FAILED + b"$"
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_hang_up_closes_the_events(is_accepted: bool, is_held: bool) -> None:
+async def test_a_hang_up_closes_the_events(is_accepted: bool, is_held: bool) -> None:
     """While an event is awaited, or is being sent to a client that does not read."""
-
-    async def work() -> None:
-        one = Play()
-        if is_accepted:
-            one.accepted.set()
-            await one.until(1)
-        if is_held:
-            one.gate.clear()
-            one.put(b"a")
-        await asyncio.sleep(0)
-        one.has_hung_up.set()
-        await one.task
-        assert one.is_closed
-
-    play(work)
+    one = Play()
+    if is_accepted:
+        one.accepted.set()
+        await one.until(1)
+    if is_held:
+        one.gate.clear()
+        one.put(b"a")
+    await asyncio.sleep(0)
+    one.has_hung_up.set()
+    await one.task
+    assert one.is_closed
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_requests_of_several_prompts_are_accepted_together() -> None:

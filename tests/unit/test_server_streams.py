@@ -85,49 +85,37 @@ def test_choices_begin_with_the_first_delta_of_the_first_one(lengths: list[int])
     run(work)
 
 
-def test_a_failure_of_the_first_choice_ends_all() -> None:
-    async def work() -> None:
-        sources = [Source(0, fails=ValueError("full")), Source(3), Source(0, is_endless=True)]
-        with pytest.raises(ValueError, match="full"):
-            await gather(merge(share_prompt([s.deltas() for s in sources])), 3, Tally(0, num_choices=3))
-
-    run(work)
+async def test_a_failure_of_the_first_choice_ends_all() -> None:
+    sources = [Source(0, fails=ValueError("full")), Source(3), Source(0, is_endless=True)]
+    with pytest.raises(ValueError, match="full"):
+        await gather(merge(share_prompt([s.deltas() for s in sources])), 3, Tally(0, num_choices=3))
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
-def test_leaving_early_closes_every_stream(num_streams: int) -> None:
-    async def work() -> None:
-        sources = [Source(3, is_endless=True) for _ in range(num_streams)]
-        async with aclosing(merge([s.deltas() for s in sources])) as merged:
-            async for _ in merged:
-                break
-        assert all(s.is_closed for s in sources)
-
-    run(work)
+async def test_leaving_early_closes_every_stream(num_streams: int) -> None:
+    sources = [Source(3, is_endless=True) for _ in range(num_streams)]
+    async with aclosing(merge([s.deltas() for s in sources])) as merged:
+        async for _ in merged:
+            break
+    assert all(s.is_closed for s in sources)
 
 
-def test_one_failure_closes_the_others_and_is_raised() -> None:
-    async def work() -> None:
-        sources = [Source(1, is_endless=True), Source(2, fails=ValueError("broken"))]
-        with pytest.raises(ValueError, match="broken"):
-            await gather(merge([s.deltas() for s in sources]), 2, Tally(0))
-        assert all(s.is_closed for s in sources)
-
-    run(work)
+async def test_one_failure_closes_the_others_and_is_raised() -> None:
+    sources = [Source(1, is_endless=True), Source(2, fails=ValueError("broken"))]
+    with pytest.raises(ValueError, match="broken"):
+        await gather(merge([s.deltas() for s in sources]), 2, Tally(0))
+    assert all(s.is_closed for s in sources)
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-def test_an_aborted_request_is_a_503(num_streams: int) -> None:
+async def test_an_aborted_request_is_a_503(num_streams: int) -> None:
     async def aborted() -> AsyncGenerator[OutputDelta, None]:
         yield OutputDelta("a", (1,))
         yield OutputDelta("", (), "abort")
 
-    async def work() -> None:
-        with pytest.raises(ApiError, match="stopped") as caught:
-            await gather(merge([aborted() for _ in range(num_streams)]), num_streams, Tally(0))
-        assert caught.value.status_code == 503
-
-    run(work)
+    with pytest.raises(ApiError, match="stopped") as caught:
+        await gather(merge([aborted() for _ in range(num_streams)]), num_streams, Tally(0))
+    assert caught.value.status_code == 503
 
 
 async def never() -> dict[str, Any]:
@@ -135,35 +123,29 @@ async def never() -> dict[str, Any]:
     raise AssertionError
 
 
-def test_work_that_ends_first_is_the_answer() -> None:
-    async def work() -> None:
-        assert await unless_hung_up(never, asyncio.sleep(0, "done")) == "done"
+async def test_work_that_ends_first_is_the_answer() -> None:
+    assert await unless_hung_up(never, asyncio.sleep(0, "done")) == "done"
 
-        async def fail() -> None:
-            raise KeyError("x")
+    async def fail() -> None:
+        raise KeyError("x")
 
-        with pytest.raises(KeyError):
-            await unless_hung_up(never, fail())
-        assert len(asyncio.all_tasks()) == 1
-
-    run(work)
+    with pytest.raises(KeyError):
+        await unless_hung_up(never, fail())
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_hang_up_cancels_the_work_and_waits_for_its_end() -> None:
-    async def work() -> None:
-        source, has_begun = Source(2, is_endless=True), asyncio.Event()
+async def test_a_hang_up_cancels_the_work_and_waits_for_its_end() -> None:
+    source, has_begun = Source(2, is_endless=True), asyncio.Event()
 
-        async def begin() -> None:
-            async with aclosing(merge([source.deltas()])) as merged:
-                async for _ in merged:
-                    has_begun.set()
+    async def begin() -> None:
+        async with aclosing(merge([source.deltas()])) as merged:
+            async for _ in merged:
+                has_begun.set()
 
-        async def receive() -> dict[str, Any]:
-            await has_begun.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict[str, Any]:
+        await has_begun.wait()
+        return {"type": "http.disconnect"}
 
-        assert await unless_hung_up(receive, begin()) is None
-        assert source.is_closed
-        assert len(asyncio.all_tasks()) == 1
-
-    run(work)
+    assert await unless_hung_up(receive, begin()) is None
+    assert source.is_closed
+    assert len(asyncio.all_tasks()) == 1

@@ -64,20 +64,17 @@ def test_a_host_that_is_not_this_machines_is_refused_in_one_line(host: str) -> N
 # -- accepted connections of the web server ----------------------------------------------------------------------------
 
 
-def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
-    async def run() -> None:
-        config: Any = SimpleNamespace()
-        state: Any = SimpleNamespace(connections=set())
-        ours, theirs = socket.socketpair()
-        with socket.socket() as listener, theirs:
-            acceptor = Acceptor(listener, config, state, {}, ConnectionLimits(max_connections=8))
-            acceptor._make = asyncio.Protocol  # type: ignore[assignment]
-            acceptor.open()
-            acceptor.take(ours)
-            [task] = acceptor._opening.values()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            acceptor.close()
-            assert ours.fileno() == -1
-
-    asyncio.run(run())
+async def test_a_connection_whose_task_is_cancelled_before_it_begins_is_closed() -> None:
+    config: Any = SimpleNamespace()
+    state: Any = SimpleNamespace(connections=set())
+    ours, theirs = socket.socketpair()
+    with socket.socket() as listener, theirs:
+        acceptor = Acceptor(listener, config, state, {}, ConnectionLimits(max_connections=8))
+        acceptor._make = asyncio.Protocol  # type: ignore[assignment]
+        acceptor.open()
+        acceptor.take(ours)
+        [task] = acceptor._opening.values()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        acceptor.close()
+        assert ours.fileno() == -1

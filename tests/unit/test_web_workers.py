@@ -9,15 +9,12 @@ from floodplain.web.workers import Workers
 from tests.support.waiting import HANG_S
 
 
-def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
-    async def work() -> None:
-        workers = Workers(2, "test")
-        assert await workers.run(lambda a, b: a + b, 1, 2) == 3
-        assert await workers.run(threading.get_ident) != threading.get_ident()
-        with pytest.raises(KeyError):
-            await workers.run({}.__getitem__, 1)
-
-    asyncio.run(work())
+async def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
+    workers = Workers(2, "test")
+    assert await workers.run(lambda a, b: a + b, 1, 2) == 3
+    assert await workers.run(threading.get_ident) != threading.get_ident()
+    with pytest.raises(KeyError):
+        await workers.run({}.__getitem__, 1)
 
 
 def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
