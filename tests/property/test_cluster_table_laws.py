@@ -210,8 +210,6 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_in_one_place(self) -> None:
-        if not hasattr(self, "table"):
-            return
         self.table.check_integrity()
         assert len(self.table) == len(self.live)
         for entry in self.live.values():
@@ -228,8 +226,6 @@ class BookMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Join one more instance: every live request ends with its reference tokens."""
-        if not hasattr(self, "table"):
-            return
         for epoch in list(self.processes):
             self.bury(epoch)
             del self.processes[epoch]

@@ -157,8 +157,6 @@ class GroupMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without faults every group ends, one more runs to its end, and every request is served."""
-        if not hasattr(self, "world"):
-            return
         world, dice = self.world, Random(len(self.world.past))
         for one in [one.epoch for one in world.members.values() if one.is_stopped]:
             world.end(one)

@@ -118,8 +118,6 @@ class LoopMachine(RuleBasedStateMachine):
 
     @invariant()
     def laws_hold(self) -> None:
-        if not hasattr(self, "loop"):
-            return
         self.loop.check_integrity()
         for seq in self.loop.state.sequences.values():
             times = [when for when, _ in seq.lifecycle.events]
@@ -127,8 +125,6 @@ class LoopMachine(RuleBasedStateMachine):
             assert len(seq.lifecycle.token_times_s) == len(seq.tokens) - seq.num_prompt
 
     def teardown(self) -> None:
-        if not hasattr(self, "loop"):
-            return
         self.loop.policy = (
             FcfsPolicy()
         )  # at the end of the test, a work-conserving policy must finish every request that is left

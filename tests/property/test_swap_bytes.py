@@ -251,16 +251,12 @@ class SwapMachine(SwapActions):
 
     @invariant()
     def books_balance(self) -> None:
-        if not hasattr(self, "ids"):
-            return
         self.ledger.check_integrity([*(t.blocks for t in self.present), *(m.shared() for m in self.back.values())])
         self.backups.check_integrity()
         assert self.space.num_in_flight == self.copies.num_in_flight == len(self.out) + len(self.back)
 
     @invariant()
     def everything_readable_is_what_its_key_stands_for(self) -> None:
-        if not hasattr(self, "ids"):
-            return
         readable = {
             (key, block) for tenant in self.present for key, block in zip(tenant.keys, tenant.blocks, strict=True)
         }
@@ -272,8 +268,6 @@ class SwapMachine(SwapActions):
 
     @invariant()
     def every_whole_backup_is_what_left_but_for_the_bits_that_flipped(self) -> None:
-        if not hasattr(self, "ids"):
-            return
         for backup in [backup for backup in map(self.backups.find_whole, KEYS) if backup is not None]:
             slot = backup.location.slot
             assert backup not in self.lost, "what was a miss is an answer again"
