@@ -6,7 +6,7 @@ coordinator received. A batch with a stale change does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from floodplain.leases.messages import Join, Message, Observe, Offer, Recall, Re
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome, Stamp
 from floodplain.lending.membership import LentDevice, Membership
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore
 
@@ -163,60 +164,37 @@ def test_no_more_is_granted_than_the_lenders_last_message_allows(store: HookedSt
     drive(store, steps)
 
 
-def _all_that_live_were_heard(patch: pytest.MonkeyPatch) -> None:
-    def begin(roster: Roster, *args: object) -> None:
-        original(roster, *args)
-        roster.heard.update(roster.living)
-
-    original: Callable[..., None] = Roster.__init__
-    patch.setattr(Roster, "__init__", begin)
-
-
-def _any_heartbeat_confirms_offers(patch: pytest.MonkeyPatch) -> None:
-    original = book._confirms_offer
-    patch.setattr(book, "_confirms_offer", lambda message, reply, changing: original(message, reply, ()))
-
-
-def _offers_under_way_are_left_alone(patch: pytest.MonkeyPatch) -> None:
-    def say(lender: Lender, own_bytes: int, foreign_bytes: int) -> Recall | Observe | Offer | None:
-        said, row = original(lender, own_bytes, foreign_bytes), lender.member.row
-        is_copy = isinstance(said, Offer) and row is not None and said.offered_bytes <= row.offered_bytes
-        return None if is_copy else said
-
-    original = Lender.say
-    patch.setattr(Lender, "say", say)
-
-
 LENT = [("want", 4), ("speak", 0), ("ask", 0)]
 WITHDRAWN_WHILE_DOWN = [*LENT, ("want", 0), ("restart", 0), ("ask", 0), ("speak", 0), ("ask", 0)]
-RECALL_IS_STALE = [
-    *LENT,
-    ("restart", 0),
-    ("report", 0),
-    ("want", 0),
-    ("speak", 0),
-    ("ask", 0),
-    ("speak", 0),
-    ("ask", 0),
-]
+RECALL_IS_STALE = [*LENT, *((what, 0) for what in ("restart", "report", "want", "speak", "ask", "speak", "ask"))]
 ANSWER_TO_OFFER_IS_LOST = [
     ("want", 4), ("lose answer", 0), ("want", 0), ("restart", 0), ("speak", 0), ("ask", 0), ("speak", 0), ("ask", 0),
 ]  # fmt: skip
-BROKEN_RULES = [
-    (_all_that_live_were_heard, WITHDRAWN_WHILE_DOWN),
-    (_any_heartbeat_confirms_offers, RECALL_IS_STALE),
-    (_offers_under_way_are_left_alone, ANSWER_TO_OFFER_IS_LOST),
-]
+CONTROLS = Controls()
 
 
-@pytest.mark.parametrize(
-    ("breaking", "steps"), BROKEN_RULES, ids=[rule.__name__.strip("_") for rule, _ in BROKEN_RULES]
-)
-def test_a_broken_rule_is_seen(
-    breaking: Callable[[pytest.MonkeyPatch], None], steps: Steps, store: HookedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@CONTROLS.breaks(Roster, "__init__", WITHDRAWN_WHILE_DOWN)
+def all_that_live_were_heard(original: Broken, roster: Roster, *args: object) -> None:
+    original(roster, *args)
+    roster.heard.update(roster.living)
+
+
+@CONTROLS.breaks(book, "_confirms_offer", RECALL_IS_STALE)
+def any_heartbeat_confirms_offers(original: Broken, *about: object) -> bool:
+    return original(*about[:-1], ())
+
+
+@CONTROLS.breaks(Lender, "say", ANSWER_TO_OFFER_IS_LOST)
+def offers_under_way_are_left_alone(original: Broken, lender: Lender, *seen: int) -> Recall | Observe | Offer | None:
+    said, row = original(lender, *seen), lender.member.row
+    is_copy = isinstance(said, Offer) and row is not None and said.offered_bytes <= row.offered_bytes
+    return None if is_copy else said
+
+
+@pytest.mark.parametrize(("fault", "steps"), CONTROLS)
+def test_a_broken_rule_is_seen(fault: Fault, steps: Steps, store: HookedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     drive(store, steps)
-    breaking(monkeypatch)
+    fault(monkeypatch)
     with pytest.raises(AssertionError, match="bytes are lent"):
         drive(store, steps)
 

@@ -7,7 +7,7 @@ used is evicted first. Any other slot is free when no request keeps its backup (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +19,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
 from floodplain.core.tiers import Location, SlotLedger, Tier
 from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads, moves_what_is_read
+from tests.support.controls import Controls, Fault
 from tests.support.examples import examples
 
 INDEX = st.integers(0, 63)
@@ -195,8 +196,6 @@ class BackupMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_whole_backups_are_found(self) -> None:
-        if not hasattr(self, "table"):
-            return
         self.table.check_integrity()
         alive = {b.key: b for b in self.known if self.is_alive(b)}
         for key in KEYS:
@@ -206,8 +205,6 @@ class BackupMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_has_one_tenant(self) -> None:
-        if not hasattr(self, "table"):
-            return
         tenants = self.tenants()
         assert len(tenants) == len(set(tenants))
         for tier, there in self.there.items():
@@ -294,20 +291,21 @@ def test_a_tour_of_every_move() -> None:
     move_tour(BackupMachine())
 
 
-def keeps_what_lies_in_slots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "retire_slots", lambda table, tier, slots: table.slots[tier].retire(slots))
+WRONG_MOVES = Controls(moves_what_is_read)
+WRONG_MOVES.add(
+    "keeps_what_lies_in_slots_that_go",
+    BackupTable,
+    "retire_slots",
+    lambda _, b, tier, slots: b.slots[tier].retire(slots),
+)
+WRONG_MOVES.add(
+    "trusts_a_move_that_failed", BackupTable, "finish_move", lambda finish, self, backup, _: finish(self, backup, True)
+)
 
 
-def trusts_a_move_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = BackupTable.finish_move
-    monkeypatch.setattr(BackupTable, "finish_move", lambda table, backup, ok: original(table, backup, True))
-
-
-@pytest.mark.parametrize("mutate", [moves_what_is_read, keeps_what_lies_in_slots_that_go, trusts_a_move_that_failed])
-def test_the_machine_notices_moves_that_are_wrong(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("fault", WRONG_MOVES)
+def test_the_machine_notices_moves_that_are_wrong(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
         move_tour(BackupMachine())
 
@@ -316,37 +314,17 @@ def test_a_tour_of_every_corner() -> None:
     tour(BackupMachine())
 
 
-def answers_before_the_copy_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "find_whole", BackupTable.find)
-
-
-def never_frees_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    collect = BackupTable._collect
-    monkeypatch.setattr(BackupTable, "_collect", lambda self, b: None if b.is_lost else collect(self, b))
-
-
-def retains_backups_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "_wake", lambda self, backup: None)
-
-
-def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotLedger, "free", lambda self, location: self._free.append(0))
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        commits_what_failed,
-        answers_before_the_copy_arrived,
-        frees_slots_that_a_copy_reads,
-        never_frees_what_was_lost,
-        retains_backups_in_use,
-        gives_a_slot_twice,
-    ],
+WRONG_TABLES = Controls(commits_what_failed, frees_slots_that_a_copy_reads)
+WRONG_TABLES.add("answers_before_the_copy_arrived", BackupTable, "find_whole", lambda _, self, key: self.find(key))
+WRONG_TABLES.add(
+    "never_frees_what_was_lost", BackupTable, "_collect", lambda collect, self, b: b.is_lost or collect(self, b)
 )
-def test_the_machine_notices_a_table_that(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+WRONG_TABLES.add("retains_backups_in_use", BackupTable, "_wake", lambda _, self, backup: None)
+WRONG_TABLES.add("gives_a_slot_twice", SlotLedger, "free", lambda _, self, location: self._free.append(0))
+
+
+@pytest.mark.parametrize("fault", WRONG_TABLES)
+def test_the_machine_notices_a_table_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
         tour(BackupMachine())

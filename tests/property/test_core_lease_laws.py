@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,6 +23,7 @@ from floodplain.leases.rules import EndedLenders
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.leases.table import LeaseTable
 from tests.support import lease_world
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 from tests.support.lease_engines import TTL_S
 from tests.support.lease_world import Faults, LeaseWorld
@@ -93,113 +93,102 @@ def test_everything_happens_in_that_world() -> None:
     pytest.fail(f"never seen: {unseen}")
 
 
-def _settle_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    observe = rules.observe
-    patch.setattr(rules, "observe", lambda table, message: observe(table, replace(message, foreign_bytes=0)))
+CONTROLS = Controls()
+CONTROLS.add(
+    "settle_without_a_look",
+    rules,
+    "observe",
+    lambda observe, table, message: observe(table, replace(message, foreign_bytes=0)),
+    ALL,
+)
 
 
-def _settled_bytes_stay_put_up(patch: pytest.MonkeyPatch) -> None:
-    def observe(table: LeaseTable, message: Observe) -> Reply:
-        offered = table.members[message.name].offered_bytes
-        reply = original(table, message)
-        table.put_member(replace(table.members[message.name], offered_bytes=offered))
-        return reply
-
-    original = rules.observe
-    patch.setattr(rules, "observe", observe)
+@CONTROLS.breaks(rules, "observe", ALL)
+def settled_bytes_stay_put_up(original: Broken, table: LeaseTable, message: Observe) -> Reply:
+    offered = table.members[message.name].offered_bytes
+    reply = original(table, message)
+    table.put_member(replace(table.members[message.name], offered_bytes=offered))
+    return reply
 
 
-def _an_allocation_leaves_the_producers_row(patch: pytest.MonkeyPatch) -> None:
-    def report(table: LeaseTable, message: Report) -> Reply:
-        rows = dict(table.members)
-        reply = original(table, message)
-        for row in rows.values():
-            table.put_member(row)
-        return reply
-
-    original = rules.report
-    patch.setattr(rules, "report", report)
+@CONTROLS.breaks(rules, "report", STOPS)
+def an_allocation_leaves_the_producers_row(original: Broken, table: LeaseTable, message: Report) -> Reply:
+    rows = dict(table.members)
+    reply = original(table, message)
+    for row in rows.values():
+        table.put_member(row)
+    return reply
 
 
-def _a_new_process_replaces_one_that_may_live(patch: pytest.MonkeyPatch) -> None:
-    def join(roster: Roster, message: Join, now: float, *, is_lender: bool) -> Reply:
-        known = roster.table.members.get(message.name)
-        if known is not None and known.instance != message.instance and message.name in roster.living:
-            roster.end(message.name)
-        return original(roster, message, now, is_lender=is_lender)
-
-    original = Roster.join
-    patch.setattr(Roster, "join", join)
-
-
-def _requests_are_granted_whenever_they_come(patch: pytest.MonkeyPatch) -> None:
-    def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int], limits: LeaseLimits) -> Reply:
-        table.put_member(replace(table.members[message.name], last_request=0))
-        return original(table, message, free_bytes, limits)
-
-    original = rules.request
-    patch.setattr(rules, "request", request)
+@CONTROLS.breaks(Roster, "join", ALL)
+def a_new_process_replaces_one_that_may_live(
+    original: Broken, roster: Roster, message: Join, now: float, *, is_lender: bool
+) -> Reply:
+    known = roster.table.members.get(message.name)
+    if known is not None and known.instance != message.instance and message.name in roster.living:
+        roster.end(message.name)
+    return original(roster, message, now, is_lender=is_lender)
 
 
-def _consumers_allocate_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
-    def may_allocate(side: MemberSide, lease: Lease, now: float) -> bool:
-        return lease.consumer == side.name and lease.state is LeaseState.GRANTED
-
-    patch.setattr(MemberSide, "may_allocate", may_allocate)
-
-
-def _consumers_count_from_when_an_answer_came(patch: pytest.MonkeyPatch) -> None:
-    def learn(side: MemberSide, message: Message, reply: Reply, sent_s: float, now: float) -> None:
-        original(side, message, reply, sent_s, now)
-        if isinstance(message, Join | Heartbeat) and reply.outcome is Outcome.APPLIED:
-            side._alive_until_s = max(side._alive_until_s, now + side.ttl_s)
-
-    original = MemberSide.learn
-    patch.setattr(MemberSide, "learn", learn)
+@CONTROLS.breaks(rules, "request", LATE)
+def requests_are_granted_whenever_they_come(
+    original: Broken, table: LeaseTable, message: Request, *about: object
+) -> Reply:
+    table.put_member(replace(table.members[message.name], last_request=0))
+    return original(table, message, *about)
 
 
-def _old_answers_are_news(patch: pytest.MonkeyPatch) -> None:
-    def learn_life(side: MemberSide, message: Message, reply: Reply, sent_s: float, now: float) -> bool:
-        original(side, message, reply, sent_s, now)
-        return True
-
-    original = MemberSide._learn_life
-    patch.setattr(MemberSide, "_learn_life", learn_life)
+@CONTROLS.breaks(MemberSide, "may_allocate", ALL)
+def consumers_allocate_whatever_the_time(_: Broken, side: MemberSide, lease: Lease, now: float) -> bool:
+    return lease.consumer == side.name and lease.state is LeaseState.GRANTED
 
 
-def _a_restart_takes_all_for_dead(patch: pytest.MonkeyPatch) -> None:
-    def begin(roster: Roster, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits) -> None:
-        original(roster, table, ttl_s, now - 2 * ttl_s, limits)
-
-    original = Roster.__init__
-    patch.setattr(Roster, "__init__", begin)
-
-
-def _offers_under_way_are_not_promised(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lender, "_offered_at", lambda lender, stamp: 0)
+@CONTROLS.breaks(MemberSide, "learn", CUTS)
+def consumers_count_from_when_an_answer_came(
+    original: Broken, side: MemberSide, message: Message, reply: Reply, sent_s: float, now: float
+) -> None:
+    original(side, message, reply, sent_s, now)
+    if isinstance(message, Join | Heartbeat) and reply.outcome is Outcome.APPLIED:
+        side._alive_until_s = max(side._alive_until_s, now + side.ttl_s)
 
 
-def _a_new_producer_has_promised_nothing(patch: pytest.MonkeyPatch) -> None:
-    def promised_bytes(lender: Lender) -> int:
-        return original(lender) if lender.member.row is not None else 0
-
-    original = Lender.promised_bytes.fget
-    patch.setattr(Lender, "promised_bytes", property(promised_bytes))
+@CONTROLS.breaks(MemberSide, "_learn_life", LATE)
+def old_answers_are_news(original: Broken, *news: object) -> bool:
+    original(*news)
+    return True
 
 
-def _what_is_stale_is_applied(patch: pytest.MonkeyPatch) -> None:
+@CONTROLS.breaks(Roster, "__init__", CRASHES)
+def a_restart_takes_all_for_dead(
+    original: Broken, roster: Roster, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits
+) -> None:
+    original(roster, table, ttl_s, now - 2 * ttl_s, limits)
+
+
+CONTROLS.add("offers_under_way_are_not_promised", Lender, "_offered_at", lambda _, lender, stamp: 0, ALL)
+
+
+@CONTROLS.breaks(Lender, "promised_bytes", ALL)
+def a_new_producer_has_promised_nothing(original: Broken, lender: Lender) -> int:
+    return original(lender) if lender.member.row is not None else 0
+
+
+@CONTROLS.patches(LATE)
+def what_is_stale_is_applied(patch: pytest.MonkeyPatch) -> None:
     for module in (book, rules):
         patch.setattr(module, "judge", lambda stamp, known: Outcome.APPLIED)
 
 
-def _freed_bytes_are_settled_at_once(patch: pytest.MonkeyPatch) -> None:
+@CONTROLS.patches(ALL)
+def freed_bytes_are_settled_at_once(patch: pytest.MonkeyPatch) -> None:
     table = {state: dict(row) for state, row in TRANSITIONS.items()}
     for state in (LeaseState.HELD, LeaseState.RECALLED):
         table[state][LeaseEvent.RELEASE] = LeaseState.SETTLED
     patch.setattr(states, "TRANSITIONS", table)
 
 
-def _grants_are_lost_with_their_device(patch: pytest.MonkeyPatch) -> None:
+@CONTROLS.patches(LOSSES)
+def grants_are_lost_with_their_device(patch: pytest.MonkeyPatch) -> None:
     def lose(table: LeaseTable, name: str) -> Reply:
         for lease in table.on_device(name):
             table.put_lease(lease.after(LeaseEvent.LOSE))
@@ -212,71 +201,34 @@ def _grants_are_lost_with_their_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rules, "lose", lose)
 
 
-def _consumers_keep_what_they_no_longer_hear_of(patch: pytest.MonkeyPatch) -> None:
-    def is_mine(borrower: Borrower, lease_id: LeaseId) -> bool:
-        return lease_id not in borrower.member.known or original(borrower, lease_id)
-
-    original = Borrower._is_mine
-    patch.setattr(Borrower, "_is_mine", is_mine)
+@CONTROLS.breaks(Borrower, "_is_mine", LOSSES)
+def consumers_keep_what_they_no_longer_hear_of(original: Broken, borrower: Borrower, lease_id: LeaseId) -> bool:
+    return lease_id not in borrower.member.known or original(borrower, lease_id)
 
 
-def _forgotten_names_begin_anew(patch: pytest.MonkeyPatch) -> None:
-    def add_member(table: LeaseTable, name: str, instance: str, *, is_lender: bool) -> None:
-        table.put_member(Member(name, instance, is_lender=is_lender))
-
-    patch.setattr(LeaseTable, "add_member", add_member)
+@CONTROLS.breaks(LeaseTable, "add_member", LATE_KILLS)
+def forgotten_names_begin_anew(_: Broken, table: LeaseTable, name: str, instance: str, *, is_lender: bool) -> None:
+    table.put_member(Member(name, instance, is_lender=is_lender))
 
 
-def _members_with_leases_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeaseTable, "owes_nothing", lambda table, name: True)
+CONTROLS.add("members_with_leases_are_forgotten", LeaseTable, "owes_nothing", lambda _, table, name: True, ALL)
 
 
-def _words_of_consumers_settle_at_once(patch: pytest.MonkeyPatch) -> None:
-    def begin(ended: EndedLenders, table: LeaseTable, wait_s: float) -> None:
-        original(ended, table, -1.0)
-
-    original = EndedLenders.__init__
-    patch.setattr(EndedLenders, "__init__", begin)
+@CONTROLS.breaks(EndedLenders, "__init__", ABSENCES)
+def words_of_consumers_settle_at_once(original: Broken, ended: EndedLenders, table: LeaseTable, wait_s: float) -> None:
+    original(ended, table, -1.0)
 
 
-def _consumers_get_whatever_there_is(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rules, "_refuse_by_limits", lambda table, message, limits: None)
-
-
-BROKEN_RULES = [
-    (_settle_without_a_look, ALL),
-    (_settled_bytes_stay_put_up, ALL),
-    (_an_allocation_leaves_the_producers_row, STOPS),
-    (_a_new_process_replaces_one_that_may_live, ALL),
-    (_requests_are_granted_whenever_they_come, LATE),
-    (_consumers_allocate_whatever_the_time, ALL),
-    (_consumers_count_from_when_an_answer_came, CUTS),
-    (_old_answers_are_news, LATE),
-    (_a_restart_takes_all_for_dead, CRASHES),
-    (_offers_under_way_are_not_promised, ALL),
-    (_a_new_producer_has_promised_nothing, ALL),
-    (_what_is_stale_is_applied, LATE),
-    (_freed_bytes_are_settled_at_once, ALL),
-    (_grants_are_lost_with_their_device, LOSSES),
-    (_consumers_keep_what_they_no_longer_hear_of, LOSSES),
-    (_forgotten_names_begin_anew, LATE_KILLS),
-    (_members_with_leases_are_forgotten, ALL),
-    (_words_of_consumers_settle_at_once, ABSENCES),
-    (_consumers_get_whatever_there_is, ALL),
-]
+CONTROLS.add("consumers_get_whatever_there_is", rules, "_refuse_by_limits", lambda _, table, message, limits: None, ALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("breaking", "faults"), BROKEN_RULES, ids=[rule.__name__.strip("_") for rule, _ in BROKEN_RULES]
-)
-def test_a_broken_rule_is_seen(
-    breaking: Callable[[pytest.MonkeyPatch], None], faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("fault", "faults"), CONTROLS)
+def test_a_broken_rule_is_seen(fault: Fault, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rules need accidents too rare to find here: an expiry raises the revision of the producer's row (the book's
     own tests), and a report about an ended lender may be for other bytes (``test_core_lease_word_laws``).
     """
-    breaking(monkeypatch)
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(60):
             run(seed, faults)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
@@ -34,6 +34,7 @@ from floodplain.memory.arena import Page
 from floodplain.memory.host.device import attach_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 from tests.support.lease_client import DEADLINE_S, TTL_S, Clock, Coordinator, InProcessClient, Producer
 
@@ -262,57 +263,40 @@ def play_everything() -> None:
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-def _bytes_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
-    def move_to_host(elastic: ElasticTensor) -> bool:
-        if isinstance(extent := elastic._extent, HostExtent):
-            arena = extent._arena
-            arena._release([Page(page) for page in arena._table.tolist()])
-            arena._table[:] = -1  # still mapped, so that reading is no fault
-        return original(elastic)
-
-    original = ElasticTensor.move_to_host
-    patch.setattr(ElasticTensor, "move_to_host", move_to_host)
+CONTROLS = Controls()
 
 
-def _bytes_are_not_copied_to_the_neighbour(patch: pytest.MonkeyPatch) -> None:
-    def move_to_peer(elastic: ElasticTensor) -> None:
-        assert elastic._extent is not None
-        elastic._bytes, elastic._is_away = elastic._extent.tensor(elastic._dtype, elastic._shape), True
-
-    patch.setattr(ElasticTensor, "move_to_peer", move_to_peer)
-
-
-def _recalls_are_not_heeded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ElasticPool, "_bring_back", lambda pool: (0, 0))
+@CONTROLS.breaks(ElasticTensor, "move_to_host", "a byte is wrong")
+def bytes_are_freed_before_they_are_copied(original: Broken, elastic: ElasticTensor) -> bool:
+    if isinstance(extent := elastic._extent, HostExtent):
+        arena = extent._arena
+        arena._release([Page(page) for page in arena._table.tolist()])
+        arena._table[:] = -1  # still mapped, so that reading is no fault
+    return original(elastic)
 
 
-def _more_is_taken_than_was_leased(patch: pytest.MonkeyPatch) -> None:
-    def allocate(memory: HostPeerMemory, producer: str, num_bytes: int) -> HostExtent | None:
-        return original(memory, producer, num_bytes + PAGE_BYTES)
-
-    original = HostPeerMemory.allocate
-    patch.setattr(HostPeerMemory, "allocate", allocate)
+@CONTROLS.breaks(ElasticTensor, "move_to_peer", "a byte is wrong")
+def bytes_are_not_copied_to_the_neighbour(_: Broken, elastic: ElasticTensor) -> None:
+    assert elastic._extent is not None
+    elastic._bytes, elastic._is_away = elastic._extent.tensor(elastic._dtype, elastic._shape), True
 
 
-def _extents_are_not_given_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostExtent, "close", lambda extent: None)
+CONTROLS.add("recalls_are_not_heeded", ElasticPool, "_bring_back", lambda _, pool: (0, 0), "a recall was not heeded")
 
 
-BROKEN_RULES = [
-    (_bytes_are_freed_before_they_are_copied, "a byte is wrong"),
-    (_bytes_are_not_copied_to_the_neighbour, "a byte is wrong"),
-    (_recalls_are_not_heeded, "a recall was not heeded"),
-    (_more_is_taken_than_was_leased, "more is taken than leased"),
-    (_extents_are_not_given_back, "pages stay taken|more is taken than leased|did not find the bytes"),
-]
+@CONTROLS.breaks(HostPeerMemory, "allocate", "more is taken than leased")
+def more_is_taken_than_was_leased(original: Broken, memory: HostPeerMemory, producer: str, num_bytes: int) -> object:
+    return original(memory, producer, num_bytes + PAGE_BYTES)
+
+
+KEPT = "pages stay taken|more is taken than leased|did not find the bytes"
+CONTROLS.add("extents_are_not_given_back", HostExtent, "close", lambda _, extent: None, KEPT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("breaking", "law"), BROKEN_RULES, ids=[rule.__name__.strip("_") for rule, _ in BROKEN_RULES])
-def test_a_broken_rule_is_seen(
-    breaking: Callable[[pytest.MonkeyPatch], None], law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    breaking(monkeypatch)
+@pytest.mark.parametrize(("fault", "law"), CONTROLS)
+def test_a_broken_rule_is_seen(fault: Fault, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises(AssertionError, match=law):
         run_state_machine_as_test(ElasticMachine, settings=FEW)
 

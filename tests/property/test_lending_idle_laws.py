@@ -5,7 +5,7 @@ A model of a tier records when each chunk was really used, and its contents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from floodplain.leases.states import LeaseId
 from floodplain.lending.peer_tier import CHECKS_PER_IDLE, ChunkUse, IdleChunks
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 
 IDLE_S, SLOTS, MOST = 8.0, 4, 6
@@ -141,29 +142,28 @@ def test_zero_keeps_everything() -> None:
     assert not tier.returned and len(tier.kept) == tier.idle.num_wanted == MOST
 
 
-def what_is_read_is_not_seen(patch: pytest.MonkeyPatch) -> None:
-    def choose(idle: IdleChunks, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool) -> list[LeaseId]:
-        return original(idle, now, {chunk: ChunkUse(0, use.num_kept) for chunk, use in chunks.items()}, is_needed)
-
-    original = IdleChunks.choose
-    patch.setattr(IdleChunks, "choose", choose)
+CONTROLS = Controls()
 
 
-def no_room_is_left(patch: pytest.MonkeyPatch) -> None:
-    choose = IdleChunks.choose
-    patch.setattr(IdleChunks, "choose", lambda idle, now, chunks, is_needed: choose(idle, now, chunks, False))
+@CONTROLS.breaks(IdleChunks, "choose")
+def what_is_read_is_not_seen(
+    original: Broken, idle: IdleChunks, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool
+) -> list[LeaseId]:
+    return original(idle, now, {chunk: ChunkUse(0, use.num_kept) for chunk, use in chunks.items()}, is_needed)
 
 
-def more_is_wanted_whenever_a_chunk_is_half_full(patch: pytest.MonkeyPatch) -> None:
-    note = IdleChunks.note_room
-    patch.setattr(IdleChunks, "note_room", lambda idle, held, free, needed: note(idle, held, free - 2 * SLOTS, needed))
-
-
-@pytest.mark.parametrize(
-    "breaking", [what_is_read_is_not_seen, no_room_is_left, more_is_wanted_whenever_a_chunk_is_half_full]
+CONTROLS.add("no_room_is_left", IdleChunks, "choose", lambda choose, *about: choose(*about[:-1], False))
+CONTROLS.add(
+    "more_is_wanted_whenever_a_chunk_is_half_full",
+    IdleChunks,
+    "note_room",
+    lambda note, idle, held, free, needed: note(idle, held, free - 2 * SLOTS, needed),
 )
-def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    breaking(monkeypatch)
+
+
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_a_broken_rule_is_seen(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(40):
             Tier(seed).run(600)

@@ -7,7 +7,7 @@ empty. ``tests/sim/test_long_stories.py`` has longer ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, product
 
@@ -28,6 +28,7 @@ from floodplain.policy.settings import SharingSettings
 from floodplain.policy.swap import SwapBudget
 from floodplain.policy.turn import _Turn
 from tests.support.bursts import Machine, Recorder, begin, burst, make_burst
+from tests.support.controls import Controls, Fault
 from tests.support.examples import examples
 from tests.support.turns import Story, Teller, make_story
 
@@ -179,31 +180,26 @@ def test_prompts_longer_than_a_slice_are_no_livelock(policy: str, settings: Shar
 # -- negative controls -----------------------------------------------------------------------------------------------
 
 
-def takes_blocks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Turn, "_has_room", lambda self, num_blocks: self._num_seats > 0)
+CONTROLS = Controls()
+CONTROLS.add("takes_blocks_twice", _Turn, "_has_room", lambda _, self, num_blocks: self._num_seats > 0, "paced")
+CONTROLS.add(
+    "forgets_that_slots_are_spent",
+    SwapBudget,
+    "_choose_tier",
+    lambda _, self, row, num_copied: self._view.tiers[0].tier,
+    "cfs",
+)
 
 
-def forgets_that_slots_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapBudget, "_choose_tier", lambda self, row, num_copied: self._view.tiers[0].tier)
-
-
+@CONTROLS.patches("fair")
 def never_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Turn, "_make_room", lambda *args: False)
     monkeypatch.setattr(_Turn, "_can_leave", lambda *args: False)
 
 
-@pytest.mark.parametrize(
-    ("mutate", "policy"),
-    [
-        (takes_blocks_twice, "paced"),
-        (forgets_that_slots_are_spent, "cfs"),
-        (never_makes_room, "fair"),
-    ],
-)
-def test_stories_notice_a_policy_that(
-    mutate: Callable[[pytest.MonkeyPatch], None], policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize(("fault", "policy"), CONTROLS)
+def test_stories_notice_a_policy_that(fault: Fault, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(200):
             Teller(make_story(seed, policy, max_requests=16)).tell()

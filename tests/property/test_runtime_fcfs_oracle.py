@@ -9,7 +9,6 @@ latest. If none was preempted, waiting requests start in order until the budget,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from floodplain.core.plan import Chunk, StepPlan
 from floodplain.core.view import SequenceView
 from floodplain.policy import fcfs
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.driver import Driver, computed
 from tests.support.examples import examples
 from tests.support.loops import make_loop
@@ -180,54 +180,38 @@ def test_the_oracle_preempts_at_all() -> None:
 # -- negative controls -----------------------------------------------------------------------------------------------
 
 
-def holds_back_instead_of_preempting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def can_take(self: fcfs._Step, num_blocks: int, index: int) -> bool:
-        self._num_kept = len(self._view.running) if num_blocks <= self._blocks else index
-        return num_blocks <= self._blocks
-
-    monkeypatch.setattr(fcfs._Step, "_can_take", can_take)
+CONTROLS = Controls()
 
 
+@CONTROLS.breaks(fcfs._Step, "_can_take")
+def holds_back_instead_of_preempting(_: Broken, self: fcfs._Step, num_blocks: int, index: int) -> bool:
+    self._num_kept = len(self._view.running) if num_blocks <= self._blocks else index
+    return num_blocks <= self._blocks
+
+
+@CONTROLS.patches()
 def admits_in_spite_of_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcfs._Step, "is_short_of_blocks", property(lambda s: False, lambda s, value: None), False)
 
 
-def skips_the_first_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = fcfs._Step.admit_waiting
-
-    def again(self: fcfs._Step) -> None:
-        admit(self)
-        if not self._admissions and len(self._view.waiting) > 1 and self._budget and self._blocks:
-            self._admissions.append(Chunk(self._view.waiting[1].seq_id, 1))
-
-    monkeypatch.setattr(fcfs._Step, "admit_waiting", again)
+@CONTROLS.breaks(fcfs._Step, "admit_waiting")
+def skips_the_first_that_does_not_fit(admit: Broken, self: fcfs._Step) -> None:
+    admit(self)
+    if not self._admissions and len(self._view.waiting) > 1 and self._budget and self._blocks:
+        self._admissions.append(Chunk(self._view.waiting[1].seq_id, 1))
 
 
-def never_runs_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcfs._Step, "schedule_running", lambda self: None)
+CONTROLS.add("never_runs_what_it_started", fcfs._Step, "schedule_running", lambda _, self: None)
 
 
-def chunks_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    def schedule_chunk(self: fcfs._Step, index: int, row: SequenceView) -> None:
-        self._chunks.append(Chunk(row.seq_id, row.num_remaining))
-
-    monkeypatch.setattr(fcfs._Step, "_schedule_chunk", schedule_chunk)
+@CONTROLS.breaks(fcfs._Step, "_schedule_chunk")
+def chunks_without_a_budget(_: Broken, self: fcfs._Step, index: int, row: SequenceView) -> None:
+    self._chunks.append(Chunk(row.seq_id, row.num_remaining))
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        holds_back_instead_of_preempting,
-        admits_in_spite_of_a_preemption,
-        skips_the_first_that_does_not_fit,
-        never_runs_what_it_started,
-        chunks_without_a_budget,
-    ],
-)
-def test_a_policy_is_noticed_that(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_a_policy_is_noticed_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
         compare(CROWD, num_blocks=6, block_tokens=4, budget=5, max_running=5)
         compare(CROWD, num_blocks=8, block_tokens=4, budget=12, max_running=5)

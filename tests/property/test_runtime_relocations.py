@@ -7,7 +7,7 @@ away with its contents, at any boundary; copies end in any order, and those that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -26,6 +26,7 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import LoopConfig, LoopState
 from tests.support.backup_faults import moves_what_is_read
+from tests.support.controls import Controls, Fault
 from tests.support.examples import examples
 from tests.support.loops import EOS, FakeExecutor, RandomPolicy, make_request, reference_output
 
@@ -228,10 +229,11 @@ def test_everything_happens_there() -> None:
     assert wanted <= {name for name, count in seen.items() if count}
 
 
-def memory_goes_before_it_is_empty(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlotLedger, "count_taken", lambda ledger, slots: 0)
+CONTROLS = Controls(moves_what_is_read)
+CONTROLS.add("memory_goes_before_it_is_empty", SlotLedger, "count_taken", lambda _, ledger, slots: 0)
 
 
+@CONTROLS.patches()
 def what_is_torn_away_is_still_believed_in(patch: pytest.MonkeyPatch) -> None:
     def stale(world: Neighbourhood, location: Location) -> bool:
         world.executor.slots.setdefault((location.tier, location.slot), {i: (i, 5) for i in range(4)})
@@ -241,21 +243,12 @@ def what_is_torn_away_is_still_believed_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Neighbourhood, "_has_memory", stale)
 
 
-def whatever_lies_in_a_chunk_it_counts_as_idle(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BackupTable, "kept_slots", lambda backups, tier: set())
+CONTROLS.add("whatever_lies_in_a_chunk_it_counts_as_idle", BackupTable, "kept_slots", lambda _, backups, tier: set())
 
 
-@pytest.mark.parametrize(
-    "breaking",
-    [
-        memory_goes_before_it_is_empty,
-        what_is_torn_away_is_still_believed_in,
-        whatever_lies_in_a_chunk_it_counts_as_idle,
-        moves_what_is_read,
-    ],
-)
-def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    breaking(monkeypatch)
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_a_broken_rule_is_seen(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
         for seed in (
             89,

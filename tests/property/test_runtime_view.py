@@ -6,7 +6,7 @@ same plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from random import Random
 
@@ -25,6 +25,7 @@ from floodplain.core.view import SequenceView, View
 from floodplain.runtime.apply import PlanBuilder
 from floodplain.runtime.state import LoopState
 from floodplain.runtime.view import ViewBuilder
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 from tests.support.loops import RandomPolicy
 from tests.support.stories import make_story_loop, tell
@@ -119,69 +120,55 @@ def test_the_same_seed_and_events_give_the_same_plans(seed: int, depth: int, num
 # -- negative controls -----------------------------------------------------------------------------------------------
 
 
+CONTROLS = Controls()
+
+
+@CONTROLS.patches()
 def overlooks_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     constant = property(lambda self: 0, lambda self, value: None)
     monkeypatch.setattr(BlockLedger, "sharing_version", constant, raising=False)
 
 
-def overlooks_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanBuilder, "_mark_pausing", lambda self, num_decodes: None)
+CONTROLS.add("overlooks_pauses", PlanBuilder, "_mark_pausing", lambda _, self, num_decodes: None)
 
 
-def overlooks_new_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: LoopState, seq: Sequence, backup: Backup) -> None:
-        self.backups.keep(backup)
-        seq.backups.append(backup)
-
-    monkeypatch.setattr(LoopState, "keep_backup", keep)
+@CONTROLS.breaks(LoopState, "keep_backup")
+def overlooks_new_backups(_: Broken, self: LoopState, seq: Sequence, backup: Backup) -> None:
+    self.backups.keep(backup)
+    seq.backups.append(backup)
 
 
-def keeps_old_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_row = ViewBuilder._running_row
-
-    def running_row(self: ViewBuilder, seq: Sequence, step: int) -> SequenceView:
-        return self._rows.get(seq.seq_id) or make_row(self, seq, step)
-
-    monkeypatch.setattr(ViewBuilder, "_running_row", running_row)
+@CONTROLS.breaks(ViewBuilder, "_running_row")
+def keeps_old_counts(make_row: Broken, self: ViewBuilder, seq: Sequence, step: int) -> SequenceView:
+    return self._rows.get(seq.seq_id) or make_row(self, seq, step)
 
 
-def overlooks_copies_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_read = BackupTable.begin_read
-
-    def begin_quietly(self: BackupTable, backups: Iterable[Backup]) -> None:
-        log, self.changed_keys = self.changed_keys, ChangeLog()
-        begin_read(self, backups)
-        self.changed_keys = log
-
-    monkeypatch.setattr(BackupTable, "begin_read", begin_quietly)
+@CONTROLS.breaks(BackupTable, "begin_read")
+def overlooks_copies_in(begin_read: Broken, self: BackupTable, backups: Iterable[Backup]) -> None:
+    log, self.changed_keys = self.changed_keys, ChangeLog()
+    begin_read(self, backups)
+    self.changed_keys = log
 
 
-def changes_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+@CONTROLS.breaks(ChangeLog, "since")
+def changes_by_reading(since: Broken, self: ChangeLog[object], version: int) -> set[object] | None:
     """The first reader clears the log, as if it were the only one."""
-    since = ChangeLog.since
-
-    def take_since(self: ChangeLog[object], version: int) -> set[object] | None:
-        changed = since(self, version)
-        self._num_dropped = self.version
-        self._names.clear()
-        return changed or set()
-
-    monkeypatch.setattr(ChangeLog, "since", take_since)
+    changed = since(self, version)
+    self._num_dropped = self.version
+    self._names.clear()
+    return changed or set()
 
 
+@CONTROLS.patches()
 def drops_changes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     since = ChangeLog.since
     monkeypatch.setattr(changes, "MOST_CHANGES", 4)
     monkeypatch.setattr(ChangeLog, "since", lambda self, version: since(self, max(version, self._num_dropped)))
 
 
-MUTATIONS = [overlooks_sharing, overlooks_pauses, overlooks_new_backups, overlooks_copies_in, keeps_old_counts]
-MUTATIONS += [changes_by_reading, drops_changes_unnoticed]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_a_view_is_noticed_that(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_a_view_is_noticed_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
         for seed in range(200):
             tell_checked(seed, depth=2, num_slots=40, caches=True)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from floodplain.core.errors import InvariantError
 from floodplain.plugins.vllm.books import SwapBooks
+from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
 from tests.support.vllm_books import BLOCK_TOKENS, Block
 from tests.support.vllm_machine import ALL, BooksMachine, ContentMachine
@@ -122,61 +123,33 @@ class InertPool:
     def free_blocks(self, ordered_blocks: Sequence[Block]) -> None: ...
 
 
-def holds_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = SwapBooks.bind
-    monkeypatch.setattr(SwapBooks, "bind", lambda books, pool: bind(books, InertPool()))
-
-
-def keeps_a_tail_that_is_out_of_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapBooks, "note_start", lambda books, tracked: None)
-
-
-def trusts_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = SwapBooks.settle
-    monkeypatch.setattr(SwapBooks, "settle", lambda books, transfer_id, lost: settle(books, transfer_id, frozenset()))
-
-
-def restores_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = SwapBooks.fetch
-    monkeypatch.setattr(
-        SwapBooks, "fetch", lambda books, one, blocks, *ends: fetch(books, one, [blocks[0][::-1]], *ends)
-    )
-
-
-def restores_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapBooks, "count_restorable", lambda books, one: len(one.backups) * BLOCK_TOKENS)
-
-
-def waits_for_a_void_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    void = SwapBooks.void_copies
-
-    def void_some(books: SwapBooks) -> None:
-        void(books)
-        for move in books.transfers:
-            move.cargo.is_void = False
-
-    monkeypatch.setattr(SwapBooks, "void_copies", void_some)
-
-
-def forgets_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwapBooks, "void_copies", lambda books: None)
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        holds_no_blocks,
-        waits_for_a_void_copy,
-        forgets_no_copy,
-        keeps_a_tail_that_is_out_of_date,
-        trusts_a_copy_that_failed,
-        restores_in_the_wrong_order,
-        restores_before_it_is_whole,
-    ],
+CONTROLS = Controls()
+CONTROLS.add("holds_no_blocks", SwapBooks, "bind", lambda bind, books, pool: bind(books, InertPool()))
+CONTROLS.add("keeps_a_tail_that_is_out_of_date", SwapBooks, "note_start", lambda _, books, tracked: None)
+CONTROLS.add("trusts_a_copy_that_failed", SwapBooks, "settle", lambda settle, *about: settle(*about[:-1], frozenset()))
+CONTROLS.add(
+    "restores_in_the_wrong_order",
+    SwapBooks,
+    "fetch",
+    lambda fetch, books, one, blocks, *ends: fetch(books, one, [blocks[0][::-1]], *ends),
 )
-def test_the_machine_notices_books_that(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+CONTROLS.add(
+    "restores_before_it_is_whole", SwapBooks, "count_restorable", lambda _, books, one: len(one.backups) * BLOCK_TOKENS
+)
+
+
+@CONTROLS.breaks(SwapBooks, "void_copies")
+def waits_for_a_void_copy(void: Broken, books: SwapBooks) -> None:
+    void(books)
+    for move in books.transfers:
+        move.cargo.is_void = False
+
+
+CONTROLS.add("forgets_no_copy", SwapBooks, "void_copies", lambda _, books: None)
+
+
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_the_machine_notices_books_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
         tour(BooksMachine())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
@@ -15,6 +14,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
+from tests.support.controls import Controls, Fault
 from tests.support.vllm_books import Block, Pool
 
 NULL = Block(-1, is_null=True)
@@ -193,32 +193,18 @@ def test_what_is_restored_is_what_was_saved(groups: tuple[CacheGroup, ...]) -> N
     assert sum(walk(groups, seed).num_restored for seed in range(12)) > 40
 
 
-def leaves_a_window_out(patch: pytest.MonkeyPatch) -> None:
-    rest = SwapBooks._rest_of
-    patch.setattr(SwapBooks, "_rest_of", lambda books, *about: rest(books, *about)[1:])
-
-
-def takes_a_state_a_token_late(patch: pytest.MonkeyPatch) -> None:
-    restorable = SwapBooks.count_restorable
-    patch.setattr(SwapBooks, "count_restorable", lambda books, one, most=None: max(0, restorable(books, one) - 1))
-
-
-def keeps_what_is_outdated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SwapBooks, "note_start", lambda books, one: setattr(one, "is_away", False))
-
-
-def mixes_groups_up(patch: pytest.MonkeyPatch) -> None:
-    full = SwapBooks._full_blocks
-    patch.setattr(SwapBooks, "_full_blocks", lambda books, tables, *ends: full(books, tables, *ends)[::-1])
-
-
-@pytest.mark.parametrize(
-    "mutate", [leaves_a_window_out, takes_a_state_a_token_late, keeps_what_is_outdated, mixes_groups_up]
+CONTROLS = Controls()
+CONTROLS.add("leaves_a_window_out", SwapBooks, "_rest_of", lambda rest, *about: rest(*about)[1:])
+CONTROLS.add(
+    "takes_a_state_a_token_late", SwapBooks, "count_restorable", lambda count, *about: max(0, count(*about[:2]) - 1)
 )
-def test_the_walk_notices_books_that(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
+CONTROLS.add("keeps_what_is_outdated", SwapBooks, "note_start", lambda _, books, one: setattr(one, "is_away", False))
+CONTROLS.add("mixes_groups_up", SwapBooks, "_full_blocks", lambda full, *about: full(*about)[::-1])
+
+
+@pytest.mark.parametrize("fault", CONTROLS)
+def test_the_walk_notices_books_that(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         for groups in MODELS:
             for seed in range(12):
