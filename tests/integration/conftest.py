@@ -10,6 +10,7 @@ import pytest
 from floodplain.cluster.bulk.client import BulkClient
 from floodplain.lending.client import CoordinatorClient
 from floodplain.web.client import AnswerLimits, HttpClient, ask_now
+from tests.fakes.engine import FakeEngine, RunningServer, serving
 from tests.support.waiting import HANG_S
 
 ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
@@ -46,6 +47,13 @@ DEFAULTS_S = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the backstop that a module's instances share; the first instance writes it."""
     return tmp_path_factory.mktemp("backstop")
+
+
+@pytest.fixture(scope="module")
+def server(patient: None) -> Iterator[RunningServer]:
+    """A server over an engine without a model."""
+    with serving(FakeEngine()) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True, scope="module")

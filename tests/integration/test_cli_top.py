@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,6 @@ from tests.support.coordinators import coordinating, join, open_store, say
 from tests.support.peer import answer, answering
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(FakeEngine()) as running:
-        yield running
 
 
 def test_a_pipe_gets_one_snapshot_without_codes(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:

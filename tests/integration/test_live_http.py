@@ -26,12 +26,6 @@ BURST = "/live/burst"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(FakeEngine()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     keys = KeyRing.from_file(secret_file(tmp_path_factory.mktemp("keys"), "alice open-sesame\n"))
     with serving(FakeEngine(), keys=keys) as running:

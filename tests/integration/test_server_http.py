@@ -24,12 +24,6 @@ BODY = {"model": "fake", "prompt": "abc", "max_tokens": 1000}
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(FakeEngine()) as running:
-        yield running
-
-
 @contextmanager
 def asking(server: RunningServer, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which ``body`` was sent and nothing read."""

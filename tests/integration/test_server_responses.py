@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -27,12 +26,6 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving(FakeEngine()) as running:
-        yield running
 
 
 def client_of(server: RunningServer) -> openai.OpenAI:
