@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from floodplain.core.errors import UserError
@@ -17,6 +17,7 @@ CONNECT_S = 2.0
 OTHER_VERSION = "are of another version, or not Floodplain's"
 MAX_MESSAGE_BYTES = 2**24
 """Of one message: a few thousand rows."""
+MESSAGE_END = b"\n\n"
 
 
 async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
@@ -34,6 +35,16 @@ async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
             yield now
 
 
+def take_messages(pending: bytearray, data: bytes) -> Iterator[str]:
+    """Append ``data`` to ``pending``, and move the messages that are whole out of it; each byte is searched once."""
+    begin = max(0, len(pending) - 1)  # the first byte of a message's end may be there already
+    pending += data
+    while (end := pending.find(MESSAGE_END, begin)) >= 0:
+        yield pending[:end].removeprefix(b"data: ").decode(errors="replace")
+        del pending[: end + len(MESSAGE_END)]
+        begin = 0
+
+
 async def _messages(client: HttpClient) -> AsyncGenerator[str]:
     try:
         async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
@@ -41,14 +52,13 @@ async def _messages(client: HttpClient) -> AsyncGenerator[str]:
                 raise NoAnswer("it has no live data: it was started with --no-page, or is not a Floodplain service")
             if exchange.status != 200:
                 raise NoAnswer(await exchange.problem())
-            text = b""
+            pending = bytearray()
             while (data := await exchange.read()) is not None:
                 exchange.deadline_s = time.monotonic() + SILENCE_S
-                *events, text = (text + data).split(b"\n\n")
-                if len(text) > MAX_MESSAGE_BYTES:
+                for message in take_messages(pending, data):
+                    yield message
+                if len(pending) > MAX_MESSAGE_BYTES:
                     raise UserError(f"its live data have a message over {MAX_MESSAGE_BYTES} bytes")
-                for event in events:
-                    yield event.removeprefix(b"data: ").decode(errors="replace")
     except TimeoutError:
         raise NoAnswer(f"it is silent for {SILENCE_S:g} s") from None
     raise NoAnswer("it has ended the stream")
