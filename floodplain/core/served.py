@@ -74,7 +74,7 @@ class RequestAccount(Generic[_Choice]):
         num_generated = self.num_ended_tokens + sum([one.num_generated for one in self.choices])
         return self.credit + weighted_work(0, num_generated, self.priority)
 
-    def leave(self, choice: _Choice) -> None:
+    def remove(self, choice: _Choice) -> None:
         """Remove a choice that has ended; its output still counts."""
         self.choices.remove(choice)
         self.num_ended_tokens += choice.num_generated

@@ -222,7 +222,7 @@ class LoopState:
     def close_account(self, seq: Sequence) -> None:
         """Count the work of an ended sequence to its key, and to its request while that has other choices."""
         self.accounts.depart(seq.request.client, seq.key_work)
-        seq.account.leave(seq)
+        seq.account.remove(seq)
         for other in seq.account.choices:
             self.row_changes.add(other.seq_id)
         if not seq.account.choices:

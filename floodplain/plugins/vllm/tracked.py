@@ -210,7 +210,7 @@ class RequestRoster:
         tracked = self._by_name.pop(request_id, None)
         if tracked is not None:
             del self.by_id[tracked.seq_id]
-            tracked.account.leave(tracked)
+            tracked.account.remove(tracked)
             self._changed.update(one.seq_id for one in tracked.account.choices)
             if not tracked.account.choices:
                 self._shared_accounts.pop(_parent_of(request_id), None)
