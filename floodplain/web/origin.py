@@ -81,7 +81,7 @@ def expect_own_names(scope: Scope, names: OwnNames) -> None:
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     host = hosts[0] if len(hosts) == 1 else ""
     if not names.has_host(host):
-        told = f"this service is not {_shown(host)}: ask it by the --host or --url that it was started with"
+        told = f"this service is not {_shown(host)}: ask it by the name in its --host, or in a coordinator's --url"
         raise ApiError(403, told, code="wrong_host")
     wrong = next((origin for origin in origins if not names.has_origin(origin, host)), None)
     if wrong is not None:
