@@ -1,7 +1,7 @@
 # make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
 # make test-vllm sets up .venv-vllm, 3.5 GB, and with VLLM=0.33 .venv-vllm-0.33, 0.2 GB. make test-clients sets up
 # .venv-vllm and .venv-clients, 2 GB. make test-cluster sets up .venv-cluster, 0.3 GB. make docs sets up .venv-docs,
-# 0.2 GB.
+# 0.2 GB. make test-page sets up .venv-page, 0.2 GB.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,7 @@ TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync --no-print-director
 CLIENTS_STAMP := .venv-clients/.installed
 CLUSTER_STAMP := .venv-cluster/.installed
 DOCS_STAMP := .venv-docs/.installed
+PAGE_STAMP := .venv-page/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
@@ -85,10 +86,13 @@ $(CLUSTER_STAMP): tools/setup_cluster.sh constraints.txt $(STAMP)
 test-cluster: $(CLUSTER_STAMP)
 	OMP_WAIT_POLICY=passive .venv-cluster/bin/python -m pytest -m cluster tests/integration/test_ray_cluster.py
 
+$(PAGE_STAMP): tools/setup_page.sh $(STAMP)
+	PYTHON=$(PYTHON) tools/setup_page.sh
+	touch $(PAGE_STAMP)
+
 # The live page in headless Chromium (apt-get install chromium), a minute; SCREENSHOTS=FOLDER keeps pictures of it.
-test-page: $(STAMP)
-	tools/setup_page.sh
-	SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/page
+test-page: $(PAGE_STAMP)
+	SCREENSHOTS=$(SCREENSHOTS) .venv-page/bin/python -m pytest tests/page
 
 # Alerts and dashboards in a real Prometheus (Debian's package), which scrapes a dozen real processes under load.
 test-monitoring: $(STAMP)
