@@ -13,6 +13,7 @@ import numpy as np
 from numpy import typing as npt
 
 from floodplain.core.errors import UserError
+from floodplain.core.quantiles import quantile
 from floodplain.cost.step_time import PARTS, StepCost, StepWork
 
 FloatArray = npt.NDArray[np.float64]
@@ -65,7 +66,7 @@ def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int =
     return StepFit(
         cost=StepCost(**dict(zip(parts, values.tolist(), strict=True))),
         median_error=float(np.median(errors)),
-        p95_error=float(np.quantile(errors, 0.95)),
+        p95_error=quantile(errors.tolist(), 0.95),
         num_outliers=int(is_far.sum()),
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 
 import floodplain
 from floodplain.core import lifecycle
+from floodplain.core.quantiles import quantile
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import parse_goodput
 
@@ -240,7 +241,7 @@ def _latencies(done: Sequence[RequestRecord]) -> dict[str, float | None]:
 def summarise(values: Sequence[float]) -> dict[str, float | None]:
     """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
 
-    Percentiles interpolate linearly between the two nearest values, as numpy does by default.
+    Percentiles are quantiles (``core.quantiles``).
     """
     if not values:
         return dict.fromkeys(("mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"))
@@ -249,7 +250,7 @@ def summarise(values: Sequence[float]) -> dict[str, float | None]:
         "mean": float(array.mean()),
         "median": float(np.median(array)),
         "std": float(array.std()),
-        **{f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES},
+        **{f"p{p}": quantile(values, p / 100) for p in PERCENTILES},
         "max": float(array.max()),
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from floodplain.core.quantiles import quantile
 from floodplain.papers.claims import Figure, Measured, Picture, Statement
 from floodplain.papers.kunserve_bursts import (
     COMMON,
@@ -17,7 +18,6 @@ from floodplain.papers.kunserve_bursts import (
     VLLM,
     Load,
     over_time,
-    quantile,
 )
 from floodplain.papers.serving import Served, serve_rows
 

@@ -95,11 +95,6 @@ class Setting:
         return rows, {name: serve_rows(ways[name], rows) for name in names}
 
 
-def quantile(values: Sequence[float], part: float) -> float:
-    """A quantile, linear between values."""
-    return float(np.quantile(values, part))
-
-
 def late_share(ttft_s: Sequence[float], limit_s: float) -> float:
     """Per cent of the requests whose TTFT is above a limit."""
     return 100 * sum(one > limit_s for one in ttft_s) / len(ttft_s)

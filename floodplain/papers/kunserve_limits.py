@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 
+from floodplain.core.quantiles import quantile
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
 from floodplain.papers.kunserve_bursts import (
     COMMON,
@@ -17,7 +18,6 @@ from floodplain.papers.kunserve_bursts import (
     OWN_WAY,
     VLLM,
     over_time,
-    quantile,
 )
 from floodplain.papers.serving import Served, serve_rows
 from floodplain.workload.traces import TraceRow

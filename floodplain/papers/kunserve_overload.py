@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from floodplain.core.quantiles import quantile
 from floodplain.cost.model_shape import shape_named
 from floodplain.papers.claims import Figure, Measured, Picture, Statement
 from floodplain.papers.kunserve_bursts import (
@@ -23,7 +24,6 @@ from floodplain.papers.kunserve_bursts import (
     late_share,
     over_time,
     pools_over_demand,
-    quantile,
 )
 
 BURST_TOKENS = 243_000

@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.quantiles import quantile
 from floodplain.core.sizes import show_size
 from floodplain.files.parsing import reason_of
 from floodplain.profiler.knee import Knee, KneeSettings, find_knee, next_batch
@@ -161,7 +162,7 @@ def _refuse_unfinished(result: object) -> None:
 def _spread(times_s: list[float]) -> float | None:
     if len(times_s) < 2:
         return None
-    low_s, middle_s, high_s = quantiles(times_s, n=4, method="inclusive")
+    low_s, middle_s, high_s = (quantile(times_s, part) for part in (0.25, 0.5, 0.75))
     return (high_s - low_s) / max(middle_s, 1e-9)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from floodplain.core.errors import UserError
+from floodplain.core.quantiles import quantile
 from floodplain.core.request import Request
 from floodplain.cost.step_time import LINE_PARTS, StepCost, read_cost
 from floodplain.engine.config import EngineConfig
@@ -157,7 +158,7 @@ def _beside_paper(row: dict[str, Any], subject: str) -> dict[str, Any]:
 
 def _ttft_p99_s(served: Served) -> float:
     times = [life.ttft_s for life in served.lifecycles if life.ttft_s is not None]
-    return float(np.quantile(times, 0.99)) if times else 0.0
+    return quantile(times, 0.99) if times else 0.0
 
 
 def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadSpec, *, progress: bool) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from floodplain import __version__
 from floodplain.core.blocks import BlockState
 from floodplain.core.ended import EndedRequest
+from floodplain.core.quantiles import quantile
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
 from floodplain.live.changes import Snapshot
@@ -41,20 +41,19 @@ class Latencies:
         """Medians and 99th percentiles in seconds, None without a value; sorted only if a request has ended since."""
         if self._num_shown != self._num_seen:
             self._num_shown = self._num_seen
-            ttft_s, tpot_s = sorted(self._ttft_s), sorted(self._tpot_s)
             self._shown = {
-                "ttft_p50_s": nearest_rank(ttft_s, 0.5),
-                "ttft_p99_s": nearest_rank(ttft_s, 0.99),
-                "tpot_p50_s": nearest_rank(tpot_s, 0.5),
-                "tpot_p99_s": nearest_rank(tpot_s, 0.99),
-                "num_requests": len(ttft_s),
+                **_percentiles("ttft", self._ttft_s),
+                **_percentiles("tpot", self._tpot_s),
+                "num_requests": len(self._ttft_s),
             }
         return self._shown
 
 
-def nearest_rank(ordered: Sequence[float], part: float) -> float | None:
-    """The least value that is not below ``part`` of all values, which are sorted; None if there is none."""
-    return round(ordered[max(0, math.ceil(part * len(ordered)) - 1)], 6) if ordered else None
+def _percentiles(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
+    ordered = sorted(values_s)
+    return {
+        f"{name}_p{round(100 * part)}_s": round(quantile(ordered, part), 6) if ordered else None for part in (0.5, 0.99)
+    }
 
 
 def memory_of(stats: EngineStats, *, dropped_bytes: int = 0) -> dict[str, int]:

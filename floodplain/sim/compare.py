@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from floodplain.core.errors import UserError
+from floodplain.core.quantiles import quantile
 from floodplain.files.parsing import read_json_object
 from floodplain.sim.prediction import Prediction
 from floodplain.workload.columns import read_csv, read_json_rows
@@ -126,7 +127,7 @@ def _latencies(rows: Sequence[TraceRow], first_s: Sequence[float], last_s: Seque
 def _statistic(values: Any, name: str) -> float:
     if not len(values):
         return math.nan
-    return float(np.mean(values) if name == "mean" else np.quantile(values, int(name[1:]) / 100))
+    return float(np.mean(values) if name == "mean" else quantile(values.tolist(), int(name[1:]) / 100))
 
 
 def _per_cent(simulated: float, real: float) -> float | None:
