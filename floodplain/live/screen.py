@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from floodplain.core.printable import printable
+from floodplain.core.sizes import show_size
 from floodplain.live.changes import Snapshot
 from floodplain.live.rows import Row
 
@@ -24,15 +25,6 @@ def draw(now: Snapshot, *, most_rows: int, has_colour: bool = False) -> str:
     if now.head["service"] == "coordinator":
         return "\n".join(_coordinator(now.head, paint))
     return "\n".join([*_server(now.head, paint), *_instances(now.head), *_requests(now, most_rows, paint)])
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes in the largest binary unit in which they are at least 1, such as ``63.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 100 else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def time_text(seconds: float | None) -> str:
@@ -85,15 +77,15 @@ def _memory(memory: Mapping[str, int], paint: Any) -> list[str]:
         num_cells = round(BAR_CELLS * begin / pool) - num_drawn
         num_drawn += num_cells
         bar += paint(mark * num_cells, name)
-    inside = ", ".join(f"{mark} {name} {size_text(memory[name])}" for name, mark in _PARTS)
-    outside = ", ".join(f"{name} {size_text(memory[name])}" for name in _OUTSIDE if memory[name])
-    return [f"pool {size_text(memory['pool'])} [{bar}] {inside}", *([f"and {outside}"] if outside else [])]
+    inside = ", ".join(f"{mark} {name} {show_size(memory[name])}" for name, mark in _PARTS)
+    outside = ", ".join(f"{name} {show_size(memory[name])}" for name in _OUTSIDE if memory[name])
+    return [f"pool {show_size(memory['pool'])} [{bar}] {inside}", *([f"and {outside}"] if outside else [])]
 
 
 def _lease(lease: Mapping[str, Any]) -> str:
     left_s = lease["due_in_s"]
     late = "" if left_s is None else f", recalled: {abs(left_s):.0f} s {'left' if left_s >= 0 else 'late'}"
-    return f"lease {lease['from']} -> {lease['to']}: {size_text(lease['bytes'])}{late}"
+    return f"lease {lease['from']} -> {lease['to']}: {show_size(lease['bytes'])}{late}"
 
 
 def _instances(head: Mapping[str, Any]) -> list[str]:
@@ -115,7 +107,7 @@ def _requests(now: Snapshot, most_rows: int, paint: Any) -> list[str]:
     for row in live[:most_rows]:
         name = f"#{row.number}" if row.where is None else f"#{row.number} on {printable(row.where)}"
         age_s = max(0.0, now.head["now_s"] - row.events[0][0])
-        kv = size_text(row.blocks * now.head["block_bytes"])
+        kv = show_size(row.blocks * now.head["block_bytes"])
         cells = f"{time_text(age_s):>9}{row.prompt:>8}{row.tokens:>8}{kv:>12}{_count_preemptions(row):>11}"
         lines.append(f"{name:<14}{paint(f'{row.state:<11}', row.state)}{cells}")
     if len(live) > most_rows:
@@ -133,7 +125,7 @@ def _coordinator(head: Mapping[str, Any], paint: Any) -> Sequence[str]:
     counts = head["counts"]
     lines = [f"floodplain coordinator {head['version']}: {counts['members']} members, {counts['leases']} leases"]
     for member in head["members"]:
-        sizes = ", ".join(f"{name} {size_text(member[name])}" for name in ("offered", "lent", "borrowed"))
+        sizes = ", ".join(f"{name} {show_size(member[name])}" for name in ("offered", "lent", "borrowed"))
         state = "alive" if member["is_living"] else "ended"
         lines.append(paint(f"{member['name']}: {state}, {sizes}", "running" if member["is_living"] else "finished"))
     return lines + [_lease(lease) for lease in head["leases"]]

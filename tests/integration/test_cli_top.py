@@ -30,7 +30,7 @@ def test_a_pipe_gets_one_snapshot_without_codes(server: RunningServer, capsys: p
     assert main(["top", server.url]) == 0
     text = capsys.readouterr().out
     assert "\033" not in text
-    assert "fake" in text and "3 wait" in text and "pool 7.0 MiB" in text
+    assert "fake" in text and "3 wait" in text and "pool 7 MiB" in text
     assert len([line for line in text.splitlines() if line.startswith("#")]) == 2
 
 
@@ -58,7 +58,7 @@ def test_a_coordinator_is_shown_with_its_token_file(tmp_path: Path, capsys: pyte
         say(running, join("ann"), token="root-secret")
         assert main(["top", running.url, "--coordinator-token-file", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "1 members, 0 leases" in text and "ann: alive, offered 0 B" in text
+    assert "1 members, 0 leases" in text and "ann: alive, offered 0 bytes" in text
 
 
 def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,12 @@
 // Numbers as people read them, and elements.
 
+const UNITS = ["TiB", "GiB", "MiB", "KiB", "bytes"];
+const FOUR_DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4, roundingMode: "halfEven", useGrouping: false });
+
+// A size as the logs and the command line show it (core/sizes.show_size).
 export function bytes(value) {
-  let size = value;
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (size < 1024) return `${unit === "B" || size >= 100 ? Math.round(size) : size.toFixed(1)} ${unit}`;
-    size /= 1024;
-  }
-  return `${size.toFixed(1)} TiB`;
+  const place = UNITS.findIndex((_, index) => value >= 1024 ** (4 - index) || index === 4);
+  return `${FOUR_DIGITS.format(value / 1024 ** (4 - place))} ${UNITS[place]}`;
 }
 
 export function seconds(value) {
