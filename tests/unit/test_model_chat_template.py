@@ -7,7 +7,9 @@ from typing import Any
 
 import jinja2
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from floodplain.model.chat_template import choose_template, render
 
@@ -23,6 +25,7 @@ WITH_TOOLS = """{%- set ns = namespace(n=0, last='') %}
 {% endfor %}
 {%- generation %}{{ bos_token }}{{ documents is none }}{{ dict(a=ns.n).items() | list }}{% endgeneration %}
 {%- if add_generation_prompt %}<|assistant|>{{ 'think' if enable_thinking else '' }}{% endif %}"""
+SHOWS_ALL = "{% for m in messages %}{{ m | tojson }}{{ m.name is defined }}{% endfor %}{{ tools }}"
 TRIMS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}{{ nothing }}"
 HIDES = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
 REFUSES = "{% if messages[0].role != 'system' %}{{ raise_exception('content: no system') }}{% endif %}"
@@ -32,16 +35,19 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": None}, {"role": "assistant", "content": "x", "thinking": "t"}],
     [{"role": "assistant", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two "}]}],
     [{"role": "assistant", "content": "y ", "reasoning": "r"}] * 5,
-    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1, "b": None}}}]}],
+    [{"role": "user", "content": "q", "tool_calls": None}, {"role": "tool", "content": None, "reasoning": None}],
     [{"role": "user", "content": []}],
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": "<\u6cb3>"}}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "strict": None, "parameters": {"b": 1, "a": "<\u6cb3>"}}}]
+
+
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<s>": 0}, "<s>")), bos_token="<s>")
 
 
 def by_transformers(template: str, chat: list[dict[str, Any]], tools: Any, ways: dict[str, Any]) -> str:
-    known = [{key: value for key, value in message.items() if value is not None} for message in chat]
-    texts, _ = render_jinja_template([known], tools=tools or None, chat_template=template, **VARIABLES, **ways)
-    return str(texts[0])
+    values = {"tools": tools or None, "enable_thinking": True, **ways}
+    return str(TOKENIZER.apply_chat_template(chat, chat_template=template, tokenize=False, **values))
 
 
 VARIABLES = {"bos_token": "<s>", "enable_thinking": True}
@@ -61,7 +67,9 @@ def outcome(call: Any) -> str:
 
 def test_a_conversation_has_the_text_of_transformers() -> None:
     seen = []
-    for template, chat, tools, ways in product((WITH_TOOLS, TRIMS, HIDES, REFUSES), CHATS, ((), TOOLS), WAYS):
+    for template, chat, tools, ways in product(
+        (WITH_TOOLS, SHOWS_ALL, TRIMS, HIDES, REFUSES), CHATS, ((), TOOLS), WAYS
+    ):
         ours = outcome(lambda: render(template, chat, tools, VARIABLES, **ways))  # noqa: B023 - called at once
         assert ours == outcome(lambda: by_transformers(template, chat, list(tools), ways)), (template, chat, ways)  # noqa: B023
         seen.append(ours.partition(":")[0])
