@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from floodplain.model.weights.open_model import open_model
-from floodplain.policy.drop_timing import DropMove
+from floodplain.policy.drop import DropMove
 
 BLOCK_TOKENS = 16
 MAX_MODEL_LEN = 256
@@ -21,7 +21,7 @@ _MANUAL = ("--relief", "manual")
 class Arm:
     """One way to serve: flags of ``serve`` beside those of all arms.
 
-    ``asks``: moves that the harness asks for when ``policy/drop_timing.py`` decides on them; none if the router decides
+    ``asks``: moves that the harness asks for when ``policy/drop.py`` decides on them; none if the router decides
     itself, or never drops.
     """
 

@@ -17,8 +17,8 @@ from benchmarks.cluster.burst_loads import PROMPT, Load, probes_of
 from benchmarks.cluster.burst_watch import Watcher
 from benchmarks.run_columns import latency_lists
 from floodplain.demo.cluster import VerbProcess
-from floodplain.observe.scraped import Scraped
-from floodplain.policy.drop_timing import DropMove
+from floodplain.observe.polling import Scraped
+from floodplain.policy.drop import DropMove
 from floodplain.web.client import ask_now
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget

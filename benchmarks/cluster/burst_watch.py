@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
+from floodplain.policy.drop import ClusterLoad, DropMove, DropTiming, DropTimingSettings
 from floodplain.web.client import AnswerLimits, HttpClient
 
 POLL_S = 0.2

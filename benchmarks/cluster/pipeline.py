@@ -24,7 +24,7 @@ from floodplain.bench.offline import hardware_report
 from floodplain.demo.cluster import VerbProcess
 from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.scraped import Scraped
+from floodplain.observe.polling import Scraped
 from floodplain.web.client import ask_now
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget

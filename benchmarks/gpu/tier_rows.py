@@ -21,10 +21,8 @@ from floodplain.core.tiers import Direction
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda.device import CudaDevice, measure_context_bytes
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
-from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.transfer import CudaTransferEngine, open_pool_copies
-from floodplain.memory.cuda.wires import PeerWire, PinnedWire, PoolEnd, Wire
+from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home
+from floodplain.memory.cuda.transfer import CudaTransferEngine, PeerWire, PinnedWire, PoolEnd, Wire, open_pool_copies
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.slots import PeerSlots

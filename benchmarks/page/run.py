@@ -24,8 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import EventKind
+from floodplain.core.lifecycle import EndedRequest, EventKind
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.sequence import Sequence, Status
@@ -38,8 +37,8 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.server.app import Server
+from floodplain.web.address import bind, url_of
 from floodplain.web.limits import limit_connections
-from floodplain.web.listen import bind, url_of
 
 TOKENS_PER_S = 25
 """Of each running request: a token in 40 ms."""

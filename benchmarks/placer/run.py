@@ -19,7 +19,7 @@ from benchmarks.placer.table1 import draw_cluster
 from benchmarks.placer.verify import violations
 from floodplain.files.results import write_result
 from floodplain.observe.style import COLOURS, GREY, make_figure, save_figure, styled
-from floodplain.planner.classes import classify
+from floodplain.planner.cluster import classify
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import place
 

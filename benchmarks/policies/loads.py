@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from floodplain.core.goals import UNLOADED_FACTOR
-from floodplain.core.request import Request
+from floodplain.core.request import UNLOADED_FACTOR, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.sim.instance import StepLine
 from floodplain.workload.arrivals import Lengths, Phase, chat_like, phase_arrivals

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
-from floodplain.core.goals import UNLOADED_FACTOR
-from floodplain.core.request import Request
+from floodplain.core.request import UNLOADED_FACTOR, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.cost.step_time import StepCost
 from floodplain.policy.drop import DropSizes

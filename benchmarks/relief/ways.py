@@ -23,19 +23,19 @@ from benchmarks.relief.cells import (
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepTimer
-from floodplain.policy.drop_timing import ClusterLoad, DropTimingSettings
+from floodplain.policy.drop import ClusterLoad, DropTimingSettings
 from floodplain.policy.registry import make_policy
 from floodplain.policy.relief import (
     DropCost,
     Lever,
     Offer,
     Overload,
+    ReliefRule,
     StreamStep,
     choose_relief,
     exchanged_bytes,
     expect_s,
 )
-from floodplain.policy.relief_rule import ReliefRule
 from floodplain.sim.cluster import VirtualCluster, serve_cluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.instance import VirtualInstance

@@ -9,7 +9,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.web.address import check_base_url
 from floodplain.workload.http_target import DEFAULT_TIMEOUT_S
-from floodplain.workload.prompt_form import SEND_HELP, WAYS
+from floodplain.workload.prompts import SEND_HELP, WAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

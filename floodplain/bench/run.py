@@ -21,7 +21,7 @@ from floodplain.observe.timeline import client_timeline
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import describe_goals, measure_goals
 from floodplain.workload.http_target import HttpTarget
-from floodplain.workload.prompt_form import PromptForm
+from floodplain.workload.prompts import PromptForm
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 from floodplain.workload.traces import Trace, load_trace

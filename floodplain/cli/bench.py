@@ -11,8 +11,7 @@ from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.early_checks import check_early
+from floodplain.engine.config import EngineConfig, check_early
 from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say

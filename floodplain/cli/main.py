@@ -14,6 +14,7 @@ from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean
 from floodplain.cli.options import Parser, resolve
 from floodplain.cli.sources import check_variables, name_sources
 from floodplain.core.errors import ServiceLost, UserError, WriteFailed
+from floodplain.files.extras import missing
 from floodplain.files.results import open_standard_streams
 from floodplain.observe.terminal import complain, say, start_logging
 
@@ -89,8 +90,6 @@ def _asks_for_help(argv: Sequence[str]) -> bool:
 
 class _PrintCompletion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, flag: str | None = None) -> None:
-        from floodplain.cli.completion import make_script
-
         say(make_script(_build(VERBS), shell))
         parser.exit()
 
@@ -158,3 +157,30 @@ def _find_flags() -> set[str]:
 def _verbs_of(parser: Parser) -> dict[str, Any]:
     tables = [action.choices for action in parser._actions if action.nargs == "A..."]
     return dict(tables[0]) if tables and tables[0] else {}
+
+
+def make_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """The script that completes the words of ``parser`` and of its verbs in ``shell``.
+
+    Raises UserError if shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise missing("--print-completion", "shtab") from None
+    _prepare(parser, {"FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY, "MODEL": shtab.FILE})
+    script: str = shtab.complete(parser, shell)
+    return script
+
+
+def _prepare(parser: argparse.ArgumentParser, kinds: dict[str, object]) -> None:
+    """Have shtab complete paths, and verbs without a line of help, which it would leave out."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            listed = {choice.dest for choice in action._choices_actions}
+            for name, verb in action.choices.items():
+                if name not in listed:
+                    action._choices_actions.append(action._ChoicesPseudoAction(name, (), verb.description or name))
+                _prepare(verb, kinds)
+        elif action.metavar in kinds:
+            action.complete = kinds[action.metavar]  # type: ignore[attr-defined]

@@ -11,8 +11,7 @@ from floodplain.cli import profile_media
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.early_checks import check_early
+from floodplain.engine.config import EngineConfig, check_early
 from floodplain.files.extras import require
 from floodplain.files.profile import Profile, read_profile
 from floodplain.files.results import check_writable

@@ -67,7 +67,7 @@ def _list(kind: str) -> None:
 def _reproduce(config: ReproduceConfig, figures: Any, args: argparse.Namespace) -> None:
     from floodplain.observe.strict_json import to_json
     from floodplain.papers.page import DATA, PAGE, describe, to_document, write_page
-    from floodplain.papers.running import run_figures
+    from floodplain.papers.registry import run_figures
 
     if config.out is not None:
         require("--out", "matplotlib")

@@ -22,7 +22,7 @@ from floodplain.cluster.engine_flags import (
 )
 from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, RaySetup, count_router_files, split_address
 from floodplain.core.errors import UserError
-from floodplain.core.goals import Goals
+from floodplain.core.request import Goals
 from floodplain.engine.config import EngineConfig
 from floodplain.files.extras import require
 from floodplain.observe.start_log import StartLog
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
     cluster_config = dataclass_from(args, ClusterConfig)
 
-    from floodplain.engine.early_checks import check_early
+    from floodplain.engine.config import check_early
     from floodplain.server.auth import KeyRing, check_exposure
+    from floodplain.web.address import bind, url_of
     from floodplain.web.limits import limit_connections
-    from floodplain.web.listen import bind, url_of
 
     if config.fair_by == "key" and server_config.api_key_file is None:
         raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")
@@ -189,7 +189,7 @@ def _open_cluster(
     from floodplain.cluster.router.engine import ClusterEngine
     from floodplain.cluster.router.stalls import StallRule
     from floodplain.cluster.router.webhook import Webhook
-    from floodplain.web.listen import bind
+    from floodplain.web.address import bind
 
     is_pipeline = cluster_config.pipeline
     if is_pipeline:

@@ -123,7 +123,7 @@ def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run
 
                 save_plots(runs, config.out.parent / f"{config.out.stem}-plots")
         if config.trace_out is not None:
-            from floodplain.observe.chrome_trace import chrome_trace
+            from floodplain.observe.residence import chrome_trace
 
             save_result(config.trace_out, chrome_trace(runs))
     finally:  # shown even if it cannot be saved

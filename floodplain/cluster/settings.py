@@ -8,8 +8,7 @@ from typing import get_args
 
 from floodplain.core.errors import UserError
 from floodplain.policy.microbatch import Split
-from floodplain.web.address import check_address
-from floodplain.web.listen import is_loopback
+from floodplain.web.address import check_address, is_loopback
 
 LOCAL = "auto"
 """Value of ``--cluster``: a Ray on this machine only, which starts and ends with the router."""

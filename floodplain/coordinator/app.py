@@ -32,8 +32,7 @@ from floodplain.web.bodies import READERS, JsonRoute, parse_model
 from floodplain.web.errors import ApiError, describe_errors, error_response, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames, expect_json
-from floodplain.web.process_metrics import ProcessMetrics
-from floodplain.web.scrape import scrape
+from floodplain.web.scrape import ProcessMetrics, scrape
 from floodplain.web.workers import Workers
 
 MAX_BODY_BYTES = 2**18

@@ -21,9 +21,9 @@ from floodplain.coordinator.tokens import TokenRing, check_exposure
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.core.errors import UserError
 from floodplain.lending.membership import lease_clock
+from floodplain.web.address import bind, url_of
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections
-from floodplain.web.listen import bind, url_of
 from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.web.serving import StoppableServer
 

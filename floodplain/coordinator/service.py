@@ -24,9 +24,9 @@ from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreErr
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook, Speaker
 from floodplain.leases.choice import AllowedPairs
-from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
+from floodplain.leases.rules import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.states import Lease, LeaseId, Outcome
 from floodplain.leases.table import Changes
 

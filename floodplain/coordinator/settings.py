@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
 from floodplain.files.reading import user_folder
-from floodplain.leases.limits import (
+from floodplain.leases.rules import (
     FORGET_AFTER_S,
     LEAST_LEASE_BYTES,
     MAX_BORROWED_BYTES,

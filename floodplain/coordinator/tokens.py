@@ -12,8 +12,8 @@ from typing import Self
 
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.web.address import is_loopback
 from floodplain.web.bearer import read_secret_lines
-from floodplain.web.listen import is_loopback
 
 
 class Role(Enum):

@@ -11,6 +11,9 @@ from enum import Enum
 from itertools import pairwise
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.plan import TransferKind
+from floodplain.core.request import FinishReason, Request
+from floodplain.core.tiers import Tier
 
 
 class EventKind(Enum):
@@ -136,3 +139,24 @@ def residence_s(lifecycle: Lifecycle) -> list[tuple[float, float]]:
                 stays.append((since_s, now))
             since_s = None
     return stays
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedKV:
+    """A copy of a request's KV between the device and one tier of swap space, from its order to its end."""
+
+    kind: TransferKind
+    tier: Tier
+    num_bytes: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request, its events and why it ended; ``copies`` by their ends, empty unless the engine records them."""
+
+    request: Request
+    lifecycle: Lifecycle
+    reason: FinishReason
+    copies: tuple[CopiedKV, ...] = ()

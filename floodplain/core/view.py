@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
 from floodplain.core.cache_groups import CacheGroup
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.hashing import BlockKey
-from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.request import NO_GOALS, Goals, OrderKey, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from floodplain.bench.engine_target import EngineTarget, started
 from floodplain.bench.offline import hardware_report, report_between, run_offline
-from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.demo.other_load import LoadMeter
 from floodplain.demo.users import shifted
 from floodplain.demo.ways import Way

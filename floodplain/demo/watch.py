@@ -12,8 +12,7 @@ from typing import Any
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.files.parsing import parse_json
-from floodplain.observe.polling import polling
-from floodplain.observe.scraped import Scraped
+from floodplain.observe.polling import Scraped, polling
 from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer
 
 PERIOD_S = 0.25

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.build import build_engine
 from floodplain.engine.compute_threads import release_compute_threads

@@ -16,14 +16,12 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
-from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots
-from floodplain.engine.expansion_plan import plan_expansion
+from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots, plan_expansion
 from floodplain.engine.idle_memory import IdleMemory
-from floodplain.engine.pool_limits import find_limits
+from floodplain.engine.pool_limits import SteadyState, find_limits, read_steady_state
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
-from floodplain.engine.steady_state import SteadyState, read_steady_state
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent

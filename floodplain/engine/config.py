@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import SettingRefused, UserError
-from floodplain.core.sizes import parse_size
+from floodplain.core.sizes import format_size, parse_size, show_size
 from floodplain.engine.flags import (
     DEFAULT_LEASE_IDLE_S,
     DEFAULT_LEND_AFTER_S,
@@ -22,6 +22,8 @@ from floodplain.engine.flags import (
     EngineFlags,
 )
 from floodplain.memory.host.named_file import NAME
+from floodplain.memory.host_memory import available_bytes
+from floodplain.model.weights.peek import peek_shape
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import SharingSettings, settings_for
 
@@ -232,3 +234,23 @@ def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
 def _check_range(flag: str, value_s: float, least_s: float, most_s: float) -> None:
     if not least_s <= value_s <= most_s:
         raise UserError(f"{flag} must be between {least_s:g} and {most_s:g} s, not {value_s}")
+
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_early(config: EngineConfig) -> None:
+    """Check that the model exists, and that memory sizes fit the machine and a KV block. Raises UserError."""
+    sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
+    asked = {flag: size for flag, size in sizes.items() if size is not None}
+    if config.device == "cpu":
+        available = available_bytes()
+        for flag, size in asked.items():
+            if size > available:
+                asked_size, free = format_size(size), show_size(available)
+                raise UserError(f"{flag} {asked_size} is more than the {free} that this machine has free: lower it")
+    block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(_ITEM_BYTES[config.dtype])
+    for flag, size in asked.items():
+        if size < block_bytes:
+            least = show_size(block_bytes)
+            raise UserError(f"{flag} {format_size(size)} is less than one KV block of {least}: raise it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from floodplain.core.ended import CopiedKV
+from floodplain.core.lifecycle import CopiedKV
 from floodplain.core.plan import Transfer
 from floodplain.core.request import SeqId
 

@@ -1,6 +1,8 @@
 """Returns physical memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
 
 The pool keeps its blocks and its owned pages, swap space its slots. Cached prefixes in them are dropped first.
+
+A unit is the smallest part that can be returned: a quantum of the KV pool, a slot of swap space.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from floodplain.core.blocks import BlockState
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import RequestRefused
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence

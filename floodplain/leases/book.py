@@ -16,10 +16,9 @@ from typing import Protocol
 
 from floodplain.leases import rules
 from floodplain.leases.choice import AllowedPairs, choose_disallowed
-from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply
-from floodplain.leases.rules import EndedLenders
+from floodplain.leases.rules import DEFAULT_LIMITS, EndedLenders, LeaseLimits
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp, judge
 from floodplain.leases.table import Changes, LeaseTable
 

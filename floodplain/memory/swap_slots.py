@@ -1,6 +1,10 @@
 """Slots of swap space, each with room for one block: their bytes and digests.
 
 ``core.tiers.SlotLedger`` assigns slots to blocks.
+
+Slots that a GPU copies from and to are page-locked, exactly their bytes: torch's own page-locked memory is rounded up
+to powers of two, and torch keeps it. With unified addresses, memory that is locked here is mapped for every device
+(cudaHostRegisterDefault): kernels read and write it at the host's address.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +23,26 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.sizes import show_size
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.page_lock import lock_pages, unlock_pages
 from floodplain.memory.runs import find_runs
+
+
+def lock_pages(words: torch.Tensor, advice: str) -> None:
+    """Lock the memory behind a contiguous tensor of the host. The caller unlocks it before the memory goes.
+
+    Raises ``UserError`` with ``advice`` if the system does not lock that much memory.
+    """
+    if int(_cuda_runtime().cudaHostRegister(words.data_ptr(), words.nbytes, 0)):
+        raise UserError(f"the system locks no {show_size(words.nbytes)} of memory: {advice}")
+
+
+def unlock_pages(words: torch.Tensor) -> None:
+    """Undo ``lock_pages``, once no copy uses the memory any more."""
+    torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(words.data_ptr())))
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
 
 EMPTY_DIGEST = 0
 """Digest of a slot without a whole block. If a block has it by chance, its swap-in is refused: a miss."""

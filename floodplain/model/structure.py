@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from floodplain.core.errors import UserError
-from floodplain.core.structure import Structure, StructureKind
+from floodplain.core.sampling import Structure, StructureKind
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.tokenizer import Tokenizer
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
-from floodplain.papers.loads import ARXIV, SHAREGPT, Burst, Lengths
-from floodplain.papers.serving import Served, capacity, scenario_of, serve_rows
+from floodplain.papers.serving import ARXIV, SHAREGPT, Burst, Lengths, Served, capacity, scenario_of, serve_rows
 from floodplain.sim.machine import resolve_machine
 
 VLLM, CFS, AQUA, OWN = (

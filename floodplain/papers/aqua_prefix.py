@@ -13,8 +13,7 @@ from floodplain.core.tiers import Link, Tier
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import StepTimer
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
-from floodplain.papers.loads import SHAREGPT, poisson_rows
-from floodplain.papers.serving import scenario_of, serve_rows
+from floodplain.papers.serving import SHAREGPT, poisson_rows, scenario_of, serve_rows
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim.machine import Machine, resolve_machine

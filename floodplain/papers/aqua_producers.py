@@ -10,8 +10,7 @@ from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import ModelShape
 from floodplain.papers.aqua_streams import AQUA, DRAM, H100, Copying, LongPrompt
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
-from floodplain.papers.loads import SHAREGPT, poisson_rows
-from floodplain.papers.serving import scenario_of, serve_rows
+from floodplain.papers.serving import SHAREGPT, poisson_rows, scenario_of, serve_rows
 from floodplain.workload.traces import TraceRow
 
 NUM_REQUESTS = 150

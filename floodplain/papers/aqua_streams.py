@@ -11,8 +11,7 @@ from floodplain.cost.expansion import step_stall_s
 from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import shape_named
 from floodplain.papers.claims import Figure, Measured, Picture, Statement, Unknown
-from floodplain.papers.loads import SHAREGPT, poisson_rows
-from floodplain.papers.serving import Served, serve_rows
+from floodplain.papers.serving import SHAREGPT, Served, poisson_rows, serve_rows
 
 MODEL = "opt-30b"
 PROMPT, OUTPUT, BLOCK_TOKENS = 8192, 32, 16

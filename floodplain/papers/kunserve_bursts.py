@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from floodplain.papers.claims import Unknown
-from floodplain.papers.loads import Lengths
-from floodplain.papers.serving import Served, serve_rows
+from floodplain.papers.serving import Lengths, Served, serve_rows
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.scenario import make_scenario
 from floodplain.workload.arrivals import Phase, phase_arrivals

@@ -13,8 +13,7 @@ import numpy as np
 from floodplain.cost.link import GB
 from floodplain.cost.model_shape import shape_named
 from floodplain.papers.claims import Unknown
-from floodplain.papers.loads import Lengths
-from floodplain.papers.serving import Served, serve_rows
+from floodplain.papers.serving import Lengths, Served, serve_rows
 from floodplain.workload.arrivals import arrival_times
 from floodplain.workload.traces import TraceRow
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from floodplain.files.parsing import listed
-from floodplain.planner.classes import classify
-from floodplain.planner.cluster import Cluster, Model
+from floodplain.planner.cluster import Cluster, Model, classify
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.mixes import list_mixes
 from floodplain.planner.model import MixProgram

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from floodplain.planner.classes import Counts, Problem, UnitClass
+from floodplain.planner.cluster import Counts, Problem, UnitClass
 
 Kind = tuple[int, int, frozenset[str] | None, frozenset[int]]
 

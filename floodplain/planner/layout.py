@@ -8,8 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from floodplain.planner.classes import Counts, Problem, UnitClass
-from floodplain.planner.cluster import Server, Spot, Unit
+from floodplain.planner.cluster import Counts, Problem, Server, Spot, Unit, UnitClass
 from floodplain.planner.matching import Party
 from floodplain.planner.solver import Deadline
 

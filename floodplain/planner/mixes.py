@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from floodplain.planner.classes import Counts, Problem, ServerGroup
+from floodplain.planner.cluster import Counts, Problem, ServerGroup
 from floodplain.planner.solver import Deadline
 
 MAX_MIXES = 60_000

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from floodplain.core.errors import InvariantError
-from floodplain.planner.classes import Counts, Problem
+from floodplain.planner.cluster import Counts, Problem
 from floodplain.planner.mixes import Integers, MixTable
 from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve
 

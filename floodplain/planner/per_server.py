@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from floodplain.core.errors import InvariantError
-from floodplain.planner.classes import Counts, Problem
+from floodplain.planner.cluster import Counts, Problem
 from floodplain.planner.layout import count_current
 from floodplain.planner.model import GB, Answer
 from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve

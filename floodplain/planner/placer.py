@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.planner.classes import Counts, Problem, UnitClass, classify
-from floodplain.planner.cluster import Cluster, Model, Spot, Unit
+from floodplain.planner.cluster import Cluster, Counts, Model, Problem, Spot, Unit, UnitClass, classify
 from floodplain.planner.explain import explain
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.layout import keep_in_place, lay_out, parties

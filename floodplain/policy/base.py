@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from floodplain.core.plan import Decision
 from floodplain.core.request import OrderKey
@@ -13,6 +14,31 @@ from floodplain.core.view import View
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.turn import share
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """With what a decision that only decodes stands, while the same sequences are live and decode.
+
+    Attributes:
+        least_available: Least blocks that can be allocated, those that the decodes need included.
+        num_at_risk: So many blocks are empty, or the cached ones that are evicted next, so many, have backups.
+    """
+
+    least_available: int = 0
+    num_at_risk: int = 0
+
+
+@runtime_checkable
+class StandingPolicy(Protocol):
+    """A policy that knows when its decisions stand."""
+
+    def stands(self, view: View) -> Standing | None:
+        """With what its decision for ``view`` stands: one token for each running sequence, and no copy.
+
+        None: it may decide otherwise in the next step.
+        """
+        ...
 
 
 class Policy(Protocol):

@@ -1,6 +1,6 @@
 """AQUA's completely fair scheduler: time slices, least served requests first (AQUA, section 7).
 
-AQUA's requests have one answer; here all choices of a request count as one (``policy.choices``).
+AQUA's requests have one answer; here all choices of a request count as one (``policy.ranking``).
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import SharingPolicy
-from floodplain.policy.choices import tokens_of_requests
-from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for, tokens_of_requests
 
 
 class CfsPolicy(SharingPolicy):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from floodplain.core.goals import NO_GOALS, UNLOADED_FACTOR
+from floodplain.core.request import NO_GOALS, UNLOADED_FACTOR
 from floodplain.core.sequence import Status
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View

@@ -1,6 +1,6 @@
 """Fair shares: the request, or the API key, with the least served work runs next.
 
-Served work is counted for each request, all its choices together (``policy.choices``), or for each API key and within
+Served work is counted for each request, all its choices together (``policy.ranking``), or for each API key and within
 it for each request. It is lifted to the active minimum at arrival and on return from idle (``core.served``). So new
 requests start level with the least served active one, and a stream of new requests does not starve old ones, as it does
 under ``cfs``.
@@ -20,8 +20,7 @@ from floodplain.core.sequence import Sequence
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import SharingPolicy
-from floodplain.policy.choices import tokens_of_requests
-from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice, slice_for, tokens_of_requests
 from floodplain.policy.shares import work_of_keys
 
 

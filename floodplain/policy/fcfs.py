@@ -18,10 +18,10 @@ from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Re
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.base import Standing
 from floodplain.policy.growth import blocks_for, count_spare_blocks
 from floodplain.policy.microbatch import MicrobatchRule, can_go_on
 from floodplain.policy.prefixes import count_at_risk, pays_to_fetch, prefix_backup
-from floodplain.policy.standing import Standing
 
 
 class FcfsPolicy:

@@ -10,12 +10,11 @@ from floodplain.core.plan import Decision, Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import View
-from floodplain.policy.base import SharingPolicy
+from floodplain.policy.base import SharingPolicy, Standing
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.growth import count_spare_blocks, most_growth
 from floodplain.policy.prefixes import count_at_risk, prefix_backup
 from floodplain.policy.ranking import Ranking, live_rows
-from floodplain.policy.standing import Standing
 from floodplain.policy.swap import copying_pays
 from floodplain.policy.turn import share
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from floodplain.core.goals import UNLOADED_FACTOR
+from floodplain.core.request import UNLOADED_FACTOR
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_held
 

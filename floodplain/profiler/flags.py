@@ -12,7 +12,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.search import RepeatedTries, rate_grid
 from floodplain.web.address import check_base_url
-from floodplain.workload.prompt_form import SEND_HELP, WAYS
+from floodplain.workload.prompts import SEND_HELP, WAYS
 from floodplain.workload.spec import WorkloadSpec, parse_goodput
 
 MOST_TRY_S = 86400.0

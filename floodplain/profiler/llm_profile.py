@@ -30,7 +30,7 @@ from floodplain.profiler.virtual import VirtualTarget
 from floodplain.server.auth import read_keys
 from floodplain.web.client import HttpClient
 from floodplain.workload.http_target import HttpTarget
-from floodplain.workload.prompt_form import PromptForm
+from floodplain.workload.prompts import PromptForm
 from floodplain.workload.spec import WorkloadSpec
 
 Target = MeasuredTarget | VirtualTarget

@@ -19,8 +19,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.polling import polling
-from floodplain.observe.scraped import Scraped
+from floodplain.observe.polling import Scraped, polling
 from floodplain.profiler.goals import Answer, TryGoals
 from floodplain.profiler.targets import Load, Seen
 from floodplain.web.client import AnswerLimits, HttpClient, NoAnswer

@@ -12,20 +12,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import inf
 from random import Random
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.goals import NO_GOALS
 from floodplain.core.hashing import root_key
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
-from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.request import NO_GOALS, FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
-from floodplain.runtime.ahead import decode_ahead
 from floodplain.runtime.apply import PlanBuilder
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.standing import LastDecision
@@ -345,3 +343,41 @@ class Loop:
         for seq in [seq for seq in self._ended if not seq.num_outstanding]:
             self._ended.remove(seq)
             self.state.release(seq, now)
+
+
+def decode_ahead(state: LoopState, seqs: Seq[Sequence], token: int, ends_s: Seq[float]) -> None:
+    """Give each sequence ``token`` in each of the steps that end at ``ends_s``.
+
+    Blocks are sealed and allocated in the order of the steps. InvariantError if there are too few.
+    """
+    num_steps, block_tokens = len(ends_s), state.ledger.block_tokens
+    at_boundary: list[list[tuple[Sequence, int]]] = [[] for _ in range(num_steps + 1)]  # with their tokens, by steps
+    for seq in seqs:
+        for place in range(-seq.num_computed % block_tokens, num_steps + 1, block_tokens):
+            at_boundary[place].append((seq, seq.num_computed + place))
+        seq.tokens.extend(repeat(token, num_steps))
+        seq.lifecycle.token_times_s.extend(ends_s)
+        seq.num_computed += num_steps
+        seq.num_scheduled += num_steps
+        seq.keys_for(seq.num_computed // block_tokens, block_tokens)
+    for place, due in enumerate(at_boundary):
+        if place:
+            _seal(state, due)
+        if place < num_steps:
+            _grow(state, due)
+
+
+def _seal(state: LoopState, due: Seq[tuple[Sequence, int]]) -> None:
+    for seq, _ in due:
+        state.ledger.seal(seq.blocks[seq.num_sealed], seq.keys[seq.num_sealed])
+        seq.num_sealed += 1
+
+
+def _grow(state: LoopState, due: Seq[tuple[Sequence, int]]) -> None:
+    for seq, num_tokens in due:
+        if num_tokens == len(seq.blocks) * state.ledger.block_tokens:
+            blocks = state.ledger.allocate(1)
+            if blocks is None:
+                raise InvariantError("a decision stood although blocks are short")
+            seq.blocks += blocks
+            state.row_changes.add(seq.seq_id)

@@ -9,8 +9,7 @@ from itertools import takewhile
 from floodplain.core.plan import Decision, StepPlan
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.policy.base import Policy
-from floodplain.policy.standing import Standing, StandingPolicy
+from floodplain.policy.base import Policy, Standing, StandingPolicy
 from floodplain.runtime.state import LoopState
 
 SPARE_SAVED = 32

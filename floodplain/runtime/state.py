@@ -24,8 +24,7 @@ from floodplain.core.transfers import TransferLedger
 from floodplain.policy.base import Policy
 from floodplain.policy.prefixes import least_chance_to_save
 from floodplain.runtime.demand import DemandMeter
-from floodplain.runtime.links import Links
-from floodplain.runtime.prices import StepPrices
+from floodplain.runtime.prices import Links, StepPrices
 from floodplain.runtime.queue import Retries, WaitingQueue
 from floodplain.runtime.sessions import SessionBook
 

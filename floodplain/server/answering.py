@@ -16,8 +16,7 @@ from fastapi import Request, Response
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request as EngineRequest
-from floodplain.core.sampling import SamplingParams
-from floodplain.core.structure import Structure
+from floodplain.core.sampling import SamplingParams, Structure
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.server.auth import Client
 from floodplain.server.counts import RequestCounts

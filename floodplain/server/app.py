@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from floodplain import __version__
-from floodplain.core.goals import NO_GOALS, Goals
+from floodplain.core.request import NO_GOALS, Goals
 from floodplain.live.feed import Feed
 from floodplain.live.routes import page_routes
 from floodplain.server.access_log import AccessLog
@@ -29,19 +29,17 @@ from floodplain.server.page_burst import Bursts
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
-from floodplain.server.routes import OpenAIRoutes
+from floodplain.server.routes import OpenAIRoutes, TextRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.status import StatusLine
-from floodplain.server.text_routes import TextRoutes
 from floodplain.server.trace_headers import TraceHeaders
 from floodplain.server.vllm_metrics import VLLMMetrics
+from floodplain.web.address import is_loopback
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.limits import ConnectionLimits
-from floodplain.web.listen import is_loopback
 from floodplain.web.origin import OwnNames, expect_own_names
-from floodplain.web.process_metrics import ProcessMetrics
-from floodplain.web.scrape import scrape
+from floodplain.web.scrape import ProcessMetrics, scrape
 from floodplain.web.serving import StoppableServer
 
 if TYPE_CHECKING:  # its packages are an extra

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.core.goals import NO_GOALS, Goals
+from floodplain.core.request import NO_GOALS, Goals
+from floodplain.web.address import is_loopback
 from floodplain.web.bearer import find_bearer, read_secret_lines
-from floodplain.web.listen import is_loopback
 
 KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
 """Format of a line in a key file."""

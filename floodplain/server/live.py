@@ -8,7 +8,7 @@ from typing import Any
 
 from floodplain import __version__
 from floodplain.core.blocks import BlockState
-from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.quantiles import quantile
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats

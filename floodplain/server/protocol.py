@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.live.rows import LiveView

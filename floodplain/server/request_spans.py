@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 
 Value = str | int | float | tuple[str, ...]
 

@@ -16,9 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from floodplain.core.errors import RequestRefused, UserError
-from floodplain.core.goals import Goals
-from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
-from floodplain.core.structure import ANY_OBJECT, Structure, StructureKind
+from floodplain.core.request import Goals
+from floodplain.core.sampling import ANY_OBJECT, MAX_LOGPROBS, SamplingParams, Structure, StructureKind
 from floodplain.model.structure import structure_of_choices, structure_of_schema
 from floodplain.server.fields import (
     IGNORED,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from floodplain.core.errors import UserError
-from floodplain.core.structure import Structure
+from floodplain.core.sampling import Structure
 from floodplain.model.structure import structure_of_schema
 from floodplain.server.fields import Body
 

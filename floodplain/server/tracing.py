@@ -18,8 +18,8 @@ from opentelemetry.trace import SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from floodplain import __version__
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import UserError
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.server.request_spans import RequestSpan, root_span, spans_of
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
-from floodplain.server.families import LabelledMetrics, by_one
+from floodplain.server.metrics import LabelledMetrics, by_one
 
 FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,

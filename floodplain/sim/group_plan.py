@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from floodplain.core.group_merge import Merge, no_merge, plan_merge
-from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, Merge, no_merge, plan_merge, size_group
 from floodplain.cost.pipeline import StageMemory, split_layers
 from floodplain.policy.drop import DropSizes
 from floodplain.runtime.handover import Record

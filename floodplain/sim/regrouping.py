@@ -16,13 +16,11 @@ from typing import Protocol
 
 from floodplain.core.errors import UserError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.group_merge import Merge
+from floodplain.core.group_sizes import Merge
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import Request
-from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
-from floodplain.policy.drop_timing import ClusterLoad, DropMove
-from floodplain.policy.relief import DropCost, Progress, exchanged_bytes
-from floodplain.policy.relief_rule import ReliefLoad, ReliefRule
+from floodplain.policy.drop import ClusterLoad, DropMove, DropSizes, GroupLoad, plan_drop, plan_largest
+from floodplain.policy.relief import DropCost, Progress, ReliefLoad, ReliefRule, exchanged_bytes
 from floodplain.runtime.handover import HeldBlocks, Record, take_records
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment

@@ -11,11 +11,10 @@ from floodplain.core.plan import StepPlan
 from floodplain.cost.link import LINKS
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape, head_layers
 from floodplain.cost.step_time import StepTimer
-from floodplain.policy.drop import DropSizes
-from floodplain.policy.drop_timing import DropTimingSettings
+from floodplain.policy.drop import DropSizes, DropTimingSettings
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
-from floodplain.policy.relief_rule import ReliefRule, timing_of
+from floodplain.policy.relief import ReliefRule, timing_of
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.cluster import VirtualCluster

@@ -20,8 +20,7 @@ from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
 from floodplain.files.yaml_file import parse_yaml, read_yaml_mapping
 from floodplain.leases.states import NAME
-from floodplain.policy.drop import MOST_STAGES
-from floodplain.policy.drop_timing import DropTimingSettings
+from floodplain.policy.drop import MOST_STAGES, DropTimingSettings
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
 from floodplain.workload.spec import WorkloadSpec

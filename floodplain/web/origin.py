@@ -14,8 +14,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from floodplain.web.address import is_loopback
 from floodplain.web.errors import ApiError, error_response
-from floodplain.web.listen import is_loopback
 
 _MAX_SHOWN_CHARS = 80
 

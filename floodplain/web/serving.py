@@ -20,9 +20,9 @@ from uvicorn.server import ServerState
 
 from floodplain.core.errors import UserError
 from floodplain.web.accepting import LISTEN_BACKLOG, Accepting
+from floodplain.web.address import url_of
 from floodplain.web.connection import Connection
 from floodplain.web.limits import ConnectionLimits
-from floodplain.web.listen import url_of
 
 READ_BYTES = 2**15
 """Most bytes that are parsed before other work of the event loop runs."""

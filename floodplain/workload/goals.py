@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.lifecycle import time_per_output_token_s, time_to_first_token_s
+from floodplain.core.request import UNLOADED_FACTOR
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
 

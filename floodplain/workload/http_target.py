@@ -11,7 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json
 from floodplain.web.address import check_base_url
 from floodplain.web.client import HttpClient, NoAnswer, one_line
-from floodplain.workload.prompt_form import PromptForm
+from floodplain.workload.prompts import PromptForm
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, TokenUsage
 
 MAX_EVENT_BYTES = 2**22

@@ -1,9 +1,9 @@
-"""Prompts of real text: read from JSONL or ShareGPT files, or assembled to an exact number of tokens."""
+"""Prompts of real text, read or assembled to an exact number of tokens, and the form in which they are sent."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import listed
 from floodplain.workload.columns import parse_count, prefix_ids_of, read_json_rows
+from floodplain.workload.records import LoadRequest
 from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -160,3 +161,44 @@ class PromptMaker:
                 start = int(rng.integers(len(document)))
                 tokens.extend(document[start : start + num_tokens - len(tokens)])
         return tuple(tokens)
+
+
+WAYS = ("auto", "tokens", "text")
+SEND_HELP = (
+    "prompts as token ids, whose lengths are exact, or as text, whose lengths follow the server's usage; auto: as "
+    "token ids, and as text if the server refuses them"
+)
+_REFUSALS = frozenset({400, 415, 422, 500, 501})
+"""Statuses of servers that do not support prompts of token ids."""
+
+
+class PromptForm:
+    """The form of prompts for one server, one of ``WAYS``, else UserError; ``decode`` makes a text of token ids."""
+
+    def __init__(self, way: str = "auto", decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        if way not in WAYS:
+            raise UserError(f"--send must be one of {', '.join(WAYS)}, not {way!r}")
+        self._decode = decode
+        self._is_settled = way != "auto"
+        self._sends_text = way == "text"
+
+    def of(self, request: LoadRequest) -> Iterator[list[int] | str]:
+        """The prompt as the server accepts it; before that is known, ids, then text. Raises UserError without one."""
+        if request.prompt_token_ids and not self._sends_text:
+            yield list(request.prompt_token_ids)
+            if self._is_settled and not self._sends_text:
+                return
+        if request.prompt is not None:
+            yield request.prompt
+        elif self._decode is not None:
+            yield self._decode(request.prompt_token_ids)
+        elif self._sends_text:
+            raise UserError(f"{request.request_id} has no text to send")
+
+    def note(self, prompt: list[int] | str, status: int, server: str) -> bool:
+        """Note the server's HTTP status for a prompt as it was sent. True if it may accept another form of it."""
+        if status == 200 and not self._is_settled:
+            self._is_settled, self._sends_text = True, isinstance(prompt, str)
+            if self._sends_text:
+                logger.warning("%s takes no token ids: prompts are sent as text, lengths follow its usage", server)
+        return status in _REFUSALS and not isinstance(prompt, str)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
@@ -21,8 +20,8 @@ from floodplain.live.rows import LiveView, Row
 from floodplain.server.app import Server
 from floodplain.server.auth import KeyRing
 from floodplain.server.settings import DEFAULTS, ServerConfig
+from floodplain.web.address import bind, url_of
 from floodplain.web.limits import limit_connections
-from floodplain.web.listen import bind, url_of
 from tests.support.waiting import HANG_S
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from floodplain.model.network.load import load_decoder
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.decoding import BLOCK_TOKENS, Sequences
 
 pytestmark = [

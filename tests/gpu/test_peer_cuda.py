@@ -19,10 +19,8 @@ from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Location, Tier
 from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
-from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.transfer import CudaSlotMover, open_pool_copies
-from floodplain.memory.cuda.wires import PeerWire
+from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home, find_cuda_home
+from floodplain.memory.cuda.transfer import CudaSlotMover, PeerWire, open_pool_copies
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -261,7 +259,7 @@ PRODUCER = """
 import sys
 from pathlib import Path
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home
 home = claim_cuda_home("lender", CudaDriver(0).uuid, Path(sys.argv[1]))
 print("there", flush=True)
 sys.stdin.read()

@@ -22,7 +22,7 @@ from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home
 from tests.support.cuda_engines import DEVICE, TINY_POOL_BYTES, compare, generate, load, on_cpu, use_same_weights
 from tests.support.lending import coordinating
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from floodplain.bench.offline import run_offline
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
-from floodplain.core.goals import Goals
-from floodplain.core.request import Request, SeqId
+from floodplain.core.lifecycle import EndedRequest
+from floodplain.core.request import Goals, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine import async_engine
 from floodplain.engine.async_engine import AsyncEngine

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
 from floodplain.cluster.wire.frames import Frame
 from floodplain.core.errors import PeerLost
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.bulk import (
     KV,
     LOCAL,

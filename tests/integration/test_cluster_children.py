@@ -19,7 +19,7 @@ from floodplain.cluster.launch.processes import Ending, LocalProcesses
 from floodplain.cluster.router.engine import ClusterEngine
 from floodplain.core.errors import InvariantError, ServiceLost, UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.cluster_peers import until
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S, wait_until

@@ -19,7 +19,7 @@ from floodplain.lending.agent import LeaseAgent, NewsWatch
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until

@@ -100,7 +100,7 @@ from floodplain.core.blocks import BlockLedger
 import torch
 from floodplain.memory.cuda import transfer as cuda_transfer
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home
 from floodplain.memory.cuda.layer_line import PieceCopier
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_pool import KVPool

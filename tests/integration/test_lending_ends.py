@@ -23,7 +23,7 @@ from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import Membership
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.coordinators import coordinating, open_store
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks

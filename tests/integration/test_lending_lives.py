@@ -27,7 +27,7 @@ from floodplain.memory.host import named_file
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
-from floodplain.web.listen import bind, url_of
+from floodplain.web.address import bind, url_of
 from tests.support import forks
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating

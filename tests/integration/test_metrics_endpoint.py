@@ -16,8 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from floodplain import __version__
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats

@@ -28,7 +28,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import ByteTokenizer
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
 from tests.support import router_process
 from tests.support.cluster_peers import keep_pace, until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.model.weights.hub import is_hub_id
+from floodplain.model.weights.peek import is_hub_id
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,

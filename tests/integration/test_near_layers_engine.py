@@ -24,7 +24,7 @@ from floodplain.lending import peer_tier
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.near_layers import NearLayers
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.memory.near_copies import NearCopies
+from floodplain.memory.layer_slots import NearCopies
 from floodplain.policy.expansion import ExpansionDecision, ExpansionLimit
 from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, Disturb, Run, expanding
 from tests.support import forks

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.observe.pareto import draw_pareto
-from floodplain.observe.plots import draw_all, draw_timeline, draw_tpot, draw_ttft, save_plots, to_svg
+from floodplain.observe.plots import draw_all, draw_pareto, draw_timeline, draw_tpot, draw_ttft, save_plots, to_svg
 from floodplain.observe.report import render_report
 from floodplain.observe.residence import residence_columns
 from floodplain.observe.result import HardwareReport, RunInfo, benchmark_result

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from floodplain.demo.leases import FULL_SCENE
 from floodplain.demo.relief import FULL_RELIEF
 from floodplain.observe.demo_plots import draw_lending, draw_relief
-from floodplain.observe.pareto import draw_pareto
-from floodplain.observe.plots import draw_timeline, draw_tpot, draw_ttft
+from floodplain.observe.plots import draw_pareto, draw_timeline, draw_tpot, draw_ttft
 from floodplain.observe.residence import STATES, spans_by_state
 from floodplain.observe.strips import draw_beside_stock, draw_strip
 from floodplain.observe.style import POLICY_COLOURS, colours_of, finding, make_figure, render, spread, styled

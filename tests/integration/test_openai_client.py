@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from floodplain.core.errors import QueueFull
-from floodplain.core.goals import Goals
-from floodplain.core.request import Request
+from floodplain.core.request import Goals, Request
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.settings import ServerConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving

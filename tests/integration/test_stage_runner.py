@@ -15,8 +15,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, PromptLogprobs, StepPlan, StepResult, TableUpdate
 from floodplain.core.request import Request, SeqId
-from floodplain.core.sampling import SamplingParams
-from floodplain.core.structure import ANY_OBJECT
+from floodplain.core.sampling import ANY_OBJECT, SamplingParams
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.batches import Batches
 from floodplain.engine.build import build_engine

@@ -29,7 +29,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.runner import StageRunner
 from floodplain.engine.shell import Engine
 from floodplain.memory.group_memory import GroupMemory
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
 from tests.support import router_process
 from tests.support.cluster_peers import until

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from floodplain import LLM, SamplingParams
 from floodplain.core.errors import UserError
-from floodplain.core.structure import ANY_OBJECT, MAX_STRUCTURE_CHARS, Structure, StructureKind
+from floodplain.core.sampling import ANY_OBJECT, MAX_STRUCTURE_CHARS, Structure, StructureKind
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.model import structure as structure_module

@@ -20,7 +20,7 @@ from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapTier
-from floodplain.runtime.links import Links
+from floodplain.runtime.prices import Links
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 pytestmark = pytest.mark.slow

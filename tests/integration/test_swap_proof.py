@@ -22,8 +22,8 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.idle_backups import Pin
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sampling import ANY_OBJECT
 from floodplain.core.sequence import Sequence as Seq
-from floodplain.core.structure import ANY_OBJECT
 from floodplain.core.tiers import Direction, Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine.build import build_engine

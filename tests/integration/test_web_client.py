@@ -19,7 +19,7 @@ from floodplain.core.errors import UserError
 from floodplain.web.client import Answer, AnswerLimits, HttpClient, NoAnswer, NoServer
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
-from floodplain.workload.prompt_form import PromptForm
+from floodplain.workload.prompts import PromptForm
 from floodplain.workload.records import LoadRequest, RequestRecord
 from tests.support.fake_server import STREAM_HEAD, Asked, Handler, chunk, pouring, saying, serving, streaming, whole
 from tests.support.waiting import HANG_S

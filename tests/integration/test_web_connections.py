@@ -16,8 +16,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from floodplain.core.errors import UserError
+from floodplain.web.address import bind
 from floodplain.web.limits import ConnectionLimits, limit_connections
-from floodplain.web.listen import bind
 from floodplain.web.serving import StoppableServer
 from tests.support.waiting import HANG_S, wait_until
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.tiers import Direction
-from floodplain.memory.host.block_mover import SOURCE, NativeMover, NumpyMover, open_mover
 from floodplain.memory.host.device import open_private_device
+from floodplain.memory.host.transfer import SOURCE, NativeMover, NumpyMover, open_mover
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.native import build

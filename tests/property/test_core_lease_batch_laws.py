@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.member import MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Shard
+from floodplain.leases.rules import LeaseLimits
 from floodplain.leases.states import LeaseEvent, LeaseId, Outcome, Stamp
 from tests.support.examples import examples
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError
 from floodplain.leases import book, rules, states
 from floodplain.leases.book import Roster
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.member import Borrower, Lender, MemberSide
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
 from floodplain.leases.rows import Member, Reply
-from floodplain.leases.rules import EndedLenders
+from floodplain.leases.rules import EndedLenders, LeaseLimits
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.leases.table import LeaseTable
 from tests.support import lease_world

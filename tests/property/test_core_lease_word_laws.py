@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from floodplain.leases import rules
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
 from floodplain.leases.rows import Member, Shard
-from floodplain.leases.rules import EndedLenders
+from floodplain.leases.rules import EndedLenders, LeaseLimits
 from floodplain.leases.states import OWED, Lease, LeaseEvent, LeaseId, LeaseState, Stamp
 
 TTL_S = 10.0

@@ -15,7 +15,7 @@ from floodplain.cost.model_shape import shape_named
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.load import load_decoder
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.decoding import Sequences
 from tests.support.examples import examples
 

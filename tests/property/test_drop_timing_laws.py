@@ -17,14 +17,18 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError
 from floodplain.policy import drop as policy_drop
 from floodplain.policy.drop import (
+    ClusterLoad,
+    DropMove,
     DropPlan,
     DropSizes,
+    DropTiming,
+    DropTimingSettings,
     GroupLoad,
     excess_blocks,
+    find_slope,
     plan_drop,
     plan_largest,
 )
-from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings, find_slope
 from tests.support.examples import examples
 
 POOLS, GROUPED = 1000, 1600

@@ -15,8 +15,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.digest import compute_digests, compute_weights
-from floodplain.memory.host.block_mover import NativeMover, NumpyMover, open_mover
 from floodplain.memory.host.device import HostDevice, open_private_device
+from floodplain.memory.host.transfer import NativeMover, NumpyMover, open_mover
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots

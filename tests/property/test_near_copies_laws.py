@@ -20,8 +20,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.layer_line import PythonLayerLine, open_layer_line
 from floodplain.memory.layer_line import LayerLine
-from floodplain.memory.layer_slots import LayerSlots
-from floodplain.memory.near_copies import NearCopies
+from floodplain.memory.layer_slots import LayerSlots, NearCopies
 from tests.property.test_layer_slots_laws import LAYOUT, PLACES, World, act, world
 from tests.support.examples import examples
 from tests.support.layer_lines import OrderedLine

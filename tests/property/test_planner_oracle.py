@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.placer.verify import violations
 from floodplain.core.errors import UserError
-from floodplain.planner.classes import classify
-from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
+from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit, classify
 from floodplain.planner.explain import shrink
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import Placement, place, place_coarsely

@@ -13,15 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.router.listings import list_parts
+from floodplain.cluster.router.listings import RouterWatch, list_parts
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.watch import RouterWatch
 from floodplain.cluster.wire import messages
 from floodplain.cluster.wire.group_messages import Answer, Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
-from floodplain.cluster.wire.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
-from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.cluster.wire.messages import (
+    Beat,
+    Formed,
+    Hello,
+    KvHeld,
+    KvPulled,
+    Leaving,
+    Refused,
+    RequestStopped,
+    TokenRow,
+    Tokens,
+    pack,
+)
 from floodplain.core import codec
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState

@@ -18,9 +18,8 @@ from floodplain.core.sequence import Sequence
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import View
 from floodplain.cost.step_time import StepCost, StepTimer
-from floodplain.policy.base import Policy
+from floodplain.policy.base import Policy, Standing
 from floodplain.policy.registry import POLICIES, make_policy
-from floodplain.policy.standing import Standing
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.environment import Environment

@@ -13,10 +13,9 @@ from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepCost, StepTimer
-from floodplain.policy.drop import DropSizes
-from floodplain.policy.drop_timing import DropMoment, DropMove, DropTimingSettings
+from floodplain.policy.drop import DropMoment, DropMove, DropSizes, DropTimingSettings
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.relief_rule import ReliefLoad, ReliefRule
+from floodplain.policy.relief import ReliefLoad, ReliefRule
 from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig

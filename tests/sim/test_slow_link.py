@@ -20,7 +20,7 @@ from floodplain.policy.paced import STEPS_BESIDE
 from floodplain.policy.ranking import LINK_USE, Slice
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.runtime.links import FORGET_STEPS
+from floodplain.runtime.prices import FORGET_STEPS
 from tests.support.bursts import BLOCK_BYTES, LINE, Machine, Recorder, Run, begin, burst, make_burst
 from tests.support.overload import MACHINE as QUICK
 

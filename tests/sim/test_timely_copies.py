@@ -6,10 +6,9 @@ from functools import cache
 
 import pytest
 
-from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.lifecycle import inter_token_latencies_s, time_per_output_token_s
 from floodplain.core.plan import StepPlan
-from floodplain.core.request import Request
+from floodplain.core.request import UNLOADED_FACTOR, Request
 from floodplain.core.tiers import Link, Tier
 from floodplain.core.view import Prices
 from floodplain.policy.registry import make_policy

@@ -17,7 +17,7 @@ from floodplain.cluster.bulk.wire import HELLO_BYTES, MAX_CHUNK_BYTES, compute_d
 from floodplain.cluster.settings import split_address
 from floodplain.cluster.wire.frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.waiting import HANG_S
 
 SECRET = bytes(range(32))

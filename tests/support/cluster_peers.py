@@ -29,7 +29,7 @@ from floodplain.core.request import Request, SeqId
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.model.tokenizer import ByteTokenizer
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
 from tests.support.loops import make_request
 from tests.support.waiting import HANG_S

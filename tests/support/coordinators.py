@@ -18,8 +18,8 @@ from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.lending.membership import lease_clock
+from floodplain.web.address import bind, url_of
 from floodplain.web.limits import limit_connections
-from floodplain.web.listen import bind, url_of
 from tests.support.hooked_store import HookedStore
 from tests.support.waiting import HANG_S, wait_until
 

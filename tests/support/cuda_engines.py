@@ -12,7 +12,7 @@ import torch
 from floodplain import LLM, SamplingParams
 from floodplain.engine import build
 from floodplain.engine.outputs import RequestOutput
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.parity import Reference, Verdict, judge
 
 DEVICE = "cuda"

@@ -32,9 +32,9 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 _WEB = "floodplain.cli.main pydantic.v1 uvicorn.lifespan.on uvicorn.loops.auto uvicorn.protocols.http.auto"
 _ENGINE = """
-floodplain.engine.async_engine floodplain.engine.build floodplain.engine.early_checks floodplain.memory.host.backend
+floodplain.engine.async_engine floodplain.engine.build floodplain.engine.config floodplain.memory.host.backend
 floodplain.memory.host.layer_line floodplain.model.attention.cpu floodplain.model.tokenizer_view
-floodplain.model.weights.dummy
+floodplain.model.weights.open_model
 """
 _INSTANCE = f"""
 {_WEB} {_ENGINE} floodplain.cli.instance floodplain.cluster.instance.instance floodplain.cluster.groups.droppable

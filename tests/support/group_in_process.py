@@ -26,7 +26,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.model.weights.open_model import open_model
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
 from tests.support.cluster_peers import keep_pace
 

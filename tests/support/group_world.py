@@ -11,7 +11,7 @@ from floodplain.cluster.groups.table import Change, Group
 from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.group_messages import Answer, Order
 from floodplain.core.errors import UserError
-from floodplain.core.group_merge import plan_merge
+from floodplain.core.group_sizes import plan_merge
 from floodplain.core.groups import GroupState
 from tests.support.group_laws import GroupLaws
 from tests.support.group_process import LAYERS, Process, Said

@@ -23,7 +23,7 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
-from floodplain.runtime.links import Links
+from floodplain.runtime.prices import Links
 from tests.support.calm import MODEL
 from tests.support.late_copies import LateTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.rules import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.states import (
     Lease,
     LeaseEvent,

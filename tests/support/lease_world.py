@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from random import Random
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.member import MemberSide
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
+from floodplain.leases.rules import LeaseLimits
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseId
 from floodplain.leases.table import Changes
 from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Process, Timeline

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from floodplain.core.goals import Goals
+from floodplain.core.request import Goals
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, Run, burst, make_burst

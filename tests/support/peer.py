@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from floodplain.web.listen import bind, url_of
+from floodplain.web.address import bind, url_of
 
 
 def answer(body: bytes, status: int = 200, headers: str = "") -> bytes:

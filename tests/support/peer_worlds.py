@@ -15,12 +15,10 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Location, Tier
-from floodplain.memory.cuda import wires as cuda_wires
+from floodplain.memory.cuda import transfer as cuda_wires
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
-from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.transfer import Batch, CudaTransferEngine
-from floodplain.memory.cuda.wires import PeerWire, Wire
+from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home
+from floodplain.memory.cuda.transfer import Batch, CudaTransferEngine, PeerWire, Wire
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.transfer import HostTransferEngine

@@ -38,23 +38,21 @@ from floodplain.cluster.wire.messages import (
     Beat,
     Form,
     Formed,
+    GoOn,
     Hello,
+    HoldKv,
     InstanceFacts,
+    KvHeld,
+    KvPulled,
+    PullKv,
+    RequestStopped,
     StageFacts,
+    StopRequest,
     TokenRow,
     Tokens,
     Welcome,
     pack,
     read_router_message,
-)
-from floodplain.cluster.wire.migration_messages import (
-    GoOn,
-    HoldKv,
-    KvHeld,
-    KvPulled,
-    PullKv,
-    RequestStopped,
-    StopRequest,
 )
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.plan import TokenLogprobs

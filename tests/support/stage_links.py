@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from floodplain.cluster.wire.stage_link import LinkKey, StageLink, accept_link, dial_link
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 from tests.support.waiting import HANG_S
 
 KEY = LinkKey(bytes(range(32)), 7, 0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from floodplain.core.goals import Goals
 from floodplain.core.plan import StepPlan
-from floodplain.core.request import FinishReason
+from floodplain.core.request import FinishReason, Goals
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings

@@ -16,7 +16,7 @@ from benchmarks.cluster.burst_table import AIMS, attainment, first_late_s, forma
 from benchmarks.cluster.burst_watch import TIMING, TRANSITION_S, Sample, load_of, sample_of
 from floodplain.core.errors import UserError
 from floodplain.model.tokenizer import ByteTokenizer
-from floodplain.policy.drop_timing import DropMove, DropTiming
+from floodplain.policy.drop import DropMove, DropTiming
 
 TOKENIZER = ByteTokenizer(300)
 OWN = [name for name, load in LOADS.items() if load.trace is None]

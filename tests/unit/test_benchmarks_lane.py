@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.workload.records import LoadRequest
 

@@ -9,8 +9,8 @@ import pytest
 
 from floodplain.cli.main import main
 from floodplain.papers.aqua_bursts import A100, Guess, measure_burst
-from floodplain.papers.loads import Lengths
 from floodplain.papers.registry import FIGURES
+from floodplain.papers.serving import Lengths
 
 SMALL = replace(A100, num_before=3, burst_s=2.0, lengths=Lengths((600, 900), (20, 40), 2048))
 

@@ -11,11 +11,10 @@ import pytest
 from floodplain import SamplingParams
 from floodplain.cluster.wire import order_checks
 from floodplain.cluster.wire.group_messages import Adopt, Collect, Drop, Fetch, Fill, HeldRequest, Move, Return
-from floodplain.cluster.wire.messages import Form
-from floodplain.cluster.wire.migration_messages import GoOn, PullKv
+from floodplain.cluster.wire.messages import Form, GoOn, PullKv
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
-from floodplain.core.goals import NO_GOALS
+from floodplain.core.request import NO_GOALS
 
 NUM_LAYERS, EPOCH = 4, 7
 SECRET, ADDRESS = "5e" * 32, "127.0.0.1:9"

@@ -35,9 +35,8 @@ from floodplain.cluster.wire.messages import (
 from floodplain.cluster.wire.placements import request_of, submit_of
 from floodplain.core.codec import WireError
 from floodplain.core.errors import PeerLost, QueueFull, RequestRefused, ShuttingDown, UserError
-from floodplain.core.goals import Goals
 from floodplain.core.plan import TokenLogprobs
-from floodplain.core.request import Request
+from floodplain.core.request import Goals, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from tests.support.waiting import HANG_S

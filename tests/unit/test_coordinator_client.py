@@ -18,7 +18,7 @@ from floodplain.leases.states import Outcome
 from floodplain.lending import agent as agents
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
-from floodplain.web.listen import bind, url_of
+from floodplain.web.address import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 from tests.support.waiting import HANG_S, wait_until
 

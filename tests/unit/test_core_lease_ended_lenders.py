@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Report
+from floodplain.leases.rules import LeaseLimits
 from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome, Stamp
 from tests.support.lease_pair import TTL_S, LeasePair
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.leases.choice import allows, choose_disallowed
-from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Recall, Report, Request
 from floodplain.leases.rows import Shard
+from floodplain.leases.rules import LeaseLimits
 from floodplain.leases.states import (
     Lease,
     LeaseEvent,

@@ -10,7 +10,7 @@ from floodplain.core.errors import UserError
 from floodplain.cost.devices import DEVICES, AllReduce, Roofline, device_named, predict_blocks
 from floodplain.cost.fits import _FITS, fit_of
 from floodplain.cost.model_shape import SHAPES, shape_named
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 
 LLAMA = shape_named("llama-3.1-8b")
 CARD = DEVICES["rtx4090"]

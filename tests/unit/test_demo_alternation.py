@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from floodplain.demo.alternation import order_of_ways, repeated
 from floodplain.demo.burst import FULL, QUICK
-from floodplain.demo.headline import describe_headline, headline
 from floodplain.demo.other_load import BOUND, LoadMeter, Reading, busy_ticks, read_load, share_between, verdict
+from floodplain.demo.page import describe_headline, headline
 from floodplain.workload.spec import WorkloadSpec
 
 WAYS_AND_PAIRS = {"num_ways": st.integers(1, 6), "num_pairs": st.integers(1, 4)}

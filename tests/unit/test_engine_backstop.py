@@ -23,7 +23,7 @@ from floodplain.memory.host.backend import HostBackend
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.load import load_decoder
 from floodplain.model.network.parameters import PlainBuffer
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.decoding import BLOCK_TOKENS, all_logits
 from tests.support.examples import examples
 

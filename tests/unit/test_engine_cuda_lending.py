@@ -16,9 +16,9 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.memory.cuda import backend as cuda_backend
-from floodplain.memory.cuda import home as cuda_home
+from floodplain.memory.cuda import peer as cuda_home
 from floodplain.memory.cuda.backend import CudaBackend
-from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home, find_cuda_home
 from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.engine import early_checks
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.early_checks import check_early
+from floodplain.engine import config
+from floodplain.engine.config import EngineConfig, check_early
 from floodplain.model.weights.open_model import open_model
 from floodplain.model.weights.peek import peek_shape
 
@@ -72,7 +71,7 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
 
 def test_sizes_at_their_bounds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of this model has 4,096 bytes in bfloat16 and 8,192 in float32."""
-    monkeypatch.setattr(early_checks, "available_bytes", lambda: 8192)
+    monkeypatch.setattr(config, "available_bytes", lambda: 8192)
     check_early(EngineConfig(model="dummy:tiny-llama", kv_memory=4096, swap_memory=8192))
     check_early(EngineConfig(model="dummy:tiny-llama", kv_memory=2**40, device="cuda"))
     with pytest.raises(UserError, match="is less than one KV block of 8 KiB"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.core.layer_places import LayerPlaces, every_place
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.expansion_plan import ExpansionPlan, count_blocks, place_for, plan_expansion
+from floodplain.engine.expansion import ExpansionPlan, count_blocks, place_for, plan_expansion
 from floodplain.memory.kv_layout import KVLayout
 
 BASE_BLOCKS, QUANTUM = 137, 16

@@ -8,8 +8,7 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.pool_limits import find_limits
-from floodplain.engine.steady_state import SteadyState
+from floodplain.engine.pool_limits import SteadyState, find_limits
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home, format_uuid
+from floodplain.memory.cuda.peer import claim_cuda_home, find_cuda_home, format_uuid
 from floodplain.memory.host.device import open_home_device
 from tests.support import forks
 from tests.support.host_devices import open_device
@@ -77,7 +77,7 @@ def test_uuids_are_written_as_the_tools_write_them() -> None:
 HOME = """
 import sys
 from pathlib import Path
-from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home
 home = claim_cuda_home("a", bytes(range(16)), Path(sys.argv[1]))
 print("home", flush=True)
 sys.stdin.readline()

@@ -12,8 +12,7 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
-from floodplain.memory.cuda.peer import CudaExtent, CudaPeerMemory, find_obstacle
+from floodplain.memory.cuda.peer import CudaExtent, CudaPeerMemory, claim_cuda_home, find_obstacle
 from tests.fakes.cuda_driver import PAGE_BYTES, CUresult, FakeDriver, Gpu
 
 HOME, NEIGHBOUR, FAR = (bytes([number]) * 16 for number in range(3))

@@ -12,7 +12,7 @@ import pytest
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import CopyTime, Direction, Tier
-from floodplain.memory.cuda.wires import PinnedWire
+from floodplain.memory.cuda.transfer import PinnedWire
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from tests.support.peer_worlds import CHUNK_SLOTS, LAYOUT, NUM_CHUNKS, STREAM, FakeCudaWorld, fake_cuda_world
 from tests.support.waiting import HANG_S

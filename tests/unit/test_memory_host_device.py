@@ -344,7 +344,7 @@ def test_an_open_file_keeps_its_name_under_concurrent_use_and_sweeps(tmp_path: P
 CHILD = """
 import sys
 from pathlib import Path
-from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import claim_cuda_home
 from floodplain.memory.host.device import attach_device, open_home_device
 folder = Path(sys.argv[1])
 home = open_home_device("lender", 2**20, folder)

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from floodplain.core.ended import EndedRequest
-from floodplain.core.goals import NO_GOALS, Goals
-from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.core.request import FinishReason, Request
+from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
+from floodplain.core.request import NO_GOALS, FinishReason, Goals, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts

@@ -20,7 +20,7 @@ from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.load import load_decoder
 from floodplain.model.network.parameters import WeightSource, fill_buffer
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.decoding import BLOCK_TOKENS, Sequences, all_logits
 
 CPU = torch.device("cpu")

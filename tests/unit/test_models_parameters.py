@@ -20,7 +20,7 @@ from floodplain.model.network.parameters import (
     load_buffer,
     view_buffer,
 )
-from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.open_model import DummyModel
 from tests.support.decoding import Sequences, all_logits
 
 CPU = torch.device("cpu")

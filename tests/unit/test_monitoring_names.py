@@ -14,7 +14,7 @@ from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
-from floodplain.web.process_metrics import ProcessMetrics
+from floodplain.web.scrape import ProcessMetrics
 from tests.support.monitoring import ROOT, alerts, conditions, metric_names, queries
 
 

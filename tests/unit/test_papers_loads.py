@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from floodplain.papers.loads import ARXIV, SHAREGPT, Burst, Lengths, poisson_rows
+from floodplain.papers.serving import ARXIV, SHAREGPT, Burst, Lengths, poisson_rows
 
 BURST = Burst(rate=0.5, factor=3.0, pause_s=90.0, num_before=20, num_after=8, burst_s=40.0)
 

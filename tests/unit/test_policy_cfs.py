@@ -7,7 +7,7 @@ from random import Random
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
 from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, service
-from floodplain.policy.choices import tokens_of_requests
+from floodplain.policy.ranking import tokens_of_requests
 from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 

@@ -8,9 +8,9 @@ from floodplain.core.request import SeqId
 from floodplain.core.served import PROMPT_WEIGHT
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.cfs import CfsPolicy
-from floodplain.policy.choices import tokens_of_requests
 from floodplain.policy.deadlines import Deadlines
 from floodplain.policy.fair import FairPolicy, work_by_key
+from floodplain.policy.ranking import tokens_of_requests
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.shares import work_of_keys
 from tests.support.views import make_view, stream, swapped, waiting

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from floodplain.core.goals import Goals
 from floodplain.core.plan import Reason
+from floodplain.core.request import Goals
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from floodplain.core.goals import Goals
 from floodplain.core.plan import Reason
+from floodplain.core.request import Goals
 from floodplain.core.view import Demand, Prices, SequenceView, View
 from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
 from floodplain.policy.ranking import Ranking

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.scraped import Scraped
+from floodplain.observe.polling import Scraped
 from floodplain.profiler.measured import VLLM_USAGE, KvUse, VllmBlocks, kv_use_of, wait_until_idle, watching
 from floodplain.profiler.targets import Load
 from floodplain.server.counts import RequestCounts

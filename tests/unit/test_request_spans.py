@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from floodplain.core.ended import CopiedKV, EndedRequest
-from floodplain.core.lifecycle import EventKind, Lifecycle, residence_s
+from floodplain.core.lifecycle import CopiedKV, EndedRequest, EventKind, Lifecycle, residence_s
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
-from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import (
     Chunk,
@@ -19,7 +18,7 @@ from floodplain.core.plan import (
     TokenLogprobs,
     Wait,
 )
-from floodplain.core.request import FinishReason, SeqId
+from floodplain.core.request import NO_GOALS, FinishReason, Goals, SeqId
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.runtime.state import LoopConfig
 from tests.support.driver import Choice, Driver, ScriptedPolicy, computed

@@ -13,9 +13,8 @@ from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.core.view import Prices
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.runtime.links import Links
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.prices import StepPrices
+from floodplain.runtime.prices import Links, StepPrices
 from tests.support.bursts import Machine, burst, make_burst
 from tests.support.loops import FakeExecutor, make_loop, make_request
 

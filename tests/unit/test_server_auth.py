@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.core.goals import NO_GOALS, Goals
+from floodplain.core.request import NO_GOALS, Goals
 from floodplain.server.auth import Client, KeyRing, check_exposure
 from tests.support.secret_files import secret_file
 

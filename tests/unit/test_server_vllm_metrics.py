@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats

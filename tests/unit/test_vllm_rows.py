@@ -25,7 +25,7 @@ from floodplain.plugins.vllm.sorted_queue import SortedQueue
 from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.views import Present, ViewMaker
-from floodplain.runtime.links import Links
+from floodplain.runtime.prices import Links
 from tests.support.vllm_books import Block, Pool
 
 TOKENS, STEP, NEVER = 4, 100, 2**62

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.web.address import bind, is_loopback, url_of
 from floodplain.web.limits import ConnectionLimits
-from floodplain.web.listen import bind, is_loopback, url_of
 from floodplain.web.serving import Acceptor
 
 

@@ -16,10 +16,9 @@ from floodplain.core.errors import UserError
 from floodplain.model.network import llama
 from floodplain.model.network.load import load_decoder
 from floodplain.model.weights import peek
-from floodplain.model.weights.dummy import DummyModel
 from floodplain.model.weights.gguf_file import GgufFile
 from floodplain.model.weights.hf_folder import HfFolder
-from floodplain.model.weights.open_model import ModelSource, open_model
+from floodplain.model.weights.open_model import DummyModel, ModelSource, open_model
 from tests.support.decoding import BLOCK_TOKENS, all_logits
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from floodplain.core.errors import UserError
 from floodplain.model.weights import fingerprint
-from floodplain.model.weights.dummy import DummyModel
 from floodplain.model.weights.fingerprint import digest_files
-from floodplain.model.weights.open_model import fingerprint_kv, open_model
+from floodplain.model.weights.open_model import DummyModel, fingerprint_kv, open_model
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 from tests.unit.test_weights import DUMMY, dummy_weights, write_folder, write_gguf
 

@@ -143,7 +143,7 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, expected: dict[str,
 
 
 def test_the_profiler_finds_vllms_pool_in_its_metrics(url: str, expected: dict[str, str]) -> None:
-    from floodplain.observe.scraped import Scraped
+    from floodplain.observe.polling import Scraped
     from floodplain.profiler.measured import VllmBlocks, kv_use_of
 
     use = kv_use_of(Scraped(httpx.get(f"{url}/metrics", timeout=ANSWER_S).text), VllmBlocks(None, token_bytes=1000))

@@ -8,8 +8,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from vllm.tracing import SpanAttributes
 from vllm.v1.engine import output_processor
 
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.request_spans import ROOT, root_span

@@ -109,7 +109,7 @@ class BulkServer:
     """Serves stores to clients that show an admitted secret. Every method may be called on any thread.
 
     Args:
-        listener: Bound (``floodplain.web.listen.bind``); owned from now on.
+        listener: Bound (``floodplain.web.address.bind``); owned from now on.
         gate: Called before each chunk. It returns when the chunk may be sent, within less than a client's timeout.
         chunk_bytes: About the size of a chunk; one index is never split.
         stall_s: Seconds, as ``STALL_S``.

@@ -19,7 +19,7 @@ from floodplain.cluster.state.row_checks import check_moves, check_report, check
 from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError
-from floodplain.core.group_merge import plan_merge
+from floodplain.core.group_sizes import plan_merge
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
 

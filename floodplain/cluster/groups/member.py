@@ -14,7 +14,7 @@ from floodplain.engine.build import OpenedEngine
 from floodplain.engine.shell import Engine
 from floodplain.memory.arena import Page
 from floodplain.memory.group_memory import GroupMemory
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 
 MAX_YIELD_S = 0.02
 """A chunk of bulk data waits at most so long for activations, so that a transfer always ends."""

@@ -12,8 +12,7 @@ from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.messages import InstanceFacts
 from floodplain.cluster.wire.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError
-from floodplain.core.group_merge import Merge, no_merge
-from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, Merge, no_merge, size_group
 from floodplain.core.tiers import find_slot
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers

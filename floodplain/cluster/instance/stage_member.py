@@ -26,7 +26,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.stage_build import Stage, build_stage
 from floodplain.engine.step_meter import StepMeter
 from floodplain.policy.microbatch import MicrobatchRule, Split
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 
 LINK_HOST = "127.0.0.1"
 """Address at which stages listen for each other: the router starts all of them on its own machine."""

@@ -160,7 +160,7 @@ def _check_reach(setup: RaySetup) -> None:
     """Raise if the cluster has machines that cannot connect to the router."""
     import ray
 
-    from floodplain.web.listen import is_loopback
+    from floodplain.web.address import is_loopback
 
     here = ray.util.get_node_ip_address()
     others = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here})

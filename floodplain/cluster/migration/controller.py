@@ -24,7 +24,7 @@ from floodplain.cluster.migration.table import (
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Instance
 from floodplain.cluster.state.row_checks import check_blocks
-from floodplain.cluster.wire import migration_messages as wire
+from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.messages import Abort, RouterMessage
 from floodplain.cluster.wire.placements import submit_of
 from floodplain.core.codec import WireError

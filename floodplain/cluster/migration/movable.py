@@ -20,7 +20,7 @@ from floodplain.cluster.bulk.kv_copies import KV, Puller, RequestCopy, write_poo
 from floodplain.cluster.bulk.server import BulkServer, NotServed
 from floodplain.cluster.instance.instance import Replica, find_own_host
 from floodplain.cluster.instance.session import Role, Session
-from floodplain.cluster.wire import migration_messages as wire
+from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.messages import RouterMessage
 from floodplain.cluster.wire.order_checks import check_migration_order
 from floodplain.core.free_blocks import BlockId
@@ -31,7 +31,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.memory.kv_pool import KVPool
 from floodplain.runtime.handover import Incoming, Outgoing, Stopped
-from floodplain.web.listen import bind
+from floodplain.web.address import bind
 
 T = TypeVar("T")
 

@@ -11,16 +11,15 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
-from floodplain.cluster.router.listings import list_parts
+from floodplain.cluster.router.listings import RouterWatch, list_parts
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.stalls import BY_STEPS, StallRule
-from floodplain.cluster.router.watch import RouterWatch
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
-from floodplain.core.ended import EndedRequest
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.request import Request
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig

@@ -1,6 +1,6 @@
 """Watches the load of a router's instances, and decides when groups drop layers and when they restore them. No I/O.
 
-``policy.relief_rule`` decides when and whether it pays, ``policy.drop`` which instances. If nothing more can be dropped
+``policy.relief`` decides when and whether it pays, ``policy.drop`` which instances. If nothing more can be dropped
 and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
 """
 
@@ -20,10 +20,16 @@ from floodplain.cluster.sums import StatsTable
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
-from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
-from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTimingSettings
-from floodplain.policy.relief import DropCost, Progress, exchanged_bytes
-from floodplain.policy.relief_rule import Priced, ReliefLoad, ReliefRule, timing_of
+from floodplain.policy.drop import (
+    ClusterLoad,
+    DropMove,
+    DropSizes,
+    DropTimingSettings,
+    GroupLoad,
+    plan_drop,
+    plan_largest,
+)
+from floodplain.policy.relief import DropCost, Priced, Progress, ReliefLoad, ReliefRule, exchanged_bytes, timing_of
 
 logger = logging.getLogger(__name__)
 

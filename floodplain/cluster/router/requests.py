@@ -13,8 +13,7 @@ from floodplain.cluster.state.request_table import MAX_FAILED_PLACEMENTS, Entry,
 from floodplain.cluster.state.row_checks import check_token
 from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, TokenRow, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
-from floodplain.core.ended import EndedRequest
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.outputs import OutputDelta

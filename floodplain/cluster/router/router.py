@@ -24,9 +24,9 @@ from floodplain.cluster.state.roster import Instance, Roster
 from floodplain.cluster.sums import StatsTable
 from floodplain.cluster.wire import messages as wire
 from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.cluster.wire.messages import KvHeld, KvPulled, RequestStopped
 from floodplain.core.codec import WireError
-from floodplain.core.ended import EndedRequest
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
 

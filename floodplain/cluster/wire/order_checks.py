@@ -15,8 +15,7 @@ from floodplain.cluster.wire.group_messages import (
     Move,
     Return,
 )
-from floodplain.cluster.wire.messages import Form
-from floodplain.cluster.wire.migration_messages import GoOn, MigrationOrder, PullKv
+from floodplain.cluster.wire.messages import Form, GoOn, MigrationOrder, PullKv
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from floodplain.core.goals import Goals
 from floodplain.core.ranges import MAX_COUNT, Range
-from floodplain.core.request import Request
+from floodplain.core.request import Goals, Request
 from floodplain.core.sampling import SamplingParams
 
 

@@ -12,16 +12,14 @@ from floodplain.memory.arena import Device
 from floodplain.memory.backend import LINK_STAGING_BYTES
 from floodplain.memory.cuda.device import measure_context_bytes, open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.layer_line import CudaLayerLine, PieceCopier, compile_kernel
-from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.peer import CudaPeerMemory, claim_cuda_home
 from floodplain.memory.cuda.transfer import CudaSlotMover, open_pool_copies
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
-from floodplain.memory.page_lock import lock_pages, unlock_pages
 from floodplain.memory.peer.slots import PeerSlots
-from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_slots import SwapSlots, lock_pages, unlock_pages
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
 

@@ -1,6 +1,6 @@
 """Files by which engines of one machine find each other's devices: their paths, creation, locks and removal.
 
-Their content is defined by ``device_file`` (a host device, pages and all) and ``cuda.home`` (which GPU).
+Their content is defined by ``device_file`` (a host device, pages and all) and ``cuda.peer`` (which GPU).
 
 Locks on the first bytes show who uses a file, and the kernel drops them when their holder exits, however it does. Each
 process that has the file open shares one lock; the engine that computes on the device, its home, holds another one

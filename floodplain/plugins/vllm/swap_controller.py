@@ -18,7 +18,7 @@ from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tally import SwapTally
 from floodplain.plugins.vllm.tracked import RequestRoster
-from floodplain.runtime.links import Links
+from floodplain.runtime.prices import Links
 
 FIRST_BANDWIDTH = 4e9
 """Bytes per second that a copy is assumed to have before any was measured."""
