@@ -24,9 +24,9 @@ from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, 
 from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
-from floodplain.model.bad_words import with_bad_tokens
 from floodplain.model.structure import grammars_of
 from floodplain.model.text_pieces import StreamDecoder
+from floodplain.model.token_history import with_bad_tokens
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop

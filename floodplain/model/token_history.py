@@ -1,16 +1,19 @@
-"""Which tokens a sequence has had, and how often: what penalties, bad words and structures depend on."""
+"""Which tokens a sequence has had, and how often; the tokens of bad words. Penalties and structures depend on them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.model.structure import Grammars, StructureState
+from floodplain.model.tokenizer import Tokenizer
 
 IntArray = npt.NDArray[np.int64]
 
@@ -72,3 +75,16 @@ class TokenHistory:
             self._ids, self._counts = (np.concatenate((one, np.zeros_like(one))) for one in (self._ids, self._counts))
         self._ids[place] = token_id
         return place
+
+
+def with_bad_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Return parameters whose ``bad_token_ids`` hold the tokens of ``bad_words``; the same object without any.
+
+    A word has two forms, at the beginning of a text and after a space. Other ways to spell it in tokens stay possible,
+    as in vLLM.
+    """
+    if not params.bad_words:
+        return params
+    texts = [text for word in params.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+    found = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+    return replace(params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *sorted(found - {()})))

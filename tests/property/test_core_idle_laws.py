@@ -14,10 +14,9 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
-from floodplain.core.idle_units import IdleUnits
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.engine import idle_memory
-from floodplain.engine.idle_memory import KEPT_SHARE, LOOK_S, IdleMemory
+from floodplain.engine.idle_memory import KEPT_SHARE, LOOK_S, IdleMemory, IdleUnits
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool

@@ -18,9 +18,8 @@ from transformers.generation.logits_process import (
 
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.model.bad_words import with_bad_tokens
 from floodplain.model.logits import make_steps
-from floodplain.model.token_history import TokenHistory
+from floodplain.model.token_history import TokenHistory, with_bad_tokens
 from floodplain.model.tokenizer import ByteTokenizer
 
 VOCAB, EOS = 12, frozenset({11})
