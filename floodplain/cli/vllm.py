@@ -189,7 +189,6 @@ def mask_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether the value of a flag, a variable or a key of an object is a secret."""
     name = name.lower().replace("_", "-").rstrip("+")
     is_short = len(name) > len("--a") and any(flag.startswith(name) for flag in _ABBREVIATED)
     is_flag = name.startswith("--") and (is_short or name.partition(".")[0] in _SECRET_FLAGS)

@@ -115,7 +115,6 @@ def _field_type(hint: Any, bounds: tuple[Any, ...]) -> Any:
 
 
 def _limit(bound: Any, hint: Any) -> Any:
-    """A bound of ``core.ranges`` for pydantic."""
     match bound:
         case Pattern(expression):
             return Field(pattern=f"^{expression}$", description=_NAME_TEXT if bound == NAME else None)

@@ -191,5 +191,4 @@ def _between(axis: Sequence[int], value: float, most: float = _NO_DECODE_TOP) ->
 
 
 def _powers(values: Iterable[int]) -> list[int]:
-    """The powers of two, and 0, among the values."""
     return sorted({value for value in values if value & (value - 1) == 0})

@@ -130,7 +130,6 @@ README_PICTURE = "readme.png"
 
 
 def _page_words(scale: Scale, *, expands: bool) -> tuple[str, Sequence[Way], tuple[str, ...]]:
-    """Title, ways and paragraphs of the page."""
     lengths = (scale.burst_s, scale.burst_factor)
     if expands:
         words = expansion_paragraphs(scale.num_resident, scale.pool_part, *lengths)

@@ -206,8 +206,6 @@ class LLM:
 
 
 class _Collector:
-    """Joins the deltas of one request into its output."""
-
     def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []

@@ -271,7 +271,6 @@ class KVPool:
         return first + before, self._count_pages(end) - before
 
     def _count_pages(self, num_blocks: int) -> int:
-        """Pages of one layer behind the first blocks of a quantum."""
         return -(-num_blocks * self.layout.layer_block_bytes // self.device.page_bytes)
 
     def _plan_growth(self, num_blocks: int) -> list[tuple[int, int, int]] | None:
@@ -349,7 +348,6 @@ class _Tensors(LayerTensors):
         self._readable = set(indices)
 
     def clear(self) -> None:
-        """Drop all tensors."""
         self._tensors = []
 
     def _tensor_of(self, layer: int) -> torch.Tensor:

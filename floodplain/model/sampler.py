@@ -113,8 +113,6 @@ class _RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Data derived from the parameters of a batch."""
-
     random: tuple[_RandomRows, ...] = ()
     logits_steps: tuple[LogitsStep, ...] = ()
     wants_logprobs: bool = False

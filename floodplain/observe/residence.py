@@ -52,7 +52,6 @@ def spans_by_state(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[list[
 
 
 def _gaps(stays: Sequence[Sequence[float]], begin_s: float, end_s: float) -> Iterator[Span]:
-    """What stays leave of a life."""
     edges = [begin_s, *(edge for stay in stays for edge in stay), end_s]
     yield from zip(edges[::2], edges[1::2], strict=True)
 

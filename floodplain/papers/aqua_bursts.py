@@ -106,7 +106,6 @@ UNKNOWN_H100 = replace(
 
 
 def _ways(setting: Setting, guess: Guess) -> dict[str, dict[str, Any]]:
-    """Scenarios by the name of the way."""
     base: dict[str, Any] = {"scheduling": "sync", "max_batched_tokens": 512, "prefix_cache": False}
     base |= {"kv_blocks": resolve_machine(scenario_of(dict(setting.engine) | {"engine": base})).num_blocks}
     changed = dict(setting.engine) | ({"model": guess.model} if guess.model else {})

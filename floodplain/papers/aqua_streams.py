@@ -122,7 +122,6 @@ def measure_throughput(copying: Copying, seed: int) -> Measured:
 
 
 def _ways(prompt: LongPrompt, copying: Copying) -> dict[str, float]:
-    """Seconds a token by the way."""
     return {DRAM: prompt.dram_s(copying), AQUA: prompt.aqua_s(copying), OWN: prompt.own_s(copying)}
 
 

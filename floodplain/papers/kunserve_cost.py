@@ -108,7 +108,6 @@ def _measure(longest: int, seed: int) -> Measured:
 
 
 def _largest(places: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """The largest value at each place."""
     most: dict[int, float] = {}
     for place, value in sorted(zip(places, values, strict=True)):
         most[place] = max(value, most.get(place, 0.0))

@@ -25,7 +25,6 @@ def waits_of(served: Served) -> tuple[float, float]:
 
 
 def _stalled(served: Served) -> float:
-    """Part of the time in which compute waited for copies."""
     return float(served.result["floodplain"]["simulation"]["stream_stall_s"] / served.result["duration"])
 
 

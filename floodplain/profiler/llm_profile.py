@@ -133,7 +133,6 @@ def _errors(found: Found, at_rate: Sequence[Try], confidence: float) -> dict[str
 
 
 def _remarks(found: Found, tries: Sequence[Try], config: LlmProfileConfig) -> list[str]:
-    """Remarks for the reader beside the numbers, a line each."""
     lines = []
     if found.ended is Ended.RANGE:
         lines.append(f"the range ended, not the model: {found.rate:g} requests/s meets the goals; raise --rates")

@@ -96,7 +96,6 @@ class CudaMeter:
         return int(max(0, beside) + self._cuda.max_memory_reserved(self._index))
 
     def _driver_bytes(self) -> tuple[int, int]:
-        """(used, total)."""
         if self._management is not None:
             module, handle = self._management
             memory = module.nvmlDeviceGetMemoryInfo(handle)

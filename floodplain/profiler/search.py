@@ -78,7 +78,6 @@ class _Search:
         self._judgements: dict[float, Judgement] = {}
 
     def run(self) -> Found:
-        """Search."""
         index = max(0, self._bisect())
         if self._meets(index):
             while index + 1 < len(self._rates) and self._meets(index + 1):

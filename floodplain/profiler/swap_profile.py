@@ -188,7 +188,6 @@ def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadS
 
 
 def _cost(config: SwapProfileConfig) -> tuple[StepCost, str]:
-    """(the cost of steps, the machine that it describes)."""
     if config.steps is None:
         return read_cost(dict(zip(LINE_PARTS, config.step_line, strict=True))), "a machine that was described"
     measured = read_profile(config.steps, "step")

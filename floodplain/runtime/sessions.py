@@ -281,7 +281,6 @@ class SessionBook:
         return session.gaps.hazards(self._prior(session).hazards())
 
     def _prior(self, session: _Session) -> GapCounts:
-        """The gaps of all sessions like this one."""
         return self._priors.setdefault((bool(session.name), min(session.num_gaps, _MOST_TURNS)), GapCounts(_ALL_GAPS))
 
     def _update_price(self, now: float) -> None:

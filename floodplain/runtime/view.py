@@ -253,7 +253,6 @@ class ViewBuilder:
         return row
 
     def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
-        """The row of a waiting sequence, with its prefix hits on the device and behind them in swap space."""
         if not self._state.ledger.caches_prefixes:
             return self._make_row(seq, step)
         found = self._watch.find(seq)

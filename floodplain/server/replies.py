@@ -137,7 +137,6 @@ class ChoicesReply(ApiReply):
         return delta
 
     def _prompt_tokens(self, index: int, output: OutputDelta) -> PromptTokens | None:
-        """The log-probabilities of a choice's prompt, if they were asked for by ``prompt_logprobs``."""
         if self.scored_prompts is None or index % self.num_choices:
             return None
         prompt, scores = self.scored_prompts[index // self.num_choices], output.prompt_logprobs or ()

@@ -184,8 +184,6 @@ DEFAULT_TIMEOUT_S = 3600.0
 
 
 class _Refused(Exception):
-    """The server answered a status other than 200."""
-
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status

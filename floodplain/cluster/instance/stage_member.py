@@ -96,7 +96,6 @@ class _StageRole(Role):
         self._stage: PipelineStage | None = None
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Take the first ``Form``."""
         if not isinstance(message, Form) or self._stage is not None:
             return False
         check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)

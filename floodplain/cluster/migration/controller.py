@@ -120,7 +120,6 @@ class MigrationController:
             self._begin(plan.request, plan.source, plan.target)
 
     def _view(self, one: Instance) -> InstanceView:
-        """The view of an instance as if all migrations were complete."""
         view = InstanceView(one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets))
         for migration in self.migrations:
             num_blocks = self._table.count_blocks(self._trips[migration.number].entry)

@@ -205,7 +205,6 @@ class RequestTable:
         ]
 
     def _count_choices(self, group: int) -> Counter[int | None]:
-        """The placed choices of a request by epoch."""
         placed = self._placed.values() if group else ()
         return Counter([other.epoch for other in placed if other.request.choice_group == group])
 
