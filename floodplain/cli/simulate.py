@@ -202,9 +202,9 @@ def _describe_relief(transitions: Sequence[Mapping[str, Any]]) -> str:
 
 def _describe_errors(errors: Mapping[str, Any]) -> str:
     from floodplain.observe.table import format_number, format_table
-    from floodplain.sim.compare import error_table
+    from floodplain.sim.compare import error_table, show_error
 
-    lines = [format_table(*error_table(errors)), f"makespan {errors['makespan']:+.1f} %"]
+    lines = [format_table(*error_table(errors)), f"makespan {show_error(errors['makespan'])} %"]
     if errors["kv_blocks"] is not None:
         lines.append(f"KV blocks {errors['kv_blocks']:+.1f} %, predicted from the device's memory")
     if errors["mean_difference"]:

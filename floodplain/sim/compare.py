@@ -91,8 +91,15 @@ def compare(run: RealRun, prediction: Prediction) -> dict[str, Any]:
 
 def error_table(errors: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of the errors, for a terminal."""
-    rows = [[name.upper(), *(f"{errors[name][each]:+.1f}" for each in STATISTICS)] for name in ("ttft", "tpot", "e2e")]
+    rows = [
+        [name.upper(), *(show_error(errors[name][each]) for each in STATISTICS)] for name in ("ttft", "tpot", "e2e")
+    ]
     return ["error (%)", *STATISTICS], rows
+
+
+def show_error(per_cent: float | None) -> str:
+    """An error with its sign and one decimal; ``-`` for None."""
+    return "-" if per_cent is None else f"{per_cent:+.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,8 @@ class _Request:
         prompt, output, *times = (row[name] for name in names)
         if not (isinstance(prompt, int) and isinstance(output, int) and prompt > 0 and output > 0):
             raise UserError(f"{where}: input_toks and output_toks must be whole numbers from 1 on")
+        if row["first_token_ts"] > row["last_token_ts"]:
+            raise UserError(f"{where}: first_token_ts must not be after last_token_ts")
         return cls(prompt, output, *times)
 
 

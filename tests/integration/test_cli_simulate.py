@@ -137,9 +137,29 @@ def _drop_a_time(folder: Path) -> None:
     (folder / "requests.jsonl").write_text(text.replace('"first_token_ts"', '"first"', 1))
 
 
+def test_a_run_of_single_tokens_has_no_error_of_tpot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Prediction
+) -> None:
+    folder = record(tmp_path / "run", prediction)
+    rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    single = [row | {"output_toks": 1, "last_token_ts": row["first_token_ts"]} for row in rows]
+    (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, single)))
+    assert main(["simulate", "--compare", str(folder), "--set", "engine.kv_blocks=400"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"TPOT( +-){4}\n", shown) and re.search(r"E2E( +[+-]\d+\.\d){4}\n", shown)
+
+
+def _swap_times(folder: Path) -> None:
+    text = (folder / "requests.jsonl").read_text()
+    for old, new in (("first_token_ts", "x"), ("last_token_ts", "first_token_ts"), ("x", "last_token_ts")):
+        text = text.replace(f'"{old}"', f'"{new}"')
+    (folder / "requests.jsonl").write_text(text)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (_swap_times, "first_token_ts must not be after last_token_ts"),
         (_drop_a_time, "requests.jsonl line 1: first_token_ts must be a number"),
         (lambda folder: (folder / "requests.jsonl").write_text(""), "requests.jsonl has no request"),
         (lambda folder: (folder / "timeseries.csv").write_text("t,busy\n0,1\n"), "has no column running, waiting"),
