@@ -49,7 +49,26 @@ def _bytes_of(value: Any) -> int:
 Bytes = Annotated[int, BeforeValidator(_bytes_of)]
 
 
-LinkName = str | Annotated[float, Field(gt=0, le=1e15)]
+def _link_of(value: Any) -> Any:
+    if isinstance(value, str) and value not in LINKS:
+        raise ValueError(f"no link is called {value!r}; there are {', '.join(LINKS)}")
+    if isinstance(value, str) or (_is_number(value) and 0 < value <= 1e15):
+        return value
+    raise ValueError(f"{value!r} is no link: write {', '.join(LINKS)}, or bytes per second, at most 1e15")
+
+
+def _factor_of(value: Any) -> Any:
+    if value == "auto" or (_is_number(value) and 1 <= value <= 100):
+        return value
+    raise ValueError(f"{value!r} is no factor: write auto, or a number from 1 to 100")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+LinkName = Annotated[str | float, BeforeValidator(_link_of)]
+Factor = Annotated[float | Literal["auto"], BeforeValidator(_factor_of)]
 
 
 class _Part(BaseModel):
@@ -175,7 +194,7 @@ class ExpansionPart(_Part):
         link: To host memory.
     """
 
-    factor: Annotated[float, Field(ge=1, le=100)] | Literal["auto"] = "auto"
+    factor: Factor = "auto"
     link: LinkName = "pcie4"
 
 
@@ -298,7 +317,6 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
     except ValidationError as error:
         raise UserError(f"{source}: {_first_fault(error)}") from None
     try:
-        _check_links(file)
         _check_relief(file)
         shape, device = shape_named(file.model), device_named(file.device)
         workload = _read_workload(file.workload, folder, "workload")
@@ -387,7 +405,7 @@ def sweep_of(texts: Sequence[str]) -> list[tuple[str, ...]]:
     runs: list[tuple[str, ...]] = [()]
     for text in texts:
         key, equals, values = text.partition("=")
-        if not equals or not all(values.split(",")):
+        if not key or not equals or not all(values.split(",")):
             raise UserError(f"--sweep {text!r} must read KEY=A,B,C")
         runs = [(*run, f"{key}={value}") for run in runs for value in values.split(",")]
         if len(runs) > MAX_SWEEP:
@@ -446,14 +464,13 @@ def _check_relief(file: _File) -> None:
             raise UserError(f"relief: it does not go with {name}: leave one of them out")
 
 
-def _check_links(file: _File) -> None:
-    parts = {
-        "swap": file.swap, "lender": file.lender, "borrow": file.borrow, "expansion": file.expansion,
-        "relief": file.relief,
-    }  # fmt: skip
-    for name, part in parts.items():
-        if part is not None and isinstance(part.link, str) and part.link not in LINKS:
-            raise UserError(f"{name}.link: no link is called {part.link!r}; there are {', '.join(LINKS)}")
+_WISHES = {
+    "model_type": "Input should be a valid dictionary, of lines KEY: VALUE",
+    "dict_type": "Input should be a valid dictionary, of lines KEY: VALUE",
+    "tuple_type": "Input should be a list, such as [A, B]",
+    "path_type": "Input should be a path",
+}
+"""What a value should be, by pydantic's kind of error, where its own message names a class of Python's."""
 
 
 def _first_fault(error: ValidationError) -> str:
@@ -465,7 +482,7 @@ def _first_fault(error: ValidationError) -> str:
         return f"{path}: say which; there are {', '.join(sorted(SHAPES if path == 'model' else DEVICES))}"
     if fault["type"] == "extra_forbidden":
         return f"{path}: there is no such key; there are {', '.join(_keys_beside(fault['loc']))}"
-    return f"{path}: {fault['msg'].removeprefix('Value error, ')}"
+    return f"{path}: {_WISHES.get(fault['type'], fault['msg'].removeprefix('Value error, '))}"
 
 
 def _keys_beside(place: tuple[int | str, ...]) -> list[str]:

@@ -27,16 +27,25 @@ workload: {request_rate: 2, lengths: lengths.csv, seed: 5}
         ({"engine": {"policy": "lifo"}}, "engine.policy: Input should be 'fcfs', 'cfs'"),
         ({"engine": {"max_num_seqs": -1}}, "engine.max_num_seqs: Input should be greater than or equal to 1"),
         ({"engine": {"max_gap": 0}}, "engine.max_gap: Input should be greater than 0"),
-        ({"engine": "fcfs"}, "engine: Input should be a valid dictionary"),
+        ({"engine": "fcfs"}, "engine: Input should be a valid dictionary, of lines KEY: VALUE"),
+        ({"faults": [5]}, "faults.0: Input should be a valid dictionary, of lines KEY: VALUE"),
+        ({"faults": {"at": 3}}, "faults: Input should be a list, such as [A, B]"),
+        ({"servers": ["instance-0"]}, "servers.0: Input should be a list, such as [A, B]"),
+        ({"cost": {"kernels": 5}}, "cost.kernels: Input should be a path"),
+        ({"workload": {"trace": 5}}, "workload.trace: Input should be a path"),
         ({"cost": {"overhead_ms": "much"}}, "cost.overhead_ms: Input should be a valid number"),
         ({"swap": {"memory": "lots"}}, "swap.memory: 'lots' is no size"),
         ({"swap": {"memory": "1GB", "link": "usb"}}, "swap.link: no link is called 'usb'; there are pcie4"),
+        ({"swap": {"memory": "1GB", "link": -1}}, "swap.link: -1 is no link: write pcie4, pcie5"),
+        ({"swap": {"memory": "1GB", "link": True}}, "swap.link: True is no link: write pcie4, pcie5"),
+        ({"swap": {"memory": "1GB", "link": {"a": 1}}}, "swap.link: {'a': 1} is no link: write pcie4, pcie5"),
         ({"model": "gpt-9"}, "no model shape is called 'gpt-9'; there are"),
         ({"device": "abacus"}, "no device is called 'abacus'; there are"),
         ({"tensor_parallel": 3}, "tensor_parallel: 8 KV heads do not divide evenly"),
         ({"lender": {"memory": "1GB", "busy": [[5, 5]]}}, "lender.busy: times must rise"),
         ({"lender": {"memory": "1GB", "link": "usb"}}, "lender.link: no link is called 'usb'"),
-        ({"expansion": {"factor": 0.5}}, "expansion.factor"),
+        ({"expansion": {"factor": 0.5}}, "expansion.factor: 0.5 is no factor: write auto, or a number from 1"),
+        ({"expansion": {"factor": "much"}}, "expansion.factor: 'much' is no factor: write auto"),
         ({"expansion": {"link": "usb"}}, "expansion.link: no link is called 'usb'"),
         ({"faults": [{"at": 3, "instance": 1}]}, "faults: there is no instance 1: they count from 0 to 0"),
         ({"faults": [{"when": 3}]}, "faults.0.at: it is required"),
@@ -99,7 +108,7 @@ def test_a_sweep_is_every_combination() -> None:
     assert sweep_of(["a=1,2", "b.c=x,y"]) == [
         ("a=1", "b.c=x"), ("a=1", "b.c=y"), ("a=2", "b.c=x"), ("a=2", "b.c=y"),
     ]  # fmt: skip
-    for text in ("a", "a=", "a=1,,2"):
+    for text in ("=1,2", "a", "a=", "a=1,,2"):
         with pytest.raises(UserError, match="must read KEY=A,B,C"):
             sweep_of([text])
     with pytest.raises(UserError, match="more than 1000 runs"):
