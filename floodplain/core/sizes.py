@@ -24,15 +24,21 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:
-        is_short = match is not None and f"{match[2]}b" in _UNITS
-        forms = f"{text.strip().upper()}iB, {text.strip().upper()}B" if is_short else "256MiB, 4GB"
-        raise UserError(f"{text!r} is no size: write {forms}, or bytes")
+        raise UserError(f"{text!r} is no size: write {_forms(match)}, or bytes")
     num_bytes = Fraction(match[1]) * unit
     if num_bytes.denominator != 1:
         raise UserError(f"{text!r} is not a whole number of bytes")
     if not 0 < num_bytes <= MAX_SIZE_BYTES:
         raise UserError(f"{text!r} is out of range: sizes lie between 1 byte and 1024TiB")
     return int(num_bytes)
+
+
+def _forms(match: re.Match[str] | None) -> str:
+    """Sizes that a number with a shortened unit, such as ``48M`` or Kubernetes' ``48Mi``, may stand for."""
+    if match is None or f"{match[2]}b" not in _UNITS:
+        return "256MiB, 4GB"
+    number, letter = match[1], match[2][0].upper()
+    return f"{number}{letter}iB" if match[2].endswith("i") else f"{number}{letter}iB, {number}{letter}B"
 
 
 def format_size(num_bytes: int) -> str:

@@ -34,7 +34,14 @@ def test_sizes_are_shown_as_people_write_them(num_bytes: int, shown: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "forms"), [("48M", "48MiB, 48MB, or bytes"), ("1.5g", "1.5GiB, 1.5GB, or bytes"), ("x", "256MiB, 4GB")]
+    ("text", "forms"),
+    [
+        ("48M", "48MiB, 48MB, or bytes"),
+        ("1.5g", "1.5GiB, 1.5GB, or bytes"),
+        ("48Mi", "48MiB, or bytes"),
+        ("1i", "256MiB, 4GB, or bytes"),
+        ("x", "256MiB, 4GB"),
+    ],
 )
 def test_a_size_without_a_whole_unit_is_answered_by_the_accepted_forms(text: str, forms: str) -> None:
     with pytest.raises(UserError, match=f"'{text}' is no size: write {forms}"):
