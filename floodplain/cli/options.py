@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for
+from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for, is_bundled
 from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, parse_size
@@ -91,7 +91,8 @@ def _resolve_own(
     required = [action for action in actions.values() if action.required]
     for action in required:  # another source may set it
         action.required = False
-    typed, unknown = _given(parser, actions, _without_model_flag(actions, argv))
+    bundled = [token for token in argv if is_bundled(token)]
+    typed, unknown = ({}, bundled) if bundled else _given(parser, actions, _without_model_flag(actions, argv))
     if unknown:
         known = {option for action in actions.values() for option in action.option_strings}
         wrong = unknown[0].partition("=")[0]  # the value may be a secret

@@ -42,8 +42,14 @@ def test_letters_in_another_order_are_nearer_than_more_common_ones() -> None:
         (["serve", "m", "--gpu-memory-utilization", "0.9"], "--kv-memory SIZE, by default 90%"),
         (["bench", "offline", "m", "--block-size", "16"], "unknown argument --block-size: write --block-tokens N"),
         (["bench", "offline", "m", "--data-parallel-size", "2"], "unknown argument --data-parallel-size\n"),
+        (["serve", "m", "--tensor_parallel_size=2"], "--instances N --pipeline divides the layers"),
+        (["serve", "m", "--max_num_seqs", "2"], "unknown argument --max_num_seqs (did you mean --max-num-seqs?)"),
+        (["serve", "m", "-V"], "unknown argument -V\n"),
+        (["serve", "m", "--uvicorn-log-level", "info"], "unknown argument --uvicorn-log-level\n"),
+        (["coordinator", "-hf", "org/model"], "unknown argument -hf\n"),
         (["coordinator", "--trust-remote-code"], "unknown argument --trust-remote-code\n"),
         (["serve", "m", "--kv-memory", "48M"], "'48M' is no size: write 48MiB, 48MB, or bytes"),
+        (["serve", "m", "--kv-memory", "48Mi"], "'48Mi' is no size: write 48MiB, or bytes"),
     ],
 )
 def test_a_wrong_word_is_answered_by_the_right_one(
