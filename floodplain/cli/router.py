@@ -58,8 +58,8 @@ def ask_router(
         UserError: The answer is not a JSON object.
     """
     answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
-    if answer.status == 404 and body is None:
-        raise RouterRefuses("it serves one engine, not --instances")
+    if answer.status == 404:
+        raise RouterRefuses(f"{base_url}: it serves one engine, not --instances")
     if answer.status != 200:
         raise RouterRefuses(answer.reason())
     content = answer.json()

@@ -277,6 +277,20 @@ def test_instances_refuses_invalid_listings(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("verb", [("drop", "0", "1"), ("restore", "0"), ("migrate", "0", "1")])
+def test_a_change_of_a_server_without_instances_is_refused(
+    verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = against(
+        saying(whole(404, b'{"error": {"message": "Not Found: POST /v1/cluster/x"}}')),
+        lambda url: asyncio.to_thread(main, ["cluster", *verb, "--base-url", url]),
+    )
+    assert code == 1
+    assert re.fullmatch(
+        r"floodplain: http://127.0.0.1:\d+: it serves one engine, not --instances\n", capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"])
 def test_requests_to_this_machine_use_no_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "all_proxy"):
