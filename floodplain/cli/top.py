@@ -19,7 +19,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.parsing import parsing
 from floodplain.live.changes import Snapshot, whole
-from floodplain.live.follow import OTHER_VERSION, follow
+from floodplain.live.follow import OTHER_VERSION, KeyRefused, follow
 from floodplain.live.screen import draw
 from floodplain.observe.terminal import complain, say
 from floodplain.web.address import check_base_url
@@ -30,6 +30,8 @@ BEGIN, NEXT_LINE, END = "\033[?7l\033[H", "\033[K\n", "\033[J\033[?7h"
 """Codes that write over the last screen without flicker, and cut long lines instead of wrapping them."""
 FRAME_LINES = 14
 """Lines of a screen that are not rows of requests, and some to spare."""
+
+KEY_HINT = ": give --api-key-file FILE, or of a coordinator --coordinator-token-file FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_watch(client, draw_it, is_once=config.once or not is_screen))
     except (NoAnswer, UserError) as error:
-        complain(str(error) if isinstance(error, NoServer) else f"no live data at {url}: {error}")
+        hint = KEY_HINT if isinstance(error, KeyRefused) else ""
+        complain(str(error) if isinstance(error, NoServer) else f"no live data at {url}: {error}{hint}")
         return 1
     return 0
 
@@ -80,7 +83,7 @@ async def _watch(client: HttpClient, draw_it: Callable[[Snapshot], str], *, is_o
 
 
 def _draw_screen(snapshot: Snapshot) -> str:
-    height = shutil.get_terminal_size().lines - 1  # the last newline would scroll a full screen
+    height = max(1, shutil.get_terminal_size().lines - 1)  # the last newline would scroll a full screen
     lines = draw(snapshot, most_rows=max(3, height + 1 - FRAME_LINES), has_colour=True).split("\n")
     if len(lines) > height:
         lines = [*lines[: height - 1], f"and {len(lines) - height + 1} more lines"]

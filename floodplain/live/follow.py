@@ -20,11 +20,15 @@ MAX_MESSAGE_BYTES = 2**24
 MESSAGE_END = b"\n\n"
 
 
+class KeyRefused(NoAnswer):
+    """The service wants a key, and got none or a wrong one."""
+
+
 async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
     """The snapshots of a service, as they come.
 
     Raises:
-        NoAnswer: It is not reached, refuses, is silent, or ends the stream.
+        NoAnswer: It is not reached, refuses (``KeyRefused`` if it is for the key), is silent, or ends the stream.
         UserError: It does not send what a feed sends.
     """
     now = Snapshot({})
@@ -50,6 +54,8 @@ async def _messages(client: HttpClient) -> AsyncGenerator[str]:
         async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
             if exchange.status == 404:
                 raise NoAnswer("it has no live data: it was started with --no-page, or is not a Floodplain service")
+            if exchange.status == 401:
+                raise KeyRefused("the key is missing or wrong")
             if exchange.status != 200:
                 raise NoAnswer(await exchange.problem())
             pending = bytearray()

@@ -46,7 +46,8 @@ def test_a_server_with_keys_is_sent_the_key(
     path = secret_file(tmp_path, "alice open-sesame\n")
     with serving(FakeEngine(), keys=KeyRing.from_file(path)) as running:
         assert main(["top", running.url]) == 1
-        assert "give a valid API key" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "the key is missing or wrong: give --api-key-file FILE, or of a coordinator" in told
         assert main(["top", running.url, "--api-key-file", str(path)]) == 0
         monkeypatch.setenv("OPENAI_API_KEY", "open-sesame")
         assert main(["top", running.url]) == 0
@@ -91,8 +92,11 @@ def test_names_of_others_cannot_drive_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("num_members", [3, 100])
-def test_a_screen_is_never_higher_than_the_terminal(num_members: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINES", "24")
+@pytest.mark.parametrize("height", [1, 2, 5, 24])
+def test_a_screen_is_never_higher_than_the_terminal(
+    num_members: int, height: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINES", str(height))
     monkeypatch.setenv("COLUMNS", "80")
     members = [
         {"name": f"m{number}", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
@@ -101,8 +105,10 @@ def test_a_screen_is_never_higher_than_the_terminal(num_members: int, monkeypatc
     head = {"service": "coordinator", "version": "1", "role": "leading", "members": members, "leases": [],
             "counts": {"members": num_members, "leases": 0}}  # fmt: skip
     screen = _draw_screen(Snapshot(head))
-    assert screen.count("\n") == min(23, num_members + 1) and "floodplain coordinator" in screen
-    assert ("and 79 more lines" in screen) is (num_members == 100)
+    num_lines, num_all = max(1, height - 1), num_members + 1
+    assert screen.count("\n") == min(num_lines, num_all)
+    assert ("floodplain coordinator" in screen) is (num_lines > 1)
+    assert (f"and {num_all - num_lines + 1} more lines" in screen) is (num_lines < num_all)
 
 
 def test_a_terminal_gets_screens_until_the_service_ends() -> None:
