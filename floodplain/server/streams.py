@@ -6,13 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from floodplain.core.plan import TokenLogprobs
+from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.responses import PromptTokensDetails, Usage
 from floodplain.web.errors import ApiError
@@ -57,26 +57,39 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
 
 
 def share_prompt(streams: Sequence[Deltas]) -> list[Deltas]:
-    """The streams of one prompt's choices: all but the first begin with its first delta, and so find its blocks."""
-    is_computed = asyncio.Event()
-    return [_setting(streams[0], is_computed), *(_after(is_computed, stream) for stream in streams[1:])]
+    """The streams of one prompt's choices: all but the first begin with its first delta, and so find its blocks.
+
+    The first choice computes the prompt's log-probabilities; the first delta of each choice has them.
+    """
+    prompt = _Prompt()
+    return [_computing(streams[0], prompt), *(_after(prompt, stream) for stream in streams[1:])]
 
 
-async def _setting(stream: Deltas, event: asyncio.Event) -> Deltas:
+@dataclass(slots=True)
+class _Prompt:
+    is_computed: asyncio.Event = field(default_factory=asyncio.Event)
+    logprobs: PromptLogprobs | None = None
+
+
+async def _computing(stream: Deltas, prompt: _Prompt) -> Deltas:
     try:
         async with aclosing(stream):
             async for delta in stream:
-                event.set()
+                if not prompt.is_computed.is_set():
+                    prompt.logprobs = delta.prompt_logprobs
+                    prompt.is_computed.set()
                 yield delta
     finally:
-        event.set()
+        prompt.is_computed.set()
 
 
-async def _after(event: asyncio.Event, stream: Deltas) -> Deltas:
+async def _after(prompt: _Prompt, stream: Deltas) -> Deltas:
     async with aclosing(stream):
-        await event.wait()
+        await prompt.is_computed.wait()
+        logprobs = prompt.logprobs
         async for delta in stream:
-            yield delta
+            yield delta if logprobs is None else replace(delta, prompt_logprobs=logprobs)
+            logprobs = None
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:

@@ -109,6 +109,12 @@ def test_an_echo_has_the_prompt_and_its_values_streamed_or_not() -> None:
         assert (alone.choices[0].text, alone.choices[0].finish_reason) == ("abc", "length")
         assert alone.choices[0].logprobs and alone.choices[0].logprobs.token_logprobs == scores.token_logprobs[:3]
         assert alone.usage and (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (3, 0)
+        two = client.completions.create(**how, max_tokens=3, echo=True, n=2)
+        assert [(one.text, one.logprobs) for one in two.choices] == [(done.choices[0].text, scores)] * 2
+        streamed = list(client.completions.create(**how, max_tokens=3, echo=True, n=2, stream=True))
+        for index in (0, 1):
+            mine = [one.choices[0] for one in streamed if one.choices[0].index == index]
+            assert [value for one in mine for value in (one.logprobs.token_logprobs or ())] == scores.token_logprobs  # type: ignore[union-attr]
         extra = {"prompt_logprobs": 1}
         rows: Any = client.completions.create(**how, max_tokens=1, extra_body=extra).choices[0].model_extra
         first, second, third = rows["prompt_logprobs"]

@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.streams import Tally, gather, merge, share_prompt, unless_hung_up
 from floodplain.web.errors import ApiError
@@ -81,6 +83,29 @@ def test_choices_begin_with_the_first_delta_of_the_first_one(lengths: list[int])
         assert (usage.prompt_tokens, usage.completion_tokens) == (10, len(order))
         assert usage.prompt_tokens_details.cached_tokens == 4
         assert tally.usage_of(1).prompt_tokens == 10
+
+    run(work)
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), st.sampled_from([None, (), (TokenLogprobs(-1.0, ()),)]))
+def test_each_choice_begins_with_the_log_probabilities_of_the_prompt(
+    lengths: list[int], scores: PromptLogprobs | None
+) -> None:
+    async def scored(source: Source) -> AsyncGenerator[OutputDelta, None]:
+        """As an engine gives them: with the first delta."""
+        left = scores
+        async for delta in source.deltas():
+            yield replace(delta, prompt_logprobs=left)
+            left = None
+
+    async def work() -> None:
+        first, *others = [Source(n) for n in lengths]
+        streams = [scored(first), *(one.deltas() for one in others)]
+        found: dict[int, list[PromptLogprobs | None]] = {}
+        async with aclosing(merge(share_prompt(streams))) as merged:
+            async for index, delta in merged:
+                found.setdefault(index, []).append(delta.prompt_logprobs)
+        assert found == {index: [scores] + [None] * n for index, n in enumerate(lengths)}
 
     run(work)
 
