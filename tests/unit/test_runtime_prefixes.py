@@ -16,21 +16,15 @@ from floodplain.core.plan import (
     PrefixBackupOrder,
     Reason,
     Resumption,
-    StepPlan,
     TransferKind,
 )
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
-from tests.support.driver import Choice, Driver, ScriptedPolicy, computed
-from tests.support.loops import make_loop
+from tests.support.driver import Choice, Driver, computed
+from tests.support.swap_choices import make_driver, plan
 
 PROMPT = range(10)  # two full blocks of 4, and two tokens
-
-
-def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> Driver:
-    policy = ScriptedPolicy()
-    return Driver(make_loop(policy=policy, num_blocks=num_blocks, num_slots=num_slots, **kwargs))  # type: ignore[arg-type]
 
 
 def save(num_at_risk: int = 99, num_blocks: int = 99) -> Choice:
@@ -40,14 +34,6 @@ def save(num_at_risk: int = 99, num_blocks: int = 99) -> Choice:
 
 def fetch(seq_id: SeqId) -> Choice:
     return lambda view: Decision(resumptions=(Resumption(seq_id, Reason.PREFIX_IN_SWAP),))
-
-
-def plan(driver: Driver, choice: Choice) -> StepPlan:
-    driver.loop.policy.script.append(choice)  # type: ignore[attr-defined]
-    made = driver.plan()
-    assert isinstance(made, StepPlan)
-    driver.complete()
-    return made
 
 
 def live_through(driver: Driver, prompt: range = PROMPT) -> None:
