@@ -9,6 +9,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.server.auth import KEY_LINE
 from floodplain.server.tool_parsers import FORMS
+from floodplain.web.address import check_address
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 PING_S = 15.0
@@ -63,6 +64,8 @@ class ServerConfig:
             raise UserError(f"--ping-interval must be 0, or between 0.1 and 86400 seconds, not {self.ping_interval}")
         if self.share_prefixes and self.api_key_file is None:
             raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
+        if self.otlp_traces_endpoint is not None:
+            check_address("--otlp-traces-endpoint", self.otlp_traces_endpoint, "http://localhost:4318/v1/traces")
         check_connection_flags(self.max_connections, self.keep_alive_timeout)
 
 

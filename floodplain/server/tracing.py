@@ -5,10 +5,11 @@ The packages are the extra ``otel``; without ``--otlp-traces-endpoint`` nothing 
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -21,6 +22,11 @@ from floodplain import __version__
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import EndedRequest
 from floodplain.server.request_spans import RequestSpan, root_span, spans_of
+
+logger = logging.getLogger(__name__)
+
+MAX_CLOSE_S = 10.0
+"""Seconds that a server which stops waits for the receiver of its last spans."""
 
 
 class RequestTracer:
@@ -68,21 +74,23 @@ class RequestTracer:
         child.end(_ns(span.end_s) + offset_ns)
 
     def close(self) -> None:
-        """Export what is left, for some seconds at most, and end the SDK's thread."""
-        self._provider.shutdown()
+        """Export what is left, for ``MAX_CLOSE_S`` at most; the SDK itself waits three times as long."""
+        closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        closing.start()
+        closing.join(MAX_CLOSE_S)
+        if closing.is_alive():
+            logger.warning("traces: the receiver has not taken the last spans within %g s: they are lost", MAX_CLOSE_S)
 
 
 def open_tracer(endpoint: str, model_name: str) -> RequestTracer:
     """A tracer that exports in batches to an OTLP receiver, such as http://localhost:4318/v1/traces.
 
-    Raises UserError if the endpoint is no address of this protocol.
+    Raises UserError if the SDK's variables ask for another protocol.
     """
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    address = urlsplit(endpoint)
-    if protocol != "http/protobuf" or address.scheme not in ("http", "https") or not address.netloc:
+    if protocol != "http/protobuf":
         raise UserError(
-            f"--otlp-traces-endpoint {endpoint}: traces are sent over http/protobuf only, to an address such as "
-            "http://localhost:4318/v1/traces"
+            f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol}, and traces are sent over http/protobuf only: unset it"
         )
     return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
 

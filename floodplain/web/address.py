@@ -12,7 +12,7 @@ from floodplain.core.errors import UserError
 _HOST = re.compile(r"[^\s\0-\x20\x7f\\]+")
 
 
-def check_address(name: str, url: str) -> None:
+def check_address(name: str, url: str, example: str = "http://127.0.0.1:8000") -> None:
     """Raise UserError, which begins with ``name``, unless ``url`` is an HTTP address without a user and a fragment."""
     try:
         parts = urlsplit(url)
@@ -22,7 +22,7 @@ def check_address(name: str, url: str) -> None:
     except ValueError:
         is_address = False
     if not is_address or not url.isprintable() or " " in url:
-        raise UserError(f"{name} must look like http://127.0.0.1:8000, not {shown(url)!r}")
+        raise UserError(f"{name} must look like {example}, not {shown(url)!r}")
     if parts.username is not None or parts.fragment:
         raise UserError(f"{name} {shown(url)!r}: leave out the user and the fragment")
 

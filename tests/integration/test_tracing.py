@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -67,6 +67,26 @@ def test_a_swapped_request_has_a_span_of_each_phase_and_copy() -> None:
     assert root.attributes is not None
     assert root.attributes["gen_ai.request.id"] == "cmpl-mine"
     assert root.attributes["gen_ai.usage.completion_tokens"] == 40
+
+
+class StuckProcessor(SpanProcessor):
+    """Its shutdown lasts until ``is_released``."""
+
+    def __init__(self) -> None:
+        self.is_released = threading.Event()
+
+    def shutdown(self) -> None:
+        self.is_released.wait()
+
+
+def test_closing_does_not_wait_for_a_receiver_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("floodplain.server.tracing.MAX_CLOSE_S", 0.01)
+    stuck = StuckProcessor()
+    RequestTracer(stuck, "m").close()
+    assert not stuck.is_released.is_set() and "they are lost" in caplog.text
+    stuck.is_released.set()
 
 
 @contextmanager
@@ -127,7 +147,27 @@ def test_without_the_extra_one_line_names_it(
     assert line.endswith("pip install 'floodplain[otel]'")
 
 
-@pytest.mark.parametrize("endpoint", ["grpc://localhost:4317", "localhost:4318", "http:///v1/traces"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "", "grpc://localhost:4317", "localhost:4318", "http:///v1/traces", "http://[", "http://:4318/v1/traces",
+        "http://localhost:99999/v1/traces", "http://local host/",
+    ],
+)  # fmt: skip
 def test_an_endpoint_that_is_no_address_is_refused(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_serve(endpoint) == 2
-    assert "http://localhost:4318/v1/traces" in capsys.readouterr().err
+    assert "--otlp-traces-endpoint must look like http://localhost:4318/v1/traces, not" in capsys.readouterr().err
+
+
+def test_a_password_in_an_endpoint_is_refused_and_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_serve("http://me:hush@localhost:4318/v1/traces") == 2
+    told = capsys.readouterr().err
+    assert "leave out the user" in told and "hush" not in told
+
+
+def test_a_protocol_that_is_not_spoken_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    assert run_serve("http://localhost:4317") == 2
+    assert "over http/protobuf only: unset it" in capsys.readouterr().err
