@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from floodplain.core.errors import InvariantError
+from floodplain.plugins.vllm import books
 from floodplain.plugins.vllm.books import SwapBooks
 from tests.support.controls import Broken, Controls, Fault
 from tests.support.examples import examples
@@ -61,7 +62,8 @@ def test_a_long_walk_by_the_same_rules(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(examples(12)))
-def test_a_long_walk_where_copies_are_found_by_content(seed: int) -> None:
+def test_a_long_walk_where_copies_are_found_by_content(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "SAVED_TOGETHER", 1 + seed % 3)
     machine = ContentMachine()
     walk(machine, Random(seed), num_steps=400)
     assert machine.num_adopted > 5

@@ -2,83 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from floodplain.core.cache_groups import CacheGroup
 from floodplain.core.plan import Reason
 from floodplain.core.tiers import Tier
-from floodplain.plugins.vllm.settings import PluginSettings
-from floodplain.plugins.vllm.swap_controller import SwapController
-from floodplain.plugins.vllm.tracked import TrackedRequest
-from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
-
-BLOCK_BYTES = 8
-
-
-class Office:
-    """A controller that keeps sessions, and a pool like vLLM's."""
-
-    def __init__(self, num_slots: int = 20) -> None:
-        settings = PluginSettings(swap_bytes=num_slots * BLOCK_BYTES, pin_sessions=True)
-        self.controller = SwapController(settings, BLOCK_BYTES, [CacheGroup(BLOCK_TOKENS)], num_workers=1)
-        self.books, self.pool = self.controller.books, Pool(40)
-        assert self.controller.sessions is not None
-        self.sessions = self.controller.sessions
-        self.books.bind(self.pool)
-        self._num_arrived = 0
-
-    def arrive(
-        self, text: str, num_tokens: int, now: float, *, name: str | None = None, salt: str | None = None
-    ) -> Any:
-        """A request whose prompt is the first tokens of a text."""
-        hashes = [f"{salt} {text} {index}".encode() for index in range(num_tokens // BLOCK_TOKENS)]
-        request = SimpleNamespace(
-            request_id=f"request-{self._num_arrived}", priority=0, block_hashes=hashes, num_tokens=num_tokens,
-            num_prompt_tokens=num_tokens, num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0,
-            num_preemptions=0, session_id=name, cache_salt=salt, skip_reading_prefix_cache=False,
-        )  # fmt: skip
-        self._num_arrived += 1
-        one = self.controller.roster.arrive(cast(Any, request), now)
-        self.sessions.arrive(one, now)
-        return one
-
-    def compute(self, one: TrackedRequest, now: float) -> list[Block]:
-        """Compute the prompt, and get one token."""
-        self.sessions.start(one, now)
-        request = cast(Any, one.request)
-        request.num_computed_tokens, request.num_tokens = request.num_tokens, request.num_tokens + 1
-        return self.pool.give(-(-request.num_computed_tokens // BLOCK_TOKENS))
-
-    def end(self, one: TrackedRequest, blocks: list[Block], now: float, *, least_chance: float = 0.0) -> list[int]:
-        """End a request; returns the numbers of blocks in each copy that begins, all of which end well."""
-        self.sessions.end(one, blocks, now, least_chance)
-        self.controller.depart(one.request.request_id)
-        self.pool.free_blocks(blocks[::-1])
-        return self.copy()
-
-    def copy(self) -> list[int]:
-        due = self.books.take_due()
-        for transfer in due:
-            self.books.settle(transfer.transfer_id, frozenset())
-        self.books.backups.check_integrity()
-        self.sessions.book.check_integrity()
-        return [len(transfer.blocks) for transfer in due]
-
-    def serve(self, text: str, num_tokens: int, now: float, **names: Any) -> list[int]:
-        one = self.arrive(text, num_tokens, now, **names)
-        return self.end(one, self.compute(one, now), now + 0.1)
-
-    def count_saved(self, text: str, num_tokens: int, **names: Any) -> int:
-        """Blocks of a further request's beginning that swap space has."""
-        one = self.arrive(text, num_tokens, 100.0, **names)
-        self.books.take_changed()
-        found = self.books.count_saved(one, (num_tokens - 1) // BLOCK_TOKENS)
-        self.sessions.give_up(one)
-        self.controller.depart(one.request.request_id)
-        return found
+from tests.support.vllm_books import BLOCK_TOKENS
+from tests.support.vllm_sessions import BLOCK_BYTES, Office
 
 
 def test_whole_blocks_are_copied_once_and_found_by_what_begins_alike() -> None:
@@ -110,10 +41,15 @@ def test_a_prefix_in_swap_space_is_restored_and_then_kept_for_its_request() -> N
     assert office.books.count_restorable(one, one.request.num_tokens - 1) == 4 * BLOCK_TOKENS
     office.books.fetch(one, [table], BLOCK_TOKENS, 4 * BLOCK_TOKENS)
     assert office.books.num_adopted_tokens == 3 * BLOCK_TOKENS
+    assert [transfer.reason for transfer in office.books._due] == [Reason.PREFIX_IN_SWAP]
     assert office.copy() == [3]
     cast(Any, one.request).num_computed_tokens = 6 * BLOCK_TOKENS
     assert office.books.swap_out(one, [table], 6 * BLOCK_TOKENS, Reason.SLICE_ENDED)
     assert office.copy() == [2], "of four of its blocks there is a copy"
+    assert office.books.count_saved(one, 5) == 0, "what it has itself is not found by content"
+    office.books.fetch(one, [office.pool.give(6)], 0, 6 * BLOCK_TOKENS)
+    assert [transfer.reason for transfer in office.books._due] == [Reason.SLICE_BEGINS]
+    assert office.copy() == [6] and office.books.num_adopted_tokens == 3 * BLOCK_TOKENS
 
 
 def test_a_damaged_copy_is_found_no_more() -> None:
@@ -159,6 +95,31 @@ def test_live_requests_take_any_slot_and_copies_ahead_of_need_do_not() -> None:
     assert office.count_saved("a", 6 * BLOCK_TOKENS) == 2, "the first blocks stay"
 
 
+def test_requests_with_the_same_contents_leave_one_copy_of_each() -> None:
+    office = Office()
+    ones = [office.arrive("a", 4 * BLOCK_TOKENS, 0.0) for _ in range(3)]
+    tables = [office.compute(one, 0.0) for one in ones]
+    for one, table in zip(ones[:2], tables[:2], strict=True):
+        assert office.books.swap_out(one, [table], 4 * BLOCK_TOKENS, Reason.SLICE_ENDED)
+    assert office.copy() == [4, 4], "the first copy is not whole yet"
+    assert office.books.swap_out(ones[2], [tables[2]], 4 * BLOCK_TOKENS, Reason.SLICE_ENDED)
+    assert office.copy() == []
+    for one, table in zip(ones, tables, strict=True):
+        office.abort(one, table)
+    assert office.books.backups.slots[Tier.HOST].num_taken == 4
+
+
+def test_of_unpinned_copies_the_first_blocks_stay_longest() -> None:
+    office = Office(num_slots=4)
+    for text, num_blocks in (("a", 4), ("b", 1)):
+        one = office.arrive(text, num_blocks * BLOCK_TOKENS, 0.0)
+        table = office.compute(one, 0.0)
+        assert office.books.swap_out(one, [table], num_blocks * BLOCK_TOKENS, Reason.SLICE_ENDED)
+        office.copy()
+        office.abort(one, table)
+    assert office.count_saved("a", 6 * BLOCK_TOKENS) == 3
+
+
 def test_what_is_not_expected_to_be_used_is_not_copied() -> None:
     office = Office()
     one = office.arrive("a", 4 * BLOCK_TOKENS, 0.0)
@@ -184,8 +145,8 @@ def test_other_weights_leave_nothing_to_restore_and_no_pin() -> None:
     office.sessions.end(one, office.compute(one, 0.5), 0.6, 0.0)  # its copy is under way
     office.controller.void_all()
     office.copy()
-    assert office.count_saved("a", 6 * BLOCK_TOKENS) == office.count_saved("c", 6 * BLOCK_TOKENS) == 0
     assert not office.books.backups.idle.pins and office.books.backups.slots[Tier.HOST].num_taken == 0
+    assert office.count_saved("a", 6 * BLOCK_TOKENS) == office.count_saved("c", 6 * BLOCK_TOKENS) == 0
 
 
 @pytest.mark.parametrize("name", ["agent", None])
