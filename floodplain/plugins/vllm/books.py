@@ -340,11 +340,10 @@ class SwapBooks:
                 tracked.backups.append(backup)
 
     def lose_contents(self) -> None:
-        """Lose all copies that are found by content: the model that computed them has changed."""
+        """Lose all copies, whose requests are forgotten: the model that computed them has changed."""
         for tier, slots in self.backups.slots.items():
             for backup in self.backups.in_slots(tier, slots.taken):
-                if not backup.is_private:
-                    self.backups.lose(backup)
+                self.backups.lose(backup)
 
     # -- back ------------------------------------------------------------------------------------------------------
 

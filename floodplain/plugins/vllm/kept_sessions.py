@@ -51,7 +51,7 @@ class KeptSessions:
             # A step that is outstanding may still write the KV of the last token.
             num_computed = min(one.num_verified_tokens, one.request.num_tokens - 1)
             keys = one.request.block_hashes[: num_computed // self._block_tokens]
-            pin = self.book.end(one.session, keys[: len(table)], now, least_chance)
+            pin = self.book.end(one.session, keys, now, least_chance)
             if pin is not None:
                 self._books.save(one, table, pin)
 
