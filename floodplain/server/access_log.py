@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MAX_PATH = 200
 """Most characters of a path in the log: a client chooses them."""
+IN_PATHS = "/:@!$&'()*+,;="
+"""What stands in paths as it is. Anything else, such as a space, is percent-encoded, so that a path is one word."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,4 +45,5 @@ class AccessLog:
             status = "500" if status == "-" else status
             raise
         finally:
-            logger.info("%s %s %s %.3f s", scope["method"], scope["path"][:MAX_PATH], status, self._clock() - begun_s)
+            path = quote(scope["path"], safe=IN_PATHS)[:MAX_PATH]
+            logger.info("%s %s %s %.3f s", scope["method"], path, status, self._clock() - begun_s)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from urllib.parse import unquote
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -60,6 +61,13 @@ def test_a_failure_is_a_status_of_500(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_long_path_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     assert log_of(caplog, answer, "/" * 5000) == f"POST {'/' * MAX_PATH} 418 1.500 s"
+
+
+@pytest.mark.parametrize("path", ["/x 200 0.001 s", "/x\n\tPOST /y", "/é\x1b[31m", '/a"b'])
+def test_a_path_is_one_word(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    method, word, *rest = log_of(caplog, answer, path).split()
+    assert (method, unquote(word), rest) == ("POST", path, ["418", "1.500", "s"])
+    assert word.isascii() and word.isprintable()
 
 
 def test_other_scopes_have_no_line(caplog: pytest.LogCaptureFixture) -> None:
