@@ -9,13 +9,10 @@ import argparse
 import heapq
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -26,13 +23,13 @@ from benchmarks.turns.loads import Rates, Session, Turn, make_sessions
 from floodplain.files.results import write_result
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 MODES = ("stock", "off", "lru", "pins")
 SCALE_NEW, SCALE_OUTPUT, MOST_TOKENS = 16, 4, 1900
 """The load of ``benchmarks/turns`` with this part of its tokens, and sessions of at most so many."""
-RATES = Rates(agents=0.5, chats=1.0, singles=1.0, span_s=24.0)
-KV_TOKENS, BLOCK_BYTES = 6144, 8192
-HARDWARE = "cpu"
+RATES = Rates(agents=0.042, chats=0.14, singles=0.14, span_s=200.0)
+"""As there, and so are the prices of steps, the KV cache and swap space: of Qwen3-32B on one RTX PRO 6000."""
+HARDWARE, KV_TOKENS, MAX_BATCHED_TOKENS = "rtxpro6000", 6144, 128
+BLOCK_BYTES = 8192
 
 
 @dataclass
@@ -74,7 +71,10 @@ def make_engine(mode: str, policy: str, swap_tokens: int) -> tuple[Any, Any, Any
     from benchmarks.vllm import measure
     from benchmarks.vllm.virtual import write_tiny_model
 
-    more = {"enable_prefix_caching": True, "max_model_len": 2048}
+    more = {
+        "enable_prefix_caching": True, "max_model_len": 2048, "enable_chunked_prefill": True,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS, "enforce_eager": True,
+    }  # fmt: skip
     settings = {"swap_memory": swap_tokens // 32 * BLOCK_BYTES, "pin_sessions": mode in ("lru", "pins")}
     with TemporaryDirectory() as folder:
         model = str(write_tiny_model(Path(folder)))
@@ -117,7 +117,7 @@ def serve(llm: Any, clock: Any, sessions: Sequence[Session]) -> list[dict[str, A
             times += [now] * (len(tokens) - len(times))
             if output.finished:
                 del live[output.request_id]
-                rows.append(_row_of(talk, due_s, times))
+                rows.append(_row_of(talk, due_s, times) | {"cached": output.num_cached_tokens})
                 talk.said += tokens
                 talk.number += 1
                 if talk.number < len(talk.session.turns):
@@ -134,59 +134,71 @@ def _row_of(talk: Talk, due_s: float, times: Sequence[float]) -> dict[str, Any]:
 
 
 def run_one(mode: str, policy: str, seed: int, swap_tokens: int) -> dict[str, Any]:
-    """Serve the sessions of a seed in this process."""
+    """Serve the sessions of a seed in this process, which must not have made an engine before."""
     llm, clock, work = make_engine(mode, policy, swap_tokens)
     before_s, rows = clock.now(), serve(llm, clock, make_load(seed))
-    num_needed = sum(row["prompt"] + row["output"] - 1 for row in rows)
     return {
-        "mode": mode, "policy": policy, "seed": seed, "duration_s": clock.now() - before_s,
-        "preemptions": work.num_preemptions, "found": 1 - work.num_computed_tokens / num_needed, "rows": rows,
+        "mode": mode, "policy": policy, "seed": seed, "swap_tokens": swap_tokens,
+        "duration_s": clock.now() - before_s, "preemptions": work.num_preemptions, "rows": rows,
     }  # fmt: skip
 
 
 def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Pool the runs of one mode: times in seconds, and the part of all tokens that was not computed."""
+    """Pool the runs of one mode: times in seconds, and the cached part of the prompts of later turns."""
     rows = [row for run in runs for row in run["rows"]]
     later, others = [[row for row in rows if row["is_later"] is is_later] for is_later in (True, False)]
     return {
-        "later_requests": len(later), "found": round(mean(run["found"] for run in runs), 4),
-        "later_ttft": _times(later), "other_ttft": _times(others),
-        "later_ttft_p50_by_seed": [
-            round(median(row["ttft_s"] for row in run["rows"] if row["is_later"]), 4) for run in runs
+        "later_requests": len(later), "requests": len(rows),
+        "later_cached": round(sum(row["cached"] for row in later) / sum(row["prompt"] for row in later), 4),
+        "later_ttft": _times(later, "ttft_s"), "later_e2e": _times(later, "e2e_s"),
+        "other_ttft": _times(others, "ttft_s"), "other_e2e": _times(others, "e2e_s"),
+        "later_ttft_by_seed": [
+            _times([row for row in run["rows"] if row["is_later"]], "ttft_s") for run in runs
         ],
-        "e2e_mean_s": round(mean(row["e2e_s"] for row in rows), 4),
         "longest_gap_s": round(max(row["gap_s"] for row in rows), 4),
         "preemptions": sum(run["preemptions"] for run in runs),
         "duration_s": round(sum(run["duration_s"] for run in runs), 2),
     }  # fmt: skip
 
 
-def _times(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    seen = sorted(row["ttft_s"] for row in rows)
+def _times(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    seen = sorted(row[name] for row in rows)
     p90 = seen[min(len(seen) - 1, int(0.9 * len(seen)))]
     return {"p50_s": round(median(seen), 4), "p90_s": round(p90, 4), "mean_s": round(mean(seen), 4)}
 
 
 def format_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a line for each mode; ratios are to ``lru`` of the same policy."""
+    """Return a line for each mode; ratios are to ``lru`` of the same policy and swap space."""
     rows = list(rows)
-    by_age = {row["policy"]: row["later_ttft"] for row in rows if row["mode"] == "lru"}
+    by_age = {(row["policy"], row["swap_tokens"]): row["later_ttft"] for row in rows if row["mode"] == "lru"}
     lines = [
-        "| policy | mode | not computed | later turns: TTFT p50 | p90 | mean | of lru's p50, mean | others: TTFT p50 |"
-        " mean | E2E mean | longest gap | preemptions |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| policy | swap space | mode | later turns: cached | TTFT p50 | p90 | mean | of lru's p50, mean |"
+        " others: TTFT p50 | mean | E2E p50 | mean | longest gap | preemptions |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        later, others, base = row["later_ttft"], row["other_ttft"], by_age.get(row["policy"])
+        later, base = row["later_ttft"], by_age.get((row["policy"], row["swap_tokens"]))
         ratios = f"{later['p50_s'] / base['p50_s']:.2f}, {later['mean_s'] / base['mean_s']:.2f}" if base else ""
+        others = [row[name][key] for name in ("other_ttft", "other_e2e") for key in ("p50_s", "mean_s")]
         cells = [
-            row["policy"], row["mode"], f"{100 * row['found']:.0f} %",
-            *(f"{later[key]:.3g} s" for key in later), ratios,
-            f"{others['p50_s']:.3g} s", f"{others['mean_s']:.3g} s", f"{row['e2e_mean_s']:.3g} s",
+            row["policy"], str(row["swap_tokens"] or ""), row["mode"], f"{100 * row['later_cached']:.0f} %",
+            *(f"{seconds:.3g} s" for seconds in later.values()), ratios, *(f"{seconds:.3g} s" for seconds in others),
             f"{row['longest_gap_s']:.2g} s", str(row["preemptions"]),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def make_jobs(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Return (mode, policy, tokens of swap space) of each row.
+
+    Stock vLLM has one policy and no swap space. ``fcfs`` swaps nothing out, so ``off`` is stock there, to milliseconds.
+    """
+    jobs = [
+        ("stock", "fcfs", 0) if mode == "stock" or (mode, policy) == ("off", "fcfs") else (mode, policy, swap_tokens)
+        for policy in args.policies for swap_tokens in args.swap_tokens for mode in args.modes
+    ]  # fmt: skip
+    return list(dict.fromkeys(jobs))
 
 
 def main() -> None:
@@ -195,37 +207,25 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["fcfs", "timely"])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--swap-tokens", type=int, default=8192, help="room in swap space; the KV cache has 6144")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--swap-tokens", type=int, nargs="+", default=[7680, 11520], help="room; the KV cache has 6144")
+    parser.add_argument("--at-once", type=int, help="processes; default: as many as cores")
     parser.add_argument("--out", type=Path, default=HERE / "turns.json")
-    parser.add_argument("--one", action="store_true", help="the first policy, mode and seed in this process")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(run_one(args.modes[0], args.policies[0], args.seeds[0], args.swap_tokens)), flush=True)
-        return
-    pairs = [("fcfs" if mode == "stock" else policy, mode) for policy in args.policies for mode in args.modes]
-    pairs = list(dict.fromkeys(pairs))
 
-    def run(job: tuple[str, str, int]) -> dict[str, Any]:
-        policy, mode, seed = job
-        command = [sys.executable, "-m", "benchmarks.vllm.turns", "--one"]
-        command += ["--policies", policy, "--modes", mode, "--seeds", str(seed)]
-        command += ["--swap-tokens", str(args.swap_tokens)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command[2:])} failed: {(done.stderr.splitlines() or ['no word'])[-1]}")
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+    from benchmarks.vllm import measure  # noqa: F401  vLLM: once, before the processes fork
 
-    with ThreadPoolExecutor(args.workers) as pool:
-        runs = list(pool.map(run, [(*pair, seed) for pair in pairs for seed in args.seeds]))
     rows = []
-    for policy, mode in pairs:
-        ours = [run for run in runs if (run["policy"], run["mode"]) == (policy, mode)]
-        rows.append({"policy": policy, "mode": mode} | summarise(ours))
+    with get_context("fork").Pool(args.at_once, maxtasksperchild=1) as processes:
+        jobs = make_jobs(args)
+        runs = [
+            [processes.apply_async(run_one, (mode, policy, seed, swap_tokens)) for seed in args.seeds]
+            for mode, policy, swap_tokens in jobs
+        ]
+        for (mode, policy, swap_tokens), seeds in zip(jobs, runs, strict=True):
+            pooled = summarise([run.get() for run in seeds])
+            rows.append({"policy": policy, "swap_tokens": swap_tokens, "mode": mode} | pooled)
     print(format_table(rows))
-    settings = {"seeds": args.seeds, "kv_tokens": KV_TOKENS, "swap_tokens": args.swap_tokens, "hardware": HARDWARE}
+    settings = {"seeds": args.seeds, "kv_tokens": KV_TOKENS, "hardware": HARDWARE}
     write_result(args.out, json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
 

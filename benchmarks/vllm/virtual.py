@@ -53,8 +53,14 @@ HARDWARE = {
         32 * 80 * 2 * 8 * 128 * 2 / 8 / 50e9,
         False,
     ),
+    "rtxpro6000": Hardware(
+        StepLine(base_s=0.046, decode_s=0.0027, prefill_token_s=16 * 0.00025), 32 * 16 * 262_144 / 50e9, False
+    ),
 }
-"""As in ``benchmarks/policies``: SmolLM2-135M on two cores, and Llama-2-70B on eight H100 over PCIe 5."""
+"""SmolLM2-135M on two cores and Llama-2-70B on eight H100 over PCIe 5, both as in ``benchmarks/policies``.
+
+``rtxpro6000``: Qwen3-32B on one card as in ``benchmarks/turns``, where a token here stands for 16 of a prompt.
+"""
 
 
 class VirtualClock:
