@@ -181,10 +181,6 @@ class Figure:
         picture = next(run.picture for (label, _), run in runs.items() if label == self.default)
         return Finding(self, tuple(self._claim(statement, runs) for statement in self.statements), picture)
 
-    def run(self, seeds: Sequence[int]) -> Finding:
-        """Simulate the figure in this process."""
-        return self.judge({run: self.run_once(*run) for run in self.list_runs(seeds)})
-
     def _claim(self, statement: Statement, runs: Mapping[tuple[str, int], Measured]) -> Claim:
         def values(quantity: str, label: str) -> list[float]:
             return [run.quantities[quantity] for (which, _), run in runs.items() if which == label]
