@@ -85,11 +85,6 @@ class DropPlan:
     num_gained_blocks: int
 
     @property
-    def num_merges(self) -> int:
-        """Copies of the layers that are dropped."""
-        return sum(len(parts) - 1 for parts in self.merges)
-
-    @property
     def longest(self) -> int:
         """Stages of the longest new group."""
         return max(map(count_stages, self.merges), default=0)
