@@ -39,6 +39,7 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
         port = str(taken.getsockname()[1])
         wanted = [
             (["/nowhere"], "there is no model at '/nowhere'"),
+            ([""], "there is no model at ''"),
             (["dummy:nothing"], "no model shape is called 'nothing'"),
             ([str(broken)], "config.json is missing"),
             ([str(folder)], "the tokenizer is missing"),

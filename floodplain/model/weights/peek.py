@@ -72,6 +72,8 @@ def find_model(model: str) -> Path:
     """The path of a model that is no dummy. One of the hub is downloaded, if it is not in the cache. UserError."""
     if model == "smollm2":
         return packaged_smollm2()
+    if not model:  # a variable that is not set; as a path it would be the current folder
+        raise unknown_model(model)
     path = Path(model)
     if is_hub_id(model) and not path.exists():
         return hub_folder(model)
