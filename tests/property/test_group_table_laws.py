@@ -152,8 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @invariant()
     def laws(self) -> None:
-        if hasattr(self, "world"):
-            self.world.check()
+        self.world.check()
 
     def teardown(self) -> None:
         """Without faults every group ends, one more runs to its end, and every request is served."""

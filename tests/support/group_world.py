@@ -13,8 +13,7 @@ from floodplain.cluster.wire.group_messages import Answer, Order
 from floodplain.core.errors import UserError
 from floodplain.core.group_sizes import plan_merge
 from floodplain.core.groups import GroupState
-from tests.support.group_laws import GroupLaws
-from tests.support.group_process import LAYERS, Process, Said
+from tests.support.group_laws import LAYERS, GroupLaws, Process, Said
 
 ENDED = (GroupState.SOLO, GroupState.OVER)
 TAKES_REQUESTS = (GroupState.EXCHANGING, GroupState.SETTLING, GroupState.PIPELINED, GroupState.FILLING)
