@@ -97,19 +97,15 @@ def test_stream_equals_generate() -> None:
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
 
 
-def test_the_loop_gets_the_callers_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_gets_the_callers_request_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_of(greedy(2), priority=3, client="tenant", cache_salt="salt", goals=Goals(tpot_s=0.2))
-
-    async def ask() -> list[Request]:
-        added: list[Request] = []
-        async with running() as engine:
-            add = engine.engine.add
-            monkeypatch.setattr(engine.engine, "add", lambda request: (added.append(request), add(request))[1])
-            async for _ in engine.generate(request):
-                pass
-        return added
-
-    assert asyncio.run(ask()) == [request]
+    added: list[Request] = []
+    async with running() as engine:
+        add = engine.engine.add
+        monkeypatch.setattr(engine.engine, "add", lambda request: (added.append(request), add(request))[1])
+        async for _ in engine.generate(request):
+            pass
+    assert added == [request]
 
 
 def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
@@ -265,22 +261,18 @@ async def test_offline_replay_reports_what_happened() -> None:
 
 
 @pytest.mark.parametrize("inbox_s", [0.0, 60.0])
-def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inbox's time between two steps is limited: with 0 s it takes one item a step, with 60 s more."""
     monkeypatch.setattr(async_engine, "_INBOX_S", inbox_s)
     steps: list[int] = []
+    async with running() as engine:
+        counters = engine.engine.loop.counters
 
-    async def crowded() -> None:
-        async with running() as engine:
-            counters = engine.engine.loop.counters
+        def fill(*_: object) -> None:
+            for _ in range(40):
+                engine._inbox.put(lambda: steps.append(counters.num_steps))
 
-            def fill(*_: object) -> None:
-                for _ in range(40):
-                    engine._inbox.put(lambda: steps.append(counters.num_steps))
-
-            async for _ in engine.generate(request_of(greedy(100)), on_added=fill):
-                pass
-
-    asyncio.run(crowded())
+        async for _ in engine.generate(request_of(greedy(100)), on_added=fill):
+            pass
     assert len(steps) == 40
     assert (max(steps.count(step) for step in steps) == 1) is (inbox_s == 0.0)

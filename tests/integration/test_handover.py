@@ -156,52 +156,43 @@ def test_requests_are_not_handed_over_while_a_step_runs() -> None:
         opened.engine.close()
 
 
-def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
-    async def story() -> tuple[list[int], int, int]:
-        engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
-        await engine.start()
-        request: Request = requests(3)[2]
-        tokens: list[int] = []
+async def test_a_paused_engine_has_delivered_all_and_computes_nothing() -> None:
+    engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
+    await engine.start()
+    request: Request = requests(3)[2]
+    tokens: list[int] = []
 
-        async def read() -> None:
-            async for delta in engine.generate(request):
-                tokens.extend(delta.token_ids)
+    async def read() -> None:
+        async for delta in engine.generate(request):
+            tokens.extend(delta.token_ids)
 
-        reading = asyncio.create_task(read())
-        while not tokens:
-            await asyncio.sleep(0)
-        pause = await engine.pause()
-        before = await pause.run(lambda inner: inner.loop.counters.num_steps)
-        records = await pause.run(lambda inner: take_records(inner.loop))
-        await asyncio.sleep(0)  # tokens dispatched before are read
-        num_known = sum(record.num_tokens - len(record.request.prompt_token_ids) for record in records)
-        assert num_known == len(tokens) or not records
-        after = await pause.run(lambda inner: inner.loop.counters.num_steps)
-        pause.release()
-        await reading
-        await engine.close()
-        return tokens, before, after
-
-    tokens, before, after = asyncio.run(story())
+    reading = asyncio.create_task(read())
+    while not tokens:
+        await asyncio.sleep(0)
+    pause = await engine.pause()
+    before = await pause.run(lambda inner: inner.loop.counters.num_steps)
+    records = await pause.run(lambda inner: take_records(inner.loop))
+    await asyncio.sleep(0)  # tokens dispatched before are read
+    num_known = sum(record.num_tokens - len(record.request.prompt_token_ids) for record in records)
+    assert num_known == len(tokens) or not records
+    after = await pause.run(lambda inner: inner.loop.counters.num_steps)
+    pause.release()
+    await reading
+    await engine.close()
     assert before == after
     assert tokens == one_engine(requests(3)[2:])[0]
 
 
-def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
+async def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
     """Its memory may be unmapped by then, as that of a group's member."""
-
-    async def story() -> tuple[int, int]:
-        engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
-        await engine.start()
-        stream = engine.generate(requests(3)[2])
-        await anext(stream)
-        await engine.pause()
-        before = engine.engine.loop.counters.num_steps
-        await engine.close()
-        return before, engine.engine.loop.counters.num_steps
-
-    before, after = asyncio.run(story())
-    assert before == after
+    engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
+    await engine.start()
+    stream = engine.generate(requests(3)[2])
+    await anext(stream)
+    await engine.pause()
+    before = engine.engine.loop.counters.num_steps
+    await engine.close()
+    assert before == engine.engine.loop.counters.num_steps
 
 
 async def test_closing_an_engine_ends_a_pause() -> None:

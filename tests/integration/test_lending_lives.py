@@ -258,28 +258,24 @@ def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
         assert engine.stats().lease_bytes == {}
 
 
-def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
+async def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
     """Its thread does not sleep between two boundaries while memory moves."""
     hasty = LendingSettings(calm_s=0.01, busy_s=0.005, window_s=0.05, rate_window_s=0.02, rise_sigmas=1e9)
     config = EngineConfig(model="dummy:tiny-llama", coordinator=coordinator, **FLAGS)
+    engine = AsyncEngine(build_engine(config, lending=hasty))
+    producer, is_lent = Producer(engine.engine), threading.Event()
+    producer.pool._step_blocks, rests_s = 16, list[float]()
+    give_way = producer.pool.give_way
 
-    async def live() -> int:
-        engine = AsyncEngine(build_engine(config, lending=hasty))
-        producer, is_lent = Producer(engine.engine), threading.Event()
-        producer.pool._step_blocks, rests_s = 16, list[float]()
-        give_way = producer.pool.give_way
+    def note(to_bytes: int) -> None:
+        rests_s.append(engine.engine.rest_s)  # before this boundary
+        give_way(to_bytes)
+        if producer.num_blocks <= 16:
+            is_lent.set()
 
-        def note(to_bytes: int) -> None:
-            rests_s.append(engine.engine.rest_s)  # before this boundary
-            give_way(to_bytes)
-            if producer.num_blocks <= 16:
-                is_lent.set()
-
-        producer.pool.give_way = note  # type: ignore[method-assign]
-        await engine.start()
-        assert await asyncio.to_thread(is_lent.wait, HANG_S)
-        await engine.close()
-        assert len(rests_s) == 7 and rests_s[1:] == [0.0] * 6, "seven quanta, one at a boundary"
-        return producer.num_blocks
-
-    assert asyncio.run(live()) == 16
+    producer.pool.give_way = note  # type: ignore[method-assign]
+    await engine.start()
+    assert await asyncio.to_thread(is_lent.wait, HANG_S)
+    await engine.close()
+    assert len(rests_s) == 7 and rests_s[1:] == [0.0] * 6, "seven quanta, one at a boundary"
+    assert producer.num_blocks == 16

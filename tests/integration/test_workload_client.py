@@ -85,13 +85,10 @@ def test_events_cut_anywhere_in_the_bytes_are_put_together() -> None:
     assert (record.error, record.text) == (None, "néx")
 
 
-def test_without_a_server_each_request_fails_and_the_load_goes_on() -> None:
-    async def scenario() -> list[RequestRecord]:
-        async with serving(streaming()) as url:
-            pass
-        return await run_load(HttpTarget(url, "m"), [request(0), request(1)], progress=False)
-
-    for record in asyncio.run(scenario()):
+async def test_without_a_server_each_request_fails_and_the_load_goes_on() -> None:
+    async with serving(streaming()) as url:
+        pass
+    for record in await run_load(HttpTarget(url, "m"), [request(0), request(1)], progress=False):
         assert record.error is not None
         assert record.error.startswith("no server at http://127.0.0.1:")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -201,21 +200,18 @@ def test_arrivals_are_counted_in_their_window() -> None:
     assert meter.tokens_per_s(300.0, 10.0) == 0
 
 
-def test_a_webhook_posts_json_and_survives_a_server_that_is_not_there() -> None:
-    async def story() -> list[Any]:
-        got: list[Any] = []
+async def test_a_webhook_posts_json_and_survives_a_server_that_is_not_there() -> None:
+    got: list[Any] = []
 
-        async def take(asked: Asked) -> None:
-            got.append(asked.json())
-            await asked.say(whole(200, b""))
+    async def take(asked: Asked) -> None:
+        got.append(asked.json())
+        await asked.say(whole(200, b""))
 
-        async with serving(take) as url:
-            hook = Webhook(f"{url}/scale")
-            hook.post({"event": "overload"})
-            hook.post({"event": "left out: the first one is under way"})
-            await hook.close()
-        hook.post({"event": "nothing listens"})
+    async with serving(take) as url:
+        hook = Webhook(f"{url}/scale")
+        hook.post({"event": "overload"})
+        hook.post({"event": "left out: the first one is under way"})
         await hook.close()
-        return got
-
-    assert asyncio.run(story()) == [{"event": "overload"}]
+    hook.post({"event": "nothing listens"})
+    await hook.close()
+    assert got == [{"event": "overload"}]

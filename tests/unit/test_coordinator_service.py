@@ -92,7 +92,7 @@ def test_jobs_that_take_long_are_committed_before_the_leader_is_too_late(store: 
 
 
 @pytest.mark.parametrize("most", [1, 3, 99])
-def test_every_job_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
+async def test_every_job_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
     class Slow:
         """Runs the first ``most`` jobs of each call."""
 
@@ -104,17 +104,14 @@ def test_every_job_gets_its_own_answer_however_few_are_served_at_once(most: int)
 
         resign = tick
 
-    async def ask_all() -> list[int]:
-        worker = LeaseWorker(Slow())  # type: ignore[arg-type]
-        asked = [asyncio.create_task(worker.ask(lambda _, now, number=number: number * 7)) for number in range(10)]  # type: ignore[misc]
-        while worker.num_waiting < 10:
-            await asyncio.sleep(0)
-        worker.open()
-        answers = await asyncio.gather(*asked)
-        await worker.close()
-        return answers
-
-    assert asyncio.run(ask_all()) == [number * 7 for number in range(10)]
+    worker = LeaseWorker(Slow())  # type: ignore[arg-type]
+    asked = [asyncio.create_task(worker.ask(lambda _, now, number=number: number * 7)) for number in range(10)]  # type: ignore[misc]
+    while worker.num_waiting < 10:
+        await asyncio.sleep(0)
+    worker.open()
+    answers = await asyncio.gather(*asked)
+    await worker.close()
+    assert answers == [number * 7 for number in range(10)]
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------

@@ -12,42 +12,36 @@ from floodplain.profiler.measured import KvUse, watching
 LONG_S = 60.0
 
 
-def test_the_first_call_is_over_before_the_context_begins() -> None:
+async def test_the_first_call_is_over_before_the_context_begins() -> None:
     calls: list[str] = []
 
     async def look() -> None:
         await asyncio.sleep(0)
         calls.append("look")
 
-    async def scene() -> None:
-        async with polling(look, LONG_S):
-            calls.append("begin")
-            await asyncio.sleep(0.01)
-
-    asyncio.run(scene())
+    async with polling(look, LONG_S):
+        calls.append("begin")
+        await asyncio.sleep(0.01)
     assert calls == ["look", "begin"]
 
 
-def test_calls_go_on_until_the_context_ends() -> None:
+async def test_calls_go_on_until_the_context_ends() -> None:
     num_calls = 0
 
     async def look() -> None:
         nonlocal num_calls
         num_calls += 1
 
-    async def scene() -> int:
-        async with polling(look, 0.0), asyncio.timeout(LONG_S):
-            while num_calls < 3:
-                await asyncio.sleep(0)
-        num_at_end = num_calls
-        await asyncio.sleep(0.01)
-        return num_at_end
-
-    assert asyncio.run(scene()) == num_calls >= 3
+    async with polling(look, 0.0), asyncio.timeout(LONG_S):
+        while num_calls < 3:
+            await asyncio.sleep(0)
+    num_at_end = num_calls
+    await asyncio.sleep(0.01)
+    assert num_at_end == num_calls >= 3
 
 
 @pytest.mark.parametrize("num_good", [0, 2])
-def test_a_call_that_fails_is_the_last_one_and_the_context_ends_with_its_error(num_good: int) -> None:
+async def test_a_call_that_fails_is_the_last_one_and_the_context_ends_with_its_error(num_good: int) -> None:
     calls: list[int] = []
 
     async def look() -> None:
@@ -55,37 +49,31 @@ def test_a_call_that_fails_is_the_last_one_and_the_context_ends_with_its_error(n
         if len(calls) > num_good:
             raise OSError("gone")
 
-    async def scene() -> None:
+    with pytest.raises(OSError, match="gone"):
         async with polling(look, 0.0), asyncio.timeout(LONG_S):
             while len(calls) <= num_good:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.01)
-
-    with pytest.raises(OSError, match="gone"):
-        asyncio.run(scene())
     assert len(calls) == num_good + 1
 
 
-def test_the_error_of_the_context_ends_the_calls() -> None:
+async def test_the_error_of_the_context_ends_the_calls() -> None:
     num_calls = 0
 
     async def look() -> None:
         nonlocal num_calls
         num_calls += 1
 
-    async def scene() -> None:
+    with pytest.raises(ValueError, match="the load failed"):
         try:
             async with polling(look, 0.0):
                 raise ValueError("the load failed")
         finally:
             await asyncio.sleep(0.01)
-
-    with pytest.raises(ValueError, match="the load failed"):
-        asyncio.run(scene())
     assert num_calls == 1
 
 
-def test_a_try_s_use_of_kv_is_polled_once_at_its_start() -> None:
+async def test_a_try_s_use_of_kv_is_polled_once_at_its_start() -> None:
     num_reads = 0
 
     async def read() -> KvUse:
@@ -93,10 +81,7 @@ def test_a_try_s_use_of_kv_is_polled_once_at_its_start() -> None:
         num_reads += 1
         return KvUse(used_bytes=3, pool_bytes=8, num_live=1)
 
-    async def scene() -> tuple[int, int]:
-        async with watching(read, LONG_S) as peak:
-            await asyncio.sleep(0.01)
-        return peak.used_bytes, peak.pool_bytes
-
-    assert asyncio.run(scene()) == (3, 8)
+    async with watching(read, LONG_S) as peak:
+        await asyncio.sleep(0.01)
+    assert (peak.used_bytes, peak.pool_bytes) == (3, 8)
     assert num_reads == 1

@@ -48,61 +48,49 @@ def make(num_live: int, timeout_s: float = 30.0) -> tuple[Draining, Engine, Drai
     return Draining(engine, switch, timeout_s, lambda: engine.now_s), engine, switch  # type: ignore[arg-type]
 
 
-def test_the_log_says_what_is_awaited_and_how_it_ended(entries: pytest.LogCaptureFixture) -> None:
-    async def stop() -> None:
-        draining, engine, switch = make(3)
-        draining.begin()
-        assert switch.is_draining
-        await settle()
-        engine.end(2, at_s=102.0)
-        await settle()
-        assert len(entries.messages) == 1
-        engine.end(1, at_s=104.25)
-        await settle()
-
-    asyncio.run(stop())
+async def test_the_log_says_what_is_awaited_and_how_it_ended(entries: pytest.LogCaptureFixture) -> None:
+    draining, engine, switch = make(3)
+    draining.begin()
+    assert switch.is_draining
+    await settle()
+    engine.end(2, at_s=102.0)
+    await settle()
+    assert len(entries.messages) == 1
+    engine.end(1, at_s=104.25)
+    await settle()
     assert entries.messages == [
         "stopping: 3 requests may finish within 30 s; a second signal aborts them",
         "stopped after 4.2 s: all requests ended",
     ]
 
 
-def test_requests_that_outlast_the_time_are_counted(entries: pytest.LogCaptureFixture) -> None:
-    async def stop() -> None:
-        draining, engine, _ = make(2, timeout_s=1.5)
-        draining.begin()
-        await settle()
-        engine.end(1, at_s=101.0)
-        engine.now_s = 101.5
-        await engine.abort()
-        await settle()
-
-    asyncio.run(stop())
+async def test_requests_that_outlast_the_time_are_counted(entries: pytest.LogCaptureFixture) -> None:
+    draining, engine, _ = make(2, timeout_s=1.5)
+    draining.begin()
+    await settle()
+    engine.end(1, at_s=101.0)
+    engine.now_s = 101.5
+    await engine.abort()
+    await settle()
     assert entries.messages == [
         "stopping: 2 requests may finish within 1.5 s; a second signal aborts them",
         "stopped after 1.5 s: 1 request aborted",
     ]
 
 
-def test_a_second_signal_aborts_and_tells_the_end_once(entries: pytest.LogCaptureFixture) -> None:
-    async def stop() -> None:
-        draining, engine, _ = make(2)
-        draining.begin()
-        await settle()
-        engine.now_s = 103.0
-        draining.begin()
-        await settle()
-        engine.end(2, at_s=103.0)  # the first drain returns, too
-        await settle()
-
-    asyncio.run(stop())
+async def test_a_second_signal_aborts_and_tells_the_end_once(entries: pytest.LogCaptureFixture) -> None:
+    draining, engine, _ = make(2)
+    draining.begin()
+    await settle()
+    engine.now_s = 103.0
+    draining.begin()
+    await settle()
+    engine.end(2, at_s=103.0)  # the first drain returns, too
+    await settle()
     assert entries.messages[1:] == ["stopping at once: 2 requests aborted", "stopped after 3.0 s: 2 requests aborted"]
 
 
-def test_an_idle_server_has_nothing_to_await(entries: pytest.LogCaptureFixture) -> None:
-    async def stop() -> None:
-        make(0)[0].begin()
-        await settle()
-
-    asyncio.run(stop())
+async def test_an_idle_server_has_nothing_to_await(entries: pytest.LogCaptureFixture) -> None:
+    make(0)[0].begin()
+    await settle()
     assert entries.messages == ["stopping: no request is live"]

@@ -17,7 +17,7 @@ async def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
         await workers.run({}.__getitem__, 1)
 
 
-def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
+async def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
     lock, now, most = threading.Lock(), [0], [0]
 
     def job(number: int) -> int:
@@ -29,15 +29,12 @@ def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
             now[0] -= 1
         return number
 
-    async def work() -> None:
-        workers = Workers(3, "test")
-        assert await asyncio.gather(*(workers.run(job, i) for i in range(40))) == list(range(40))
-
-    asyncio.run(work())
+    workers = Workers(3, "test")
+    assert await asyncio.gather(*(workers.run(job, i) for i in range(40))) == list(range(40))
     assert most == [3]
 
 
-def test_cancelled_work_that_has_not_begun_never_begins() -> None:
+async def test_cancelled_work_that_has_not_begun_never_begins() -> None:
     begun: list[str] = []
     go = threading.Event()
 
@@ -45,20 +42,17 @@ def test_cancelled_work_that_has_not_begun_never_begins() -> None:
         begun.append(name)
         assert go.wait(HANG_S)
 
-    async def work() -> None:
-        workers = Workers(1, "test")
-        jobs = [asyncio.create_task(workers.run(job, name)) for name in ("runs", "cancelled", "last")]
-        while not begun:
-            await asyncio.sleep(0)
-        jobs[1].cancel()
-        jobs[0].cancel()
-        for done in jobs[:2]:
-            with pytest.raises(asyncio.CancelledError):
-                await done
-        go.set()
-        await jobs[2]
-
-    asyncio.run(work())
+    workers = Workers(1, "test")
+    jobs = [asyncio.create_task(workers.run(job, name)) for name in ("runs", "cancelled", "last")]
+    while not begun:
+        await asyncio.sleep(0)
+    jobs[1].cancel()
+    jobs[0].cancel()
+    for done in jobs[:2]:
+        with pytest.raises(asyncio.CancelledError):
+            await done
+    go.set()
+    await jobs[2]
     assert begun == ["runs", "last"]
 
 
