@@ -21,7 +21,7 @@ PAGE_STAMP := .venv-page/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients test-cluster chaos check docs format clean \
-	packages lint-deploy test-page test-monitoring
+	packages images lint-deploy test-page test-monitoring
 .PHONY: $(VLLM_TESTS)
 
 setup: $(STAMP)
@@ -124,9 +124,13 @@ docs: $(DOCS_STAMP)
 	.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
 	touch $@
 
-# Wheel and sdist in dist/, and the wheel in a fresh environment of each Python from 3.11 to 3.13 on PATH.
+# Wheel and sdist in dist/, and both in a fresh environment of each Python from 3.11 to 3.13 on PATH.
 packages: .venv-packages/.installed
 	.venv-packages/bin/python tools/packages.py
+
+# The image for CPUs, by docker, podman or buildah, and a server in it.
+images:
+	tools/images.sh $(IMAGE_FLAGS)
 
 .venv-deploy/.installed: tools/requirements-deploy.txt
 	$(PYTHON) -m venv .venv-deploy

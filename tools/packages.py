@@ -1,7 +1,7 @@
-"""Builds wheel and sdist into dist/, checks them, and tries the wheel in a fresh environment of each Python.
+"""Builds wheel and sdist into dist/, checks them, and tries both in a fresh environment of each Python.
 
 Run by make packages, in .venv-packages. A try installs the wheel at the versions of constraints.txt, without extras,
-then serves a tiny model and asks it for tokens.
+serves a tiny model and asks it for tokens; then it installs the sdist in the wheel's place and does the same.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
-import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from serve_once import serve_once
+
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-PATIENCE_S = 120.0
 
 
 def main() -> None:
@@ -36,7 +35,7 @@ def main() -> None:
     if not found:
         sys.exit(f"none of {', '.join(PYTHONS)} is on PATH")
     for python in found:
-        _try_wheel(wheel, python)
+        _try(wheel, sdist, python)
     left_out = [name for name in PYTHONS if name not in found]
     print(f"not tried, because they are not on PATH: {', '.join(left_out)}" if left_out else "tried by every Python")
 
@@ -60,38 +59,19 @@ def _check_files(wheel: Path, sdist: Path) -> None:
         print(f"{name}: {len(files)} files, {(DIST / name).stat().st_size >> 10} KiB")
 
 
-def _try_wheel(wheel: Path, python: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="floodplain-wheel-") as folder:
+def _try(wheel: Path, sdist: Path, python: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="floodplain-package-") as folder:
         _run([python, "-m", "venv", folder])
         own, floodplain = f"{folder}/bin/python", f"{folder}/bin/floodplain"
-        constraints = str(ROOT / "constraints.txt")
-        _run([own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints, str(wheel)])
+        install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*install, "-c", str(ROOT / "constraints.txt"), str(wheel)])
         _run([own, "-m", "pip", "check", "--disable-pip-version-check"])
         _run([floodplain, "--help"], quiet=True)
-        tokens = _serve_one(floodplain, Path(folder))
+        tokens = serve_once(floodplain, Path(folder))
         listed = subprocess.run([own, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True)
-        print(f"{python}: {len(json.loads(listed.stdout))} packages, {tokens} tokens served")
-
-
-def _serve_one(floodplain: str, folder: Path) -> int:
-    """Tokens of one request to a tiny model, served outside the repository."""
-    command = [floodplain, "serve", "dummy:tiny-llama", "--port", "0", "--kv-memory", "1MiB", "--format", "json", "-q"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            ready = json.loads(server.stdout.readline())
-            body = json.dumps({"model": ready["model"], "prompt": "the river", "max_tokens": 4, "ignore_eos": True})
-            request = urllib.request.Request(
-                f"{ready['url']}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                tokens = json.load(answer)["usage"]["completion_tokens"]
-            server.send_signal(signal.SIGTERM)
-            if server.wait(PATIENCE_S) != 0:
-                sys.exit(f"the server ended with status {server.returncode}")
-        finally:
-            server.kill()
-    return int(tokens)
+        print(f"{python}: {len(json.loads(listed.stdout))} packages, {tokens} tokens served from the wheel")
+        _run([*install, "--no-deps", "--force-reinstall", str(sdist)])
+        print(f"{python}: {serve_once(floodplain, Path(folder))} tokens served from the sdist", flush=True)
 
 
 def _run(command: Sequence[str], *, quiet: bool = False) -> None:
