@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+DECIDE = ("pyproject.toml", "constraints.txt")
+
 
 def main() -> None:
     """Print each count, and write the names."""
@@ -21,7 +23,8 @@ def main() -> None:
     args = parser.parse_args()
     result = {"python": platform.python_version(), "torch": [], "revisions": []}
     for checkout in args.checkouts:
-        revision = run("git", "-C", str(checkout), "rev-parse", "--short=8", "HEAD").strip()
+        git = ("git", "-C", str(checkout), "log", "-1", "--format=%h", "--abbrev=8", "--", *DECIDE)
+        revision = run(*git).strip()  # the last that changed anything in the result
         result["torch"] = torch = resolve(checkout, "torch")
         names = [name for name in resolve(checkout, str(checkout)) if name not in {*torch, "floodplain"}]
         result["revisions"].append({"revision": revision, "count": len(names), "names": names})
