@@ -78,8 +78,8 @@ $(CLIENTS_STAMP): tools/setup_clients.sh
 test-clients: $(STAMP) $(VLLM_STAMP) $(CLIENTS_STAMP) | $(VLLM_MODEL)
 	$(BIN)/python -m tests.clients.run
 
-$(CLUSTER_STAMP): tools/setup_cluster.sh constraints.txt $(STAMP)
-	PYTHON=$(PYTHON) tools/setup_cluster.sh
+$(CLUSTER_STAMP): tools/setup_over.sh constraints.txt $(STAMP)
+	PYTHON=$(PYTHON) tools/setup_over.sh .venv-cluster ray
 	touch $(CLUSTER_STAMP)
 
 # Ray with two nodes on this machine, parts of which are killed under streaming clients: three minutes.
@@ -111,7 +111,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest tests/unit/test_floors.py
 	$(BIN)/python -m pytest -qq --collect-only tests/gpu  # make test does not import them
 
-$(DOCS_STAMP): tools/setup_docs.sh constraints.txt $(STAMP)
+$(DOCS_STAMP): tools/setup_docs.sh tools/setup_over.sh constraints.txt $(STAMP)
 	PYTHON=$(PYTHON) tools/setup_docs.sh
 	touch $(DOCS_STAMP)
 
