@@ -30,6 +30,8 @@ class ReproduceConfig:
     def __post_init__(self) -> None:
         if (self.name is not None) + self.all + self.list != 1:
             raise UserError("name one figure, or give one of --all and --list: floodplain reproduce aqua-13")
+        if self.list and self.out is not None:
+            raise UserError("--list writes no page: leave --out out, or give --all in place of --list")
         if len(set(self.seeds)) != len(self.seeds) or len(self.seeds) > MOST_SEEDS or min(self.seeds) < 0:
             raise UserError(f"--seeds must be at most {MOST_SEEDS} different numbers from 0 on")
 

@@ -34,6 +34,7 @@ def test_the_figures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "words"),
     [
         ([], "name one figure, or give one of --all and --list"),
+        (["--list", "--out", "page"], "--list writes no page: leave --out out"),
         (["aqua-1", "--all"], "name one figure"),
         (["aqua-99"], "no figure is called 'aqua-99'; there are aqua-1"),
         (["aqua-1", "--seeds", "1", "1"], "--seeds must be"),
