@@ -59,6 +59,27 @@ def test_a_failure_is_a_status_of_500(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["POST /v1/x 500 1.500 s"]
 
 
+async def fail_in_the_middle(_: Scope, receive: Receive, send: Send) -> None:
+    await answer(_, receive, send)
+    raise ValueError(SECRET)
+
+
+async def be_cancelled(*_: object) -> None:
+    raise asyncio.CancelledError
+
+
+def test_a_failure_after_the_status_was_sent_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=SECRET):
+        log_of(caplog, fail_in_the_middle)
+    assert caplog.messages == ["POST /v1/x 418 1.500 s"]
+
+
+def test_a_request_that_is_cancelled_before_its_answer_has_no_status(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        log_of(caplog, be_cancelled)
+    assert caplog.messages == ["POST /v1/x - 1.500 s"]
+
+
 def test_a_long_path_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     assert log_of(caplog, answer, "/" * 5000) == f"POST {'/' * MAX_PATH} 418 1.500 s"
 

@@ -59,6 +59,18 @@ def test_load_that_ended_between_two_looks_has_one_line() -> None:
     assert server.look(STATUS_S) is None
 
 
+@pytest.mark.parametrize("counter", ["num_prompt_tokens", "num_generated_tokens"])
+def test_either_kind_of_tokens_is_load(counter: str) -> None:
+    assert Server().look(STATUS_S, EngineStats(num_blocks=200, **{counter: 5}))
+
+
+def test_idle_time_before_the_load_is_not_in_its_rate() -> None:
+    server = Server()
+    assert [server.look(STATUS_S) for _ in range(5)] == [None] * 5
+    line = server.look(STATUS_S, LOADED)
+    assert line is not None and "; 1203.0 prompt and 456.2 generated tokens/s" in line
+
+
 def test_lines_are_ten_seconds_apart() -> None:
     server = Server()
     server.look(0.0, LOADED)
