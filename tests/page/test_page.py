@@ -12,7 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,21 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from floodplain.coordinator.tokens import TokenRing
+from floodplain.core.sequence import Status
+from floodplain.core.sizes import parse_size, show_size
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
 from floodplain.leases.messages import Join, Offer, Recall, Request
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Stamp
 from floodplain.lending.client import CoordinatorClient
+from floodplain.server.page_burst import NUM_REQUESTS
+from tests.fakes.engine import serving as serving_here
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
+from tests.support.held_engine import HeldEngine
 from tests.support.secret_files import secret_file
+from tests.support.swapping import unknown_prices
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +52,7 @@ KV_MEMORY = os.environ.get("PAGE_KV_MEMORY", "768KiB")
 FLAGS = (
     f"--kv-memory={KV_MEMORY}", "--swap-memory=64MiB", "--policy=fair", "--max-model-len=512", "--max-num-seqs=64",
 )  # fmt: skip
+LIVE = "#strip .strip-row:not(.is-finished)"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +68,7 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def serving(*flags: str) -> Iterator[str]:
     """The address of a server in a process of its own."""
-    command = [str(Path(sys.executable).with_name("floodplain")), "serve", MODEL, *FLAGS, "--port=0", "--format=json"]
+    command = [sys.executable, "-m", "floodplain", "serve", MODEL, *FLAGS, "--port=0", "--format=json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdout is not None
@@ -67,9 +80,18 @@ def serving(*flags: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving() as url:
-        yield url
+def held() -> Iterator[tuple[str, HeldEngine]]:
+    """A server in this process, over a real engine that can be held. Its policy swaps, however fast this machine is."""
+    sizes = {"kv_memory": parse_size(KV_MEMORY), "swap_memory": 2**26, "max_model_len": 512, "max_num_seqs": 64}
+    with unknown_prices():
+        engine = AsyncEngine.from_config(EngineConfig(model=MODEL, policy="fair", **sizes))
+        with serving_here(engine) as running, closing(HeldEngine(engine.engine)) as held:
+            yield running.url, held
+
+
+@pytest.fixture(scope="module")
+def url(held: tuple[str, HeldEngine]) -> str:
+    return held[0]
 
 
 @pytest.fixture
@@ -79,16 +101,17 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 @contextmanager
-def opened(browser: Browser, scheme: Any = "light", height: int = 1000) -> Iterator[Page]:
-    """A page that fails the test if a script fails or a file is missing."""
+def opened(browser: Browser, scheme: Any = "light", height: int = 1000, expected: str | None = None) -> Iterator[Page]:
+    """A page whose scripts do not fail; the browser logs errors if and only if some with ``expected`` are."""
     context = browser.new_context(color_scheme=scheme, viewport={"width": 1180, "height": height})
     page, problems = context.new_page(), []
     page.set_default_timeout(WAIT_MS)
-    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("pageerror", lambda error: problems.append(f"a script: {error}"))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     yield page
     context.close()
-    assert [one for one in problems if not any(word in one for word in ("401", "403", "ERR_FAILED"))] == []
+    assert bool(problems) is (expected is not None), problems
+    assert all(expected is not None and expected in one and "a script" not in one for one in problems), problems
 
 
 def picture(page: Page, name: str) -> None:
@@ -101,44 +124,77 @@ def numbers(page: Page, selector: str) -> set[int]:
     return set(page.eval_on_selector_all(selector, "rows => rows.map(row => Number(row.dataset.number))"))
 
 
+def is_mixed(engine: Engine) -> bool:
+    """Whether requests run and wait, and others have been swapped out after their first token."""
+    seqs = list(engine.loop.state.sequences.values())
+    states = {seq.status for seq in seqs if seq.status is not Status.SWAPPED or seq.lifecycle.token_times_s}
+    return states >= {Status.RUNNING, Status.WAITING, Status.SWAPPED}
+
+
+def has_ended_some(engine: Engine) -> bool:
+    """Whether a third of a burst has ended."""
+    return len(engine.loop.state.sequences) <= NUM_REQUESTS * 2 // 3
+
+
+@contextmanager
+def burst(page: Page, held: tuple[str, HeldEngine]) -> Iterator[dict[int, str]]:
+    """A burst by the button, held while its requests are mixed; their states by number."""
+    url, engine = held
+    page.goto(url)
+    expect(page.locator("#status")).to_have_text("live")
+    engine.hold(is_mixed)
+    page.click("#burst")
+    engine.wait()
+    try:
+        yield {int(seq_id): seq.status.value for seq_id, seq in engine.engine.loop.state.sequences.items()}
+    finally:
+        engine.close()
+    expect(page.locator(LIVE)).to_have_count(0)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_burst_is_shown_and_a_click_tells_a_life(browser: Browser, url: str, scheme: str) -> None:
+def test_a_burst_is_shown_and_a_click_tells_a_life(browser: Browser, held: tuple[str, HeldEngine], scheme: str) -> None:
     with opened(browser, scheme) as page:
-        page.goto(url)
-        expect(page.locator("#status")).to_have_text("live")
-        page.click("#burst")
-        for state in ("running", "swapped", "waiting"):
-            expect(page.locator(f"#strip .is-{state}").first).to_be_visible()
-        assert len(numbers(page, "#strip .strip-row")) >= 40  # one row for each request of the burst
-        expect(page.locator("#why")).to_contain_text("Why requests wait")
-        page.locator("#strip .is-finished").first.wait_for()
-        swapped = page.locator("#strip .strip-row:has(.lane .swapped):has(.lane .first)").first
-        swapped.click()
-        story = page.locator("#life-events")
-        expect(story).to_contain_text(re.compile("arrives with .* swapped out: [0-9.]+ [KM]iB", re.S))
-        page.wait_for_timeout(2500)
-        picture(page, f"page-{scheme}")
-        expect(page.locator("#strip .is-waiting, #strip .is-running, #strip .is-swapped")).to_have_count(0)
+        with burst(page, held) as states:
+            for state, count in Counter(states.values()).items():
+                expect(page.locator(f"#strip .is-{state}")).to_have_count(count)
+            assert numbers(page, LIVE) == states.keys()
+            assert len(states) == NUM_REQUESTS
+            expect(page.locator("#why")).to_contain_text("Why requests wait")
+            page.locator("#strip .is-swapped:has(.lane .swapped):has(.lane .first)").first.click()
+            story = page.locator("#life-events")
+            expect(story).to_contain_text(re.compile("arrives with .* swapped out: [0-9.]+ [KM]iB", re.S))
+            held[1].hold(has_ended_some)
+            held[1].wait()
+            expect(page.locator(LIVE)).to_have_count(len(held[1].engine.loop.state.sequences))
+            expect(page.locator("#strip .is-finished").first).to_be_visible()
+            picture(page, f"page-{scheme}")
         expect(story).to_contain_text(re.compile("first token.*ends: length", re.S))
         expect(page.locator("#life-title")).to_contain_text("ended by length")
         assert page.locator(".tile.running b").inner_text() == "0"
 
 
-def test_rows_are_those_of_the_feed(page: Page, url: str) -> None:
+def test_rows_and_memory_are_those_of_the_feed(page: Page, held: tuple[str, HeldEngine]) -> None:
+    with burst(page, held) as states:
+        expect(page.locator("#strip .is-swapped")).to_have_count(Counter(states.values())["swapped"])
+        known = page.evaluate("import('/page/feed.js').then(feed => [...feed.state.rows.keys()])")
+        assert states.keys() <= numbers(page, "#strip .strip-row") <= set(known)
+        memory = page.evaluate("import('/page/feed.js').then(feed => feed.state.head.memory)")
+        assert memory["running"] + memory["moving"] + memory["cached"] + memory["free"] == memory["pool"] > 0
+        assert memory["running"] > 0 and memory["swapped"] > 0
+
+
+def test_sizes_read_as_everywhere_else(page: Page, url: str) -> None:
+    sizes = [0, 1, 999, 1023, 1024, 1088, 1535, 2**20 - 1, 2**20, 66_584_576, 10**9, 7 * 2**30 + 1, 3 * 2**40, 2**50]
+    sizes += [round(1.37**power) for power in range(110)]
     page.goto(url)
-    expect(page.locator("#status")).to_have_text("live")
-    page.click("#burst")
-    expect(page.locator("#strip .is-running").first).to_be_visible()
-    known = page.evaluate("import('/page/feed.js').then(feed => [...feed.state.rows.keys()])")
-    assert numbers(page, "#strip .strip-row") <= set(known)
-    memory = page.evaluate("import('/page/feed.js').then(feed => feed.state.head.memory)")
-    assert memory["running"] + memory["moving"] + memory["cached"] + memory["free"] == memory["pool"] > 0
-    expect(page.locator("#strip .is-waiting, #strip .is-running, #strip .is-swapped")).to_have_count(0)
+    shown = page.evaluate("sizes => import('/page/format.js').then(format => sizes.map(format.bytes))", sizes)
+    assert shown == [show_size(size) for size in sizes]
 
 
 def test_a_key_is_asked_for_once_and_kept_in_the_tab(browser: Browser, tmp_path: Path) -> None:
     keys = secret_file(tmp_path, "alice open-sesame\n")
-    with serving(f"--api-key-file={keys}") as url, opened(browser) as page:
+    with serving(f"--api-key-file={keys}") as url, opened(browser, expected="401") as page:
         page.goto(url)
         for key, is_right in (("wrong", False), ("open-sesame", True)):
             page.fill("#key", key)
@@ -152,7 +208,7 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab(browser: Browser, tmp_path:
 
 def test_a_key_that_no_header_can_have_is_asked_for_again(browser: Browser, tmp_path: Path) -> None:
     keys = secret_file(tmp_path, "alice open-sesame\n")
-    with serving(f"--api-key-file={keys}") as url, opened(browser) as page:
+    with serving(f"--api-key-file={keys}") as url, opened(browser, expected="401") as page:
         page.goto(url)
         page.fill("#key", "\u043a\u043b\u044e\u0447")
         page.click("#key-form button")
@@ -162,27 +218,49 @@ def test_a_key_that_no_header_can_have_is_asked_for_again(browser: Browser, tmp_
         expect(page.locator("#status")).to_have_text("live")
 
 
-def test_a_refusal_that_no_key_mends_is_shown_without_the_form(page: Page, url: str) -> None:
+def test_a_refusal_that_no_key_mends_is_shown_without_the_form(browser: Browser, url: str) -> None:
     error = {"error": {"message": "this service is not 'elsewhere'", "code": "wrong_host"}}
-    page.route("**/live", lambda route: route.fulfill(status=403, json=error))
-    page.goto(url)
-    expect(page.locator("#status")).to_contain_text("not 'elsewhere'")
-    expect(page.locator("#key-form")).to_be_hidden()
+    with opened(browser, expected="403") as page:
+        page.route("**/live", lambda route: route.fulfill(status=403, json=error))
+        page.goto(url)
+        expect(page.locator("#status")).to_contain_text("not 'elsewhere'")
+        expect(page.locator("#key-form")).to_be_hidden()
 
 
-def test_the_burst_button_works_again_after_a_failure(page: Page, url: str) -> None:
-    page.goto(url)
-    page.route("**/live/burst", lambda route: route.abort())
-    page.click("#burst")
-    expect(page.locator("#status")).to_have_text("no connection")
-    expect(page.locator("#burst")).to_be_enabled()
+def test_the_burst_button_works_again_after_a_failure(browser: Browser, url: str) -> None:
+    with opened(browser, expected="ERR_FAILED") as page:
+        page.goto(url)
+        page.route("**/live/burst", lambda route: route.abort())
+        page.click("#burst")
+        expect(page.locator("#status")).to_have_text("no connection")
+        expect(page.locator("#burst")).to_be_enabled()
+
+
+@contextmanager
+def loading(url: str, num_clients: int = 8) -> Iterator[None]:
+    """Clients of a server that send one long request after another until the context is left."""
+    is_over = threading.Event()
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": [7] * 40, "max_tokens": 400, "ignore_eos": True}
+
+    def send() -> None:
+        while not is_over.is_set():
+            httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_MS / 1e3).raise_for_status()
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        clients = [pool.submit(send) for _ in range(num_clients)]
+        try:
+            yield
+        finally:
+            is_over.set()
+            failures = [client.exception() for client in clients]
+    assert not any(failures), failures
 
 
 def test_a_routers_page_shows_its_instances(browser: Browser) -> None:
-    with serving("--instances=2") as url, opened(browser, height=1150) as page:
+    with serving("--instances=2") as url, opened(browser, height=1150) as page, loading(url):
         page.goto(url)
         expect(page.locator("#instances tbody tr")).to_have_count(2)
-        page.click("#burst")
         expect(page.locator("#strip .is-placed").first).to_be_visible()
         expect(page.locator("#strip .strip-row .number").first).to_contain_text(re.compile("#[0-9]+ on [01]"))
         expect(page.locator("#strip .lane .first").first).to_be_attached()
@@ -193,7 +271,7 @@ def test_a_coordinators_page_shows_leases_as_arrows(browser: Browser, tmp_path: 
     tokens = TokenRing.from_file(secret_file(tmp_path, "root\n"))
     with (
         coordinating(open_store(tmp_path), tokens=tokens, ttl_s=3600.0) as running,
-        opened(browser, height=620) as page,
+        opened(browser, height=620, expected="401") as page,
     ):
         lend(running)
         page.goto(running.url)
@@ -233,7 +311,6 @@ def test_panels_draw_what_one_small_server_never_has(page: Page, url: str) -> No
     """Groups, a recall that is late, and memory of every kind; any error of a script fails the test."""
     page.goto(url)
     expect(page.locator("#status")).to_have_text("live")
-    page.route("**/live", lambda route: route.abort())
     instances, groups, leases, legend = page.evaluate(PANELS)
     assert "e7leadingh" in instances and "0 + e7pipelined15 + 15128 → 480" in groups
     assert "in 3 leases: recalled, 3 s late" in leases
