@@ -15,7 +15,7 @@ import numpy as np
 
 import floodplain
 from floodplain.core import lifecycle
-from floodplain.core.quantiles import quantile
+from floodplain.observe.load_table import AllGaps, Floats, LoadTable, summarise
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import parse_goodput
 
@@ -128,9 +128,6 @@ class RunInfo:
     hardware: HardwareReport | None = None
 
 
-PERCENTILES = (90, 95, 99)
-
-
 def benchmark_result(
     records: Sequence[RequestRecord],
     info: RunInfo,
@@ -143,32 +140,46 @@ def benchmark_result(
 
     Without ``engine``, whose counts they are, its keys are null.
     """
-    done = [record for record in records if record.error is None]
-    duration_s = max((record.finished_s for record in records), default=0.0)
-    result: dict[str, Any] = {
-        **_head(info, len(records)),
-        **_totals(done, len(records), duration_s),
-        **_attainment(done, len(records), duration_s, parse_goodput(info.goodput)),
-        **_latencies(done),
-        **_peaks(done),
-        **_per_request(records),
-    }
+    table = LoadTable(AllGaps(), min((record.sent_s for record in records if record.error is None), default=0.0))
+    for record in records:
+        table.add(record)
+    rows = _per_request(records)
     if save_tokens:
-        result["output_token_ids"] = [record.output_token_ids for record in records]
-    result["floodplain"] = {
+        rows["output_token_ids"] = [record.output_token_ids for record in records]
+    result = summary_result(table, info, engine, timeline)
+    own = result.pop("floodplain")
+    return {**result, **rows, "floodplain": own}
+
+
+def summary_result(
+    table: LoadTable,
+    info: RunInfo,
+    engine: EngineReport | None = None,
+    timeline: Mapping[str, Sequence[float]] | None = None,
+) -> dict[str, Any]:
+    """As ``benchmark_result``, without the lists that have an entry for each request."""
+    goals_ms = parse_goodput(info.goodput)
+    own = {
         "version": floodplain.__version__,
         "config": dict(info.config),
         "hardware": asdict(info.hardware) if info.hardware else None,
         **_engine(engine),
-        **_gaps(done),
-        "max_send_lag_s": max((record.sent_s - record.arrival_s for record in records), default=None),
+        **_gaps(table),
+        "max_send_lag_s": table.max_lag_s,
         "seed": info.seed,
-        "goals_ms": parse_goodput(info.goodput),
+        "goals_ms": goals_ms,
         "skipped_rows": info.skipped_rows,
     }
     if timeline is not None:
-        result["floodplain"]["timeline"] = {name: list(values) for name, values in timeline.items()}
-    return result
+        own["timeline"] = {name: list(values) for name, values in timeline.items()}
+    return {
+        **_head(info, table.num_requests),
+        **_totals(table),
+        **_attainment(table, goals_ms),
+        **_statistics(table),
+        **_peaks(table),
+        "floodplain": own,
+    }
 
 
 def _head(info: RunInfo, num_requests: int) -> dict[str, Any]:
@@ -186,18 +197,17 @@ def _head(info: RunInfo, num_requests: int) -> dict[str, Any]:
     }
 
 
-def _totals(done: Sequence[RequestRecord], num_requests: int, duration_s: float) -> dict[str, Any]:
-    num_inputs = sum(record.prompt_tokens for record in done)
-    num_outputs = sum(len(record.token_times_s) for record in done)
+def _totals(table: LoadTable) -> dict[str, Any]:
+    num_inputs, num_outputs = table.num_prompt_tokens, sum(table.num_tokens)
     return {
-        "duration": duration_s,
-        "completed": len(done),
-        "failed": num_requests - len(done),
+        "duration": table.end_s,
+        "completed": table.num_completed,
+        "failed": table.num_requests - table.num_completed,
         "total_input_tokens": num_inputs,
         "total_output_tokens": num_outputs,
-        "request_throughput": _rate(len(done), duration_s),
-        "output_throughput": _rate(num_outputs, duration_s),
-        "total_token_throughput": _rate(num_inputs + num_outputs, duration_s),
+        "request_throughput": _rate(table.num_completed, table.end_s),
+        "output_throughput": _rate(num_outputs, table.end_s),
+        "total_token_throughput": _rate(num_inputs + num_outputs, table.end_s),
     }
 
 
@@ -205,69 +215,38 @@ def _rate(count: float, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def _attainment(
-    done: Sequence[RequestRecord], num_requests: int, duration_s: float, limits_ms: Mapping[str, float]
-) -> dict[str, float | None]:
+def _attainment(table: LoadTable, limits_ms: Mapping[str, float]) -> dict[str, float | None]:
     """Share and rate of requests within all limits; TPOT counts as 0 for one token, as in vLLM. None without limits."""
     if not limits_ms:
         return {"slo_attainment": None, "request_goodput": None}
-    good = 0
-    for record in done:
-        values_s = {
-            "ttft": lifecycle.time_to_first_token_s(record.sent_s, record.token_times_s),
-            "tpot": lifecycle.time_per_output_token_s(record.token_times_s),
-            "e2el": lifecycle.end_to_end_s(record.sent_s, record.token_times_s),
-        }
-        good += all((values_s[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
-    share = good / num_requests if num_requests else None
-    return {"slo_attainment": share, "request_goodput": _rate(good, duration_s)}
+    is_good = np.ones(table.num_completed, dtype=bool)
+    for name, limit in limits_ms.items():
+        is_good &= np.nan_to_num(table.latencies_s[name]) * 1e3 <= limit
+    good = int(is_good.sum())
+    share = good / table.num_requests if table.num_requests else None
+    return {"slo_attainment": share, "request_goodput": _rate(good, table.end_s)}
 
 
-def _latencies(done: Sequence[RequestRecord]) -> dict[str, float | None]:
-    times = [(record.sent_s, record.token_times_s) for record in done]
-    samples: dict[str, list[float | None]] = {
-        "ttft": [lifecycle.time_to_first_token_s(*each) for each in times],
-        "tpot": [lifecycle.time_per_output_token_s(tokens_s) for _, tokens_s in times],
-        "itl": [gap for _, tokens_s in times for gap in lifecycle.inter_token_latencies_s(tokens_s)],
-        "e2el": [lifecycle.end_to_end_s(*each) for each in times],
-    }
-    statistics: dict[str, float | None] = {}
-    for name, values_s in samples.items():
-        for statistic, value in summarise([v * 1e3 for v in values_s if v is not None]).items():
-            statistics[f"{statistic}_{name}_ms"] = value
-    return statistics
-
-
-def summarise(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
-
-    Percentiles are quantiles (``core.quantiles``).
-    """
-    if not values:
-        return dict.fromkeys(("mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"))
-    array = np.asarray(values, dtype=np.float64)
+def _statistics(table: LoadTable) -> dict[str, float | None]:
+    values_s = {name: np.asarray(column) for name, column in table.latencies_s.items()}
+    by_name = {name: summarise(values[~np.isnan(values)] * 1e3) for name, values in values_s.items()}
+    by_name["itl"] = table.gaps.summarise_ms()
     return {
-        "mean": float(array.mean()),
-        "median": float(np.median(array)),
-        "std": float(array.std()),
-        **{f"p{p}": quantile(values, p / 100) for p in PERCENTILES},
-        "max": float(array.max()),
+        f"{statistic}_{name}_ms": value
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for statistic, value in by_name[name].items()
     }
 
 
-def _peaks(done: Sequence[RequestRecord]) -> dict[str, float | int | None]:
+def _peaks(table: LoadTable) -> dict[str, float | int | None]:
     """Most tokens in one second (counted from the first request), most requests under way at once."""
-    if not done:
-        return {"max_output_tokens_per_s": None, "max_concurrent_requests": 0}
-    start_s = min(record.sent_s for record in done)
-    seconds = np.concatenate([np.asarray(record.token_times_s) for record in done]) - start_s
-    changes = sorted(
-        (when, change) for record in done for when, change in ((record.sent_s, 1), (record.finished_s, -1))
-    )
-    under_way = np.cumsum([change for _, change in changes])
+    num_completed = table.num_completed
+    when_s = np.concatenate([np.asarray(table.finished_s), np.asarray(table.sent_s)])
+    changes = np.repeat([-1, 1], num_completed)
+    under_way = np.cumsum(changes[np.argsort(when_s, kind="stable")])  # at equal times an end counts first
     return {
-        "max_output_tokens_per_s": float(np.bincount(seconds.astype(np.int64)).max()),
-        "max_concurrent_requests": int(under_way.max()),
+        "max_output_tokens_per_s": table.max_tokens_per_s,
+        "max_concurrent_requests": int(under_way.max(initial=0)),
     }
 
 
@@ -290,27 +269,19 @@ def _engine(engine: EngineReport | None) -> dict[str, Any]:
     return asdict(engine) if engine else dict.fromkeys(names)
 
 
-def _gaps(done: Sequence[RequestRecord]) -> dict[str, Any]:
-    gaps_s = [lifecycle.inter_token_latencies_s(record.token_times_s) for record in done]
-    waits_s = [
-        max((lifecycle.time_to_first_token_s(record.sent_s, record.token_times_s) or 0.0, *gaps))
-        for record, gaps in zip(done, gaps_s, strict=True)
-    ]
+def _gaps(table: LoadTable) -> dict[str, Any]:
+    e2e_s = np.asarray(table.latencies_s["e2el"])
+    is_served = e2e_s > 0
     return {
-        "max_token_gap_s": max((gap for gaps in gaps_s for gap in gaps), default=None),
+        "max_token_gap_s": table.gaps.max_s,
         "fairness": {
-            "jain_index": jain_index([served for record in done if (served := _served_rate(record)) is not None]),
-            "max_wait_s": max(waits_s, default=None),
+            "jain_index": jain_index(np.asarray(table.num_tokens)[is_served] / e2e_s[is_served]),
+            "max_wait_s": table.max_wait_s,
         },
     }
 
 
-def _served_rate(record: RequestRecord) -> float | None:
-    e2e_s = lifecycle.end_to_end_s(record.sent_s, record.token_times_s)
-    return len(record.token_times_s) / e2e_s if e2e_s else None
-
-
-def jain_index(shares: Sequence[float]) -> float | None:
+def jain_index(shares: Sequence[float] | Floats) -> float | None:
     """(sum x)^2 / (n * sum x^2): 1 when all are equal, 1/n when one has everything; None for no shares.
 
     Source: Jain, Chiu, Hawe, "A quantitative measure of fairness", DEC-TR-301, 1984.

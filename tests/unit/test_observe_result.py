@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.observe.load_table import summarise
 from floodplain.observe.result import (
     EngineReport,
     HardwareReport,
@@ -17,7 +18,6 @@ from floodplain.observe.result import (
     TierTraffic,
     benchmark_result,
     jain_index,
-    summarise,
 )
 from floodplain.observe.strict_json import save_result, to_json
 from floodplain.workload.records import RequestRecord
