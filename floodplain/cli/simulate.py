@@ -93,7 +93,9 @@ def _compare(config: SimulateConfig, folder: Path) -> Run:
     from floodplain.sim.scenario import read_scenario
 
     real = read_run(folder)
-    prediction = predict(read_scenario(config.scenario, config.set, real.sets), real.rows)
+    scenario = read_scenario(config.scenario, config.set, real.sets)
+    _check_detailed("--compare", scenario.detailed)
+    prediction = predict(scenario, real.rows)
     if prediction.result["failed"]:
         raise UserError(
             f"{folder}: {prediction.result['failed']} of its requests do not fit: raise engine.max_model_len"
@@ -107,8 +109,15 @@ def _simulate(config: SimulateConfig, *, quiet: bool) -> list[Run]:
 
     sweep = sweep_of(config.sweep)
     scenarios = [read_scenario(config.scenario, (*config.set, *sets)) for sets in sweep]
+    for flag, is_given in (("--plot", config.plot), ("--trace-out", config.trace_out)):
+        _check_detailed(flag, not is_given or all(scenario.detailed for scenario in scenarios))
     names = [" ".join(sets) or (config.scenario.stem if config.scenario else "simulated") for sets in sweep]
     return list(zip(names, predict_all(scenarios, shows_progress=not quiet), strict=True))
+
+
+def _check_detailed(flag: str, is_detailed: bool) -> None:
+    if not is_detailed:
+        raise UserError(f"{flag} reads what became of each request: leave detailed=false out")
 
 
 def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run]) -> None:

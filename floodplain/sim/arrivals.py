@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf
 
 from floodplain.core.request import Request
-from floodplain.sim.environment import Environment
+from floodplain.sim.environment import Environment, Event
 
 
 class Arrivals:
@@ -19,22 +19,24 @@ class Arrivals:
     ``arrival_s`` is the time when it was sent. ``send`` returns whether the fleet accepted the request.
 
     Attributes:
-        num_coming: Requests whose arrival times are still to come.
+        num_loads: Loads of which a request is still to come.
     """
 
     def __init__(self, environment: Environment, send: Callable[[Request], bool], most: int | None = None) -> None:
-        self.num_coming = 0
+        self.num_loads = 0
         self._environment, self._send = environment, send
         self._num_unanswered, self._most = 0, inf if most is None else most
         self._held: deque[Request] = deque()
 
-    def expect(self, requests: Iterable[Request]) -> int:
-        """Send each request at its arrival time, or later; returns their number."""
-        before = self.num_coming
-        for request in requests:
-            self.num_coming += 1
-            self._environment.schedule(request.arrival_s, partial(self._arrive, request))
-        return self.num_coming - before
+    def expect(self, requests: Iterable[Request]) -> None:
+        """Send each request at its arrival time, or later. They are read one by one, and are in order of arrival."""
+        self.num_loads += 1
+        self._environment.schedule_all(self._events_of(requests))
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a request is still to be sent."""
+        return bool(self.num_loads or self._held)
 
     def note_ended(self, num_ended: int) -> None:
         """Note that requests were answered: those that wait are sent once the engine has gone on."""
@@ -42,8 +44,12 @@ class Arrivals:
         if self._held:
             self._environment.schedule(self._environment.now, self._send_held)
 
+    def _events_of(self, requests: Iterable[Request]) -> Iterator[tuple[float, Event]]:
+        for request in requests:
+            yield request.arrival_s, partial(self._arrive, request)
+        self.num_loads -= 1
+
     def _arrive(self, request: Request) -> None:
-        self.num_coming -= 1
         self._held.append(request)
         self._send_held()
 

@@ -9,6 +9,7 @@ from itertools import count
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request, SeqId
 from floodplain.policy.dispatch import InstanceView, choose_instance
+from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.environment import Environment
 from floodplain.sim.virtual_engine import VirtualEngine
 
@@ -19,14 +20,14 @@ class VirtualCluster:
     Attributes:
         engines: Engines that accept requests; while there is none, requests wait in the cluster.
         stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
-        num_coming: Requests that were not sent yet.
+        arrivals: What sends the requests.
     """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self.engines: dict[int, VirtualEngine] = {}
         self.stories: dict[str, list[Lifecycle]] = {}
-        self.num_coming = 0
+        self.arrivals: Arrivals | None = None
         self._epochs = count(1)
         self._held: list[Request] = []
 
@@ -57,11 +58,16 @@ class VirtualCluster:
     @property
     def is_idle(self) -> bool:
         """Whether all requests have arrived and ended."""
-        return not (self.num_coming or self._held or any(one.loop.has_unfinished for one in self.engines.values()))
+        is_coming = self.arrivals is not None and self.arrivals.has_unsent
+        return not (is_coming or self._held or any(one.loop.has_unfinished for one in self.engines.values()))
 
     def note(self, request: Request, lifecycles: Mapping[SeqId, Lifecycle], seq_id: SeqId) -> None:
         """Add the lifecycle of a request on an engine."""
-        self.stories.setdefault(request.request_id, []).append(lifecycles[seq_id])
+        self.story_of(request.request_id).append(lifecycles[seq_id])
+
+    def story_of(self, request_id: str) -> list[Lifecycle]:
+        """The lifecycles of a request; further ones are added to this list."""
+        return self.stories.setdefault(request_id, [])
 
     def token_times_s(self, request_id: str) -> list[float]:
         """The time of each output token of a request, on all its engines."""
@@ -81,12 +87,11 @@ def see(epoch: int, engine: VirtualEngine) -> InstanceView:
 def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
     """Submit all requests at their arrival times and serve them; returns the time of the last token, in seconds."""
 
-    def arrive(request: Request) -> None:
-        cluster.num_coming -= 1
+    def send(request: Request) -> bool:
         cluster.submit(request)
+        return True
 
-    for request in requests:
-        cluster.num_coming += 1
-        cluster.environment.schedule(request.arrival_s, partial(arrive, request))
+    cluster.arrivals = Arrivals(cluster.environment, send)
+    cluster.arrivals.expect(sorted(requests, key=lambda request: request.arrival_s))
     cluster.environment.run()
     return max(life.token_times_s[-1] for lives in cluster.stories.values() for life in lives if life.token_times_s)

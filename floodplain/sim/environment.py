@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from math import inf
 
@@ -25,6 +25,26 @@ class Environment:
         if not when_s >= self.now:
             raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
         heapq.heappush(self._events, (when_s, next(self._order), event))
+
+    def schedule_all(self, events: Iterator[tuple[float, Event]]) -> None:
+        """Run (time, event) pairs of a stream, in order of time, as if all were scheduled now.
+
+        Each pair is read when the one before it runs. InvariantError if its time has passed.
+        """
+        self._read(events, next(self._order))
+
+    def _read(self, events: Iterator[tuple[float, Event]], order: int) -> None:
+        if (head := next(events, None)) is None:
+            return
+        when_s, event = head
+        if not when_s >= self.now:
+            raise InvariantError(f"an event at {when_s} s is read from its stream at {self.now} s")
+
+        def run() -> None:
+            self._read(events, order)
+            event()
+
+        heapq.heappush(self._events, (when_s, order, run))
 
     @property
     def next_s(self) -> float:

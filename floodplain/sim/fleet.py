@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -49,6 +49,8 @@ class Fleet:
     Attributes:
         engines: All lives of all instances, in order.
         refused: Why requests were refused, by their ids.
+        on_answer: Called with each request that has ended, its lifecycles, and why it was refused (None: it was not).
+            With it neither of them is kept here.
         recalls_s: Seconds from each recall of lent memory until it was free.
         groups: Has instances drop and restore layers; None without relief.
     """
@@ -63,10 +65,11 @@ class Fleet:
         self.environment, self.timeline = environment or Environment(), Timeline()
         self._on_start = on_start
         self.refused: dict[str, str] = {}
+        self.on_answer: Callable[[Request, Sequence[Lifecycle], str | None], object] | None = None
         self.recalls_s: list[float] = []
         self._scenario, self._machine = scenario, machine
         self._cluster = VirtualCluster(self.environment)
-        self._arrivals = Arrivals(self.environment, self._submit, scenario.max_concurrency)
+        self._arrivals = self._cluster.arrivals = Arrivals(self.environment, self._submit, scenario.max_concurrency)
         self.engines: list[SimulatedEngine | SimulatedGroup] = []
         self._events, self.next_sample_s = blake2b(digest_size=16), 0.0
         self.groups = self._regroup(scenario.relief) if scenario.relief else None
@@ -76,13 +79,13 @@ class Fleet:
                 self.fail(fault.instance, fault.at, fault.down)
 
     def serve(self, requests: Iterable[Request]) -> None:
-        """Submit all requests at their arrival times, and serve them to their ends."""
+        """Submit all requests at their arrival times, in order of which they are, and serve them to their ends."""
         self.expect(requests)
         self.environment.run()
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Submit all requests at their arrival times."""
-        self._cluster.num_coming += self._arrivals.expect(requests)
+        """Submit all requests at their arrival times, in order of which they are."""
+        self._arrivals.expect(requests)
 
     @property
     def is_idle(self) -> bool:
@@ -97,7 +100,7 @@ class Fleet:
     @property
     def expects_change(self) -> bool:
         """Whether requests are to arrive, or an instance is to start."""
-        return self._arrivals.num_coming > 0 or len(self._cluster.engines) < self._scenario.num_instances
+        return self._arrivals.num_loads > 0 or len(self._cluster.engines) < self._scenario.num_instances
 
     def fail(self, slot: int, at_s: float, down_s: float) -> None:
         """Have an instance die at a time, and an empty one take its place ``down_s`` seconds later."""
@@ -124,27 +127,38 @@ class Fleet:
 
     def _add_group(self, loop: Loop, times: StageTimes) -> VirtualStages:
         group = SimulatedGroup(self, len(self.engines), loop, times)
-        group.instance.on_ended = self._arrivals.note_ended
+        group.instance.on_ended = self._note_ended
         self.engines.append(group)
         return group.instance
 
     def _add_engine(self) -> SimulatedEngine:
         engine = SimulatedEngine(self, self._scenario, self._machine, len(self.engines))
-        engine.instance.on_ended = self._arrivals.note_ended
+        engine.instance.on_ended = self._note_ended
         self.engines.append(engine)
         return engine
 
     def _submit(self, request: Request) -> bool:
-        self._cluster.num_coming -= 1
         try:
             self.engines[0].loop.check(request)
         except RequestRefused as error:
-            self.refused[request.request_id] = str(error)
+            self._refuse(request, str(error))
             return False
         if self.groups is not None:
             self.groups.note_arrival(request)
         self._cluster.submit(request)
         return True
+
+    def _refuse(self, request: Request, error: str) -> None:
+        if self.on_answer is None:
+            self.refused[request.request_id] = error
+        else:
+            self.on_answer(request, (), error)
+
+    def _note_ended(self, ended: Sequence[Request]) -> None:
+        self._arrivals.note_ended(len(ended))
+        if self.on_answer is not None:
+            for request in ended:
+                self.on_answer(request, self._cluster.stories.pop(request.request_id), None)
 
     def _start(self, slot: int) -> _Life:
         engine = self._add_engine()

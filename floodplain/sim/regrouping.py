@@ -17,7 +17,7 @@ from typing import Protocol
 from floodplain.core.errors import UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.group_sizes import Merge
-from floodplain.core.lifecycle import EventKind
+from floodplain.core.lifecycle import EventKind, Lifecycle
 from floodplain.core.request import Request
 from floodplain.policy.drop import ClusterLoad, DropMove, DropSizes, GroupLoad, plan_drop, plan_largest
 from floodplain.policy.relief import DropCost, Progress, ReliefLoad, ReliefRule, exchanged_bytes
@@ -162,7 +162,7 @@ class Regrouping:
         self._cluster, self._model, self._link, self.rule = cluster, model, link, rule
         self._restores, self._period_s = restores, period_s
         self._groups: dict[int, _Group] = {}
-        self._live: dict[str, None] = {}
+        self._live: dict[str, list[Lifecycle]] = {}
         self._num_instances = num_instances
         self._num_changing = 0
         for number in range(num_instances):
@@ -176,7 +176,7 @@ class Regrouping:
     def note_arrival(self, request: Request) -> None:
         """Count a request that arrives now; only prices need it."""
         self.rule.arrivals.note_arrival(self._cluster.environment.now)
-        self._live[request.request_id] = None
+        self._live[request.request_id] = self._cluster.story_of(request.request_id)
 
     def look(self) -> None:
         """Measure the load and decide; repeats every ``period_s`` until all requests and transitions have ended."""
@@ -209,8 +209,7 @@ class Regrouping:
             else:
                 for member in group.members:
                     self.rule.steps.forget(member)
-        for request_id in list(self._live):
-            lives = self._cluster.stories.get(request_id)
+        for request_id, lives in list(self._live.items()):
             if lives and lives[-1].events[-1][1] is EventKind.FINISHED:
                 del self._live[request_id]
                 self.rule.arrivals.note_end(sum(len(life.token_times_s) for life in lives))

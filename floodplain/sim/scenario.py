@@ -242,6 +242,7 @@ class _File(_Part):
     tensor_parallel: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     instances: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     max_concurrency: Count | None = None
+    detailed: bool = True
     cost: CostPart = CostPart()
     engine: EnginePart = EnginePart()
     swap: SwapPart | None = None
@@ -261,7 +262,8 @@ class _File(_Part):
 class Scenario:
     """A checked scenario.
 
-    At most ``max_concurrency`` requests are sent at a time; None sends each when it arrives. ``tenants`` have a load
+    At most ``max_concurrency`` requests are sent at a time; None sends each when it arrives. Only a ``detailed`` result
+    has lists with an entry for each request; without it memory does not grow with their tokens. ``tenants`` have a load
     each, by API key; without any, all requests are of ``workload``. ``lenders`` are scenarios of engines that lend to
     the instances. ``servers`` have the names of the engines that fail together: ``instance-0``, and ``NAME-0`` of a
     lender. ``written`` is the content as it was read, for results.
@@ -272,6 +274,7 @@ class Scenario:
     num_shards: int
     num_instances: int
     max_concurrency: int | None
+    detailed: bool
     cost: CostPart
     engine: EnginePart
     swap: SwapPart | None
@@ -338,6 +341,7 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         num_shards=file.tensor_parallel,
         num_instances=file.instances,
         max_concurrency=file.max_concurrency,
+        detailed=file.detailed,
         cost=file.cost.model_copy(update=places),
         engine=file.engine,
         swap=file.swap,
@@ -361,13 +365,13 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
 
 
 def _make_lender(name: str, content: Mapping[str, Any], file: _File, source: str, folder: Path) -> Scenario:
-    """The scenario of a lender; its device is that of the instances unless it says another."""
+    """The scenario of a lender; device and ``detailed`` are those of the instances unless it says others."""
     where = f"{source}: lenders.{name}"
     if NAME.problem(name) is not None or name == INSTANCE:
         raise UserError(f"{where}: a lender's name has letters, digits, '.', '_' and '-', and is not {INSTANCE!r}")
     if refused := [key for key in _NOT_A_LENDERS if key in content]:
         raise UserError(f"{where}.{refused[0]}: a lender has no such key: it lends, and so it cannot borrow")
-    return make_scenario({"device": file.device} | dict(content), where, folder)
+    return make_scenario({"device": file.device, "detailed": file.detailed} | dict(content), where, folder)
 
 
 def _check_lending(scenario: Scenario) -> None:

@@ -28,16 +28,17 @@ class VirtualEngine(ABC):
 
     Attributes:
         loop: The step loop.
-        lifecycles: Lifecycles of all requests, in order of submission.
+        lifecycles: Lifecycles of the requests, in order of submission; with ``on_ended``, of live ones only.
         on_step: Called with each plan and the time of its start.
-        on_ended: Called with the number of requests that a step has ended.
+        on_ended: Called with the requests that a step has ended.
     """
 
     def __init__(self, environment: Environment, loop: Loop) -> None:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.on_step: Callable[[StepPlan, float], None] | None = None
-        self.on_ended: Callable[[int], object] | None = None
+        self.on_ended: Callable[[Sequence[Request]], object] | None = None
+        self._requests: dict[SeqId, Request] = {}
         self._environment = environment
         self._driver = StepDriver(loop)
 
@@ -80,10 +81,13 @@ class VirtualEngine(ABC):
     def _take(self, request: Request) -> SeqId:
         seq_id = self.loop.submit(request)
         self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
+        self._requests[seq_id] = request
         return seq_id
 
     def _complete(self, plan: StepPlan) -> None:
         """End the oldest outstanding step, which was ``plan``."""
         outputs = self._driver.complete(dummy_result(plan), self._environment.now)
         if outputs.finished and self.on_ended is not None:
-            self.on_ended(len(outputs.finished))
+            for seq_id in outputs.finished:
+                del self.lifecycles[seq_id]
+            self.on_ended([self._requests.pop(seq_id) for seq_id in outputs.finished])

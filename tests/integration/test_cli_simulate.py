@@ -95,6 +95,17 @@ def test_a_sweep_has_a_column_for_each_value(capsys: pytest.CaptureFixture[str])
     assert [each["floodplain"]["config"]["engine"]["policy"] for each in result["runs"]] == ["fcfs", "timely"]
 
 
+def test_a_summary_is_shown_and_nothing_reads_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(EXAMPLE), "--set", *SMALL, "detailed=false"]) == 0
+    assert "goals met (%)" in capsys.readouterr().out
+    for flag in ("--plot", f"--trace-out={tmp_path / 'trace.json'}"):
+        out = str(tmp_path / "out.json")
+        assert main(["simulate", str(EXAMPLE), "--sweep", "detailed=true,false", "--out", out, flag]) == 2
+        told = f"{flag.partition('=')[0]} reads what became of each request: leave detailed=false out"
+        assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_tenants_and_recalls_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["tenants.calm={request_rate: 1, num_prompts: 5}", "tenants.loud={request_rate: 20, num_prompts: 20}"]
     lender = ["lender.memory=8GB", "lender.busy=[[1, 3]]", "instances=2"]
@@ -122,6 +133,8 @@ def test_a_run_that_tells_less_needs_a_scenario_that_tells_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], prediction: Prediction
 ) -> None:
     folder = record(tmp_path / "run", prediction)
+    assert main(["simulate", "--compare", str(folder), "--set", "detailed=false"]) == 2
+    assert "--compare reads what became of each request" in capsys.readouterr().err
     (folder / "meta.json").write_text("{}")
     (folder / "timeseries.csv").unlink()
     assert main(["simulate", "--compare", str(folder)]) == 2

@@ -13,8 +13,9 @@ from floodplain.cost.step_time import PARTS, StepCost
 from floodplain.files.profile import Profile
 from floodplain.observe.strict_json import save_result
 from floodplain.sim.fleet import Fleet
+from floodplain.sim.load import Load
 from floodplain.sim.machine import resolve_machine
-from floodplain.sim.prediction import _make_requests, predict
+from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import Scenario, make_scenario
 from floodplain.sim.sweeping import predict_all
 from floodplain.workload.traces import TraceRow
@@ -122,7 +123,7 @@ def test_swap_space_replaces_recomputation(tmp_path: Path) -> None:
 def test_requests_that_arrive_in_one_step_are_spread_over_instances(tmp_path: Path, scheduling: str) -> None:
     scenario = make(tmp_path, StepCost(base_s=1.0), {"scheduling": scheduling}, instances=2)
     fleet = Fleet(scenario, resolve_machine(scenario))
-    fleet.serve(_make_requests(scenario, [TraceRow(0.01 * place, 300, 3) for place in range(8)]))
+    fleet.serve(Load(scenario, [TraceRow(0.01 * place, 300, 3) for place in range(8)]))
     assert [engine.loop.num_submitted for engine in fleet.engines] == [4, 4]
 
 

@@ -16,8 +16,9 @@ from floodplain.runtime.handover import Record, take_records
 from floodplain.runtime.loop import Loop
 from floodplain.sim import regrouping
 from floodplain.sim.fleet import Fleet
+from floodplain.sim.load import Load
 from floodplain.sim.machine import resolve_machine
-from floodplain.sim.prediction import _make_requests, predict
+from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import Scenario, make_scenario
 
 BASED = StepCost(base_s=0.03, decode_s=1e-4, prefill_token_s=2e-5)
@@ -42,7 +43,7 @@ def make(folder: Path, relief: dict[str, Any] | None, cost: StepCost = BASED, **
 
 def serve(scenario: Scenario) -> Fleet:
     fleet = Fleet(scenario, resolve_machine(scenario))
-    fleet.serve(_make_requests(scenario, None))
+    fleet.serve(Load(scenario))
     return fleet
 
 
@@ -53,7 +54,7 @@ def kinds(fleet: Fleet) -> list[tuple[bool, int]]:
 
 def check(scenario: Scenario, fleet: Fleet) -> None:
     """Every request has its tokens, in order; no engine holds a block of a request that ended."""
-    for request in _make_requests(scenario, None):
+    for request in Load(scenario):
         lives = fleet.lives_of(request)
         times = [when for life in lives for when in life.token_times_s]
         assert len(times) == request.params.max_tokens and times == sorted(times) and times[0] > request.arrival_s
@@ -123,7 +124,7 @@ def test_a_request_alone_takes_its_steps_through_all_stages(tmp_path: Path, num_
     relief = {"mode": "pipeline", "most_stages": num_stages, "link": 1e12, "remap_s_per_gb": 0.0}
     load = {"request_rate": 1.0, "num_prompts": 1, "goodput": ["ttft:2000"], "max_output": 100}
     scenario = make(tmp_path, relief, instances=num_stages, workload=load)
-    (request,) = _make_requests(scenario, None)
+    (request,) = Load(scenario)
     (life,) = serve(scenario).lives_of(request)
     steps_s = BASED.base_s * (2 * num_stages - 1) / num_stages + len(request.prompt_token_ids) * BASED.prefill_token_s
     steps_s += (request.params.max_tokens - 1) * (BASED.base_s + BASED.decode_s)

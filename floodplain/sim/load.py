@@ -1,0 +1,89 @@
+"""The requests of a scenario, made one by one: only their arrivals and lengths are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import merge
+
+import numpy as np
+
+from floodplain.core.errors import UserError
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.sim.scenario import Scenario
+from floodplain.workload.spec import build_rows, prefix_block_tokens
+from floodplain.workload.traces import TraceRow
+
+_OWN_TOKENS = 2**31
+"""Token ids from here on are of one request only."""
+
+
+class Load:
+    """Requests in order of arrival, equal each time, with made-up tokens: equal ones only where ``prefix_ids`` say so.
+
+    Args:
+        scenario: Its workload, or that of each of its tenants.
+        rows: In place of its workload.
+
+    UserError if a file cannot be read, or there is no request.
+    """
+
+    def __init__(self, scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> None:
+        specs = scenario.tenants if scenario.tenants and rows is None else {"": scenario.workload}
+        self._parts = {
+            name: _Part(name, place, prefix_block_tokens(spec), build_rows(spec) if rows is None else rows)
+            for place, (name, spec) in enumerate(specs.items())
+        }
+        if not len(self):
+            raise UserError("workload: there is no request")
+
+    def __len__(self) -> int:
+        return sum(len(part.rows) for part in self._parts.values())
+
+    def __iter__(self) -> Iterator[Request]:
+        return (part.make(number) for _, part, number in self._order())
+
+    @property
+    def first_s(self) -> float:
+        """When the first request arrives."""
+        return next(self._order())[0]
+
+    def arrival_of(self, request: Request) -> float:
+        """When a request arrives by the workload; it may have been sent later."""
+        return self._parts[request.client].rows[int(request.request_id.rpartition("-")[2])].arrival_s
+
+    def sample(self, num_requests: int) -> list[Request]:
+        """At most so many requests, evenly over the load."""
+        chosen = {place * len(self) // num_requests for place in range(min(num_requests, len(self)))}
+        return [part.make(number) for place, (_, part, number) in enumerate(self._order()) if place in chosen]
+
+    def _order(self) -> Iterator[tuple[float, _Part, int]]:
+        return merge(*(part.arrivals() for part in self._parts.values()), key=lambda arrival: arrival[0])
+
+
+class _Part:
+    def __init__(self, name: str, place: int, block_tokens: int, rows: Sequence[TraceRow]) -> None:
+        self.rows = rows
+        self._order = np.argsort([row.arrival_s for row in rows], kind="stable")
+        self._name, self._place, self._block_tokens = name, place, block_tokens
+
+    def arrivals(self) -> Iterator[tuple[float, _Part, int]]:
+        for number in map(int, self._order):
+            yield self.rows[number].arrival_s, self, number
+
+    def make(self, number: int) -> Request:
+        row = self.rows[number]
+        return Request(
+            request_id=f"{self._name}-{number}" if self._name else str(number),
+            prompt_token_ids=_tokens(row, self._block_tokens, self._place * 2**24 + number),
+            params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True, temperature=0.0),
+            arrival_s=row.arrival_s,
+            client=self._name,
+        )
+
+
+def _tokens(row: TraceRow, block_tokens: int, number: int) -> tuple[int, ...]:
+    """One token for each shared prefix, repeated, and one for the rest: block keys depend on all tokens before."""
+    shared = row.prefix_ids[: row.prompt_tokens // block_tokens]
+    own = row.prompt_tokens - len(shared) * block_tokens
+    return sum(((prefix % _OWN_TOKENS,) * block_tokens for prefix in shared), ()) + (_OWN_TOKENS + number,) * own
