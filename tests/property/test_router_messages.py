@@ -220,6 +220,9 @@ class Story:
         assert len(router.table) == len(self.callers)
         rows = self.watch().rows
         assert {n for n, row in rows.items() if row.reason is None} == {entry.number for entry, _ in self.callers}
+        for row in RouterWatch(self.router, lambda now: {})().rows.values():  # opened after they were placed
+            placed_s = [time_s for time_s, kind, _ in row.events if kind == "placed"]
+            assert not placed_s or row.first_token_s is None or placed_s[0] <= row.first_token_s, row
 
     async def finish(self) -> None:
         """End instances that sent bad messages; with honest instances every request ends."""

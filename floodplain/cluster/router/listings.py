@@ -189,7 +189,10 @@ def list_parts(router: Router, now: float) -> dict[str, Any]:
 
 
 class RouterWatch:
-    """Looks at a router, on its event loop. A request that is placed between two looks counts from the later one."""
+    """Looks at a router, on its event loop.
+
+    A request that is placed between two looks counts from the later one, or from its first token if that is earlier.
+    """
 
     def __init__(
         self, router: Router, parts: Callable[[float], Mapping[str, Any]], clock: Callable[[], float] = time.monotonic
@@ -244,7 +247,9 @@ def _moved(caller: Caller, before: Row | None, where: str | None, now: float) ->
     if where == (None if before is None else before.where):
         return events
     kind = "given back" if where is None else "placed"
-    return (events[0], *events[1:][-MOST_EVENTS + 2 :], (round(now, 3), kind, 0))
+    times = caller.lifecycle.token_times_s
+    moved_s = min(now, times[0]) if times and kind == "placed" and len(events) == 1 else now
+    return (events[0], *events[1:][-MOST_EVENTS + 2 :], (round(moved_s, 3), kind, 0))
 
 
 def _ended(row: Row, caller: Caller, now: float) -> Row:
