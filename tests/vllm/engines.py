@@ -211,14 +211,18 @@ def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
 def serve_all_calmly(model: Path, loads: Sequence[Load], **flags: Any) -> dict[Load, dict[int, list[int]]]:
     """The same of several loads, one after the other in one engine."""
     llm = make_stock(model, **flags)
-    found: dict[Load, dict[int, list[int]]] = {}
-    for load in loads:
-        tokens = found[load] = {}
-        load.send(llm)
-        while llm.llm_engine.has_unfinished_requests():
-            tokens |= finished_tokens(llm)
+    found = {load: serve_all(llm, load) for load in loads}
     close(llm)
     return found
+
+
+def serve_all(llm: LLM, load: Load) -> dict[int, list[int]]:
+    """Serve a load to its end, in an engine of any kind."""
+    tokens: dict[int, list[int]] = {}
+    load.send(llm)
+    while llm.llm_engine.has_unfinished_requests():
+        tokens |= finished_tokens(llm)
+    return tokens
 
 
 def expect_nothing_left(llm: LLM) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import LLM
 
 from floodplain.core.cache_groups import CacheGroup, CacheKind
-from floodplain.core.plan import Decision
-from floodplain.core.view import View
+from floodplain.core.plan import Decision, PreemptionMode
+from floodplain.core.view import Prices, View
 from floodplain.plugins.vllm.books import SwapBooks
 from tests.vllm.engines import (
     BLOCK_TOKENS,
@@ -26,7 +29,9 @@ from tests.vllm.engines import (
     expect_nothing_left,
     make_crowded,
     make_load,
+    make_stock,
     scheduler_of,
+    serve_all,
     serve_calmly,
 )
 from tests.vllm.storm import StormPolicy
@@ -62,18 +67,21 @@ def window_of(num_tokens: int) -> CacheGroup:
     return CacheGroup(BLOCK_TOKENS, CacheKind.WINDOW, -(-(num_tokens - 1) // BLOCK_TOKENS) + 1)
 
 
-def serve_in_a_storm(
-    folder: Path, groups: tuple[CacheGroup, ...], policy: StormPolicy | None = None, **flags: Any
-) -> dict[int, list[int]]:
+def serve_in_a_storm(folder: Path, groups: tuple[CacheGroup, ...], **flags: Any) -> dict[int, list[int]]:
     llm = make_crowded(folder, **({"num_gpu_blocks_override": 60} | FLAGS | flags))
+    tokens = drive_in_a_storm(llm, groups, StormPolicy(seed=1, chance=0.1))
+    close(llm)
+    return tokens
+
+
+def drive_in_a_storm(llm: LLM, groups: tuple[CacheGroup, ...], policy: StormPolicy) -> dict[int, list[int]]:
     scheduler = scheduler_of(llm)
     assert sorted(scheduler.groups, key=repr) == sorted(groups, key=repr)
-    policy = scheduler.policy_object = policy or StormPolicy(seed=1, chance=0.1)
+    scheduler.policy_object = policy
     run = drive(llm, LOAD)
     assert policy.num_sent_away > 30
     assert run.resumed.count(1) > 10, "they come back from swap space, not by computing"
     expect_nothing_left(llm)
-    close(llm)
     return run.tokens
 
 
@@ -141,11 +149,22 @@ def test_the_storm_notices_a_window_block_that_is_left_out(
 
 
 class DecodeStorm(StormPolicy):
-    """Preempts only requests that decode, and keeps their KV: in bfloat16 a prompt's tokens depend on its chunks."""
+    """Preempts only requests that decode, and keeps their KV, whatever steps and copies cost on this machine.
+
+    In bfloat16 a token's KV depends on the chunk in which it is computed: prompts are not split, and none is computed
+    twice.
+    """
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         prompts = {row.seq_id for row in view.running if not row.is_decoding}
-        return super().decide(replace(view, outstanding=view.outstanding | prompts), now, rng)
+        view = replace(view, outstanding=view.outstanding | prompts, prices=Prices())
+        decision = super().decide(view, now, rng)
+        kept = tuple(replace(order, mode=PreemptionMode.SWAP) for order in decision.preemptions)
+        chunks, admissions = (
+            tuple(replace(chunk, num_tokens=MAX_MODEL_LEN) for chunk in orders)
+            for orders in (decision.chunks, decision.admissions)
+        )
+        return replace(decision, preemptions=kept, chunks=chunks, admissions=admissions)
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +179,13 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_of_linear(*, caches: bool) -> dict[str, Any]:
-    """vLLM chooses the blocks' size, for CPUs its kernels need bfloat16."""
-    sizes = {"block_size": None, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 40}
-    return {"dtype": "bfloat16", "load_format": "auto", "enable_prefix_caching": caches, **sizes}
+    """vLLM chooses the blocks' size, its kernels for CPUs need bfloat16.
+
+    A step has room for all prompts. Each is computed whole, or ends a chunk where a state is cached: vLLM needs that.
+    """
+    sizes = {"block_size": None, "max_num_batched_tokens": 2048}
+    caching = {"enable_prefix_caching": caches, "enable_chunked_prefill": caches}
+    return {"dtype": "bfloat16", "load_format": "auto", **caching, **sizes}
 
 
 def groups_of_linear(*, caches: bool) -> tuple[CacheGroup, ...]:
@@ -171,15 +194,46 @@ def groups_of_linear(*, caches: bool) -> tuple[CacheGroup, ...]:
     return (state, state, state, CacheGroup(LINEAR_TOKENS))
 
 
+@contextmanager
+def same_chunks(llm: LLM, *, caches: bool) -> Iterator[None]:
+    """Check that each request of the load computes every token once, its prompt in the chunks that both runs have."""
+    scheduler, chunks = llm.llm_engine.engine_core.engine_core.scheduler, defaultdict[int, list[int]](list)  # type: ignore[attr-defined]
+    schedule = scheduler.schedule
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            chunks[int(request_id.partition("-")[0])].append(num_tokens)
+        return output
+
+    scheduler.schedule = note
+    yield
+    most = LINEAR_TOKENS if caches else MAX_MODEL_LEN
+    for index, (prompt, num_output) in enumerate(zip(LOAD.prompts, LOAD.lengths, strict=True)):
+        prompt_chunks = [min(most, len(prompt) - first) for first in range(0, len(prompt), most)]
+        assert chunks[index] == [*prompt_chunks, *[1] * (num_output - 1)]
+
+
 def serve_linear_in_a_storm(folder: Path, *, caches: bool) -> dict[int, list[int]]:
-    storm = DecodeStorm(seed=1, chance=0.1, recompute=0.0)
-    return serve_in_a_storm(folder, groups_of_linear(caches=caches), storm, **flags_of_linear(caches=caches))
+    llm = make_crowded(folder, **FLAGS | flags_of_linear(caches=caches))  # with 40 blocks
+    with same_chunks(llm, caches=caches):
+        tokens = drive_in_a_storm(llm, groups_of_linear(caches=caches), DecodeStorm(seed=1, chance=0.1, recompute=0.0))
+    close(llm)
+    return tokens
 
 
 @pytest.fixture(scope="module")
 def calm_linear(linear: Path) -> Callable[[bool], dict[int, list[int]]]:
     """Returns the tokens of stock vLLM with and without a prefix cache, each served once."""
-    return cache(lambda caches: serve_calmly(linear, LOAD, **FLAGS | flags_of_linear(caches=caches)))
+
+    def serve(caches: bool) -> dict[int, list[int]]:
+        llm = make_stock(linear, **FLAGS | flags_of_linear(caches=caches))
+        with same_chunks(llm, caches=caches):
+            tokens = serve_all(llm, LOAD)
+        close(llm)
+        return tokens
+
+    return cache(serve)
 
 
 @pytest.mark.parametrize("caches", [False, True], ids=["", "prefix cache"])
