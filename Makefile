@@ -11,7 +11,8 @@ VLLM ?= 0.32
 VLLM_ENV := .venv-vllm$(addprefix -,$(filter-out 0.32,$(VLLM)))
 TEST_VLLM := OMP_WAIT_POLICY=passive $(VLLM_ENV)/bin/python -m pytest --confcutdir=tests/vllm -W ignore
 VLLM_MODEL := out/smollm2
-VLLM_SLOWEST := $(foreach name,tensor_parallel features server groups defaults identity peers_clock,tests/vllm/test_$(name).py)
+VLLM_SLOWEST := $(foreach name,features defaults server identity groups example tensor_parallel virtual_clock \
+	peers_clock,tests/vllm/test_$(name).py)
 VLLM_TESTS := $(VLLM_SLOWEST) $(filter-out $(VLLM_SLOWEST),$(wildcard tests/vllm/test_*.py))
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync --no-print-directory
 CLIENTS_STAMP := .venv-clients/.installed
