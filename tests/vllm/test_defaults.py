@@ -173,5 +173,7 @@ def test_what_only_a_loaded_model_shows_is_refused_in_one_line(tmp_path: Path) -
     """Windows stand for a kind of KV that we do not know."""
     flags = make_tiny(tmp_path, ["sliding"] * 4)
     (tmp_path / "sitecustomize.py").write_text("from floodplain.plugins.vllm import compat_names as n; n._WINDOWS = {}")
-    words = server(tmp_path, *SCHEDULER, "--load-format", flags["load_format"], "--skip-tokenizer-init")
+    words = server(
+        tmp_path, *SCHEDULER, "--load-format", flags["load_format"], "--skip-tokenizer-init", "--enforce-eager"
+    )
     expect_refused(run(*words, installed=tmp_path), "this model keeps SlidingWindowSpec: serve it without floodplain")
