@@ -87,7 +87,7 @@ $(CLUSTER_STAMP): tools/setup_over.sh constraints.txt $(STAMP)
 test-cluster: $(CLUSTER_STAMP)
 	OMP_WAIT_POLICY=passive .venv-cluster/bin/python -m pytest -m cluster tests/integration/test_ray_cluster.py
 
-$(PAGE_STAMP): tools/setup_page.sh $(STAMP)
+$(PAGE_STAMP): tools/setup_page.sh tools/setup_over.sh constraints.txt $(STAMP)
 	PYTHON=$(PYTHON) tools/setup_page.sh
 	touch $(PAGE_STAMP)
 

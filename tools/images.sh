@@ -15,6 +15,7 @@ if [ "$tool" = buildah ]; then
     trap 'buildah rm "$container" > /dev/null' EXIT
     enter=(buildah run "$container" --)
 else
+    "$tool" run --rm floodplain --version # by the image's own ENTRYPOINT, which buildah does not run
     enter=("$tool" run --rm --interactive --entrypoint "" floodplain)
 fi
 "${enter[@]}" floodplain --version

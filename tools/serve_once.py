@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -17,9 +18,14 @@ def serve_once(floodplain: str, folder: Path) -> int:
     """Tokens of one request to a server that the program ``floodplain`` starts in a folder. Exits with 1 on a fault."""
     command = [floodplain, "serve", "dummy:tiny-llama", "--port", "0", "--kv-memory", "1MiB", "--format", "json", "-q"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        watchdog = threading.Timer(PATIENCE_S, server.kill)
+        watchdog.start()
         try:
             assert server.stdout is not None
-            ready = json.loads(server.stdout.readline())
+            line = server.stdout.readline()
+            if not line:
+                sys.exit(f"the server ended with status {server.wait()} before it was ready")
+            ready = json.loads(line)
             body = json.dumps({"model": ready["model"], "prompt": "the river", "max_tokens": 4, "ignore_eos": True})
             request = urllib.request.Request(
                 f"{ready['url']}/v1/completions", body.encode(), {"Content-Type": "application/json"}
@@ -30,6 +36,7 @@ def serve_once(floodplain: str, folder: Path) -> int:
             if server.wait(PATIENCE_S) != 0:
                 sys.exit(f"the server ended with status {server.returncode}")
         finally:
+            watchdog.cancel()
             server.kill()
     return int(tokens)
 

@@ -43,7 +43,9 @@ def user_s(program: str, *arguments: str) -> float:
             assert process.stdout.readline(), "the server ended"
             process.kill()
         process.stdout.read()
-        usage = os.wait4(process.pid, 0)[2]
+        _, status, usage = os.wait4(process.pid, 0)
+    if arguments != SERVE and status != 0:
+        raise SystemExit(f"{program} {' '.join(arguments)} failed")
     return usage.ru_utime
 
 

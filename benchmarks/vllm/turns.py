@@ -28,6 +28,8 @@ SCALE_NEW, SCALE_OUTPUT, MOST_TOKENS = 16, 4, 1900
 """The load of ``benchmarks/turns`` with this part of its tokens, and sessions of at most so many."""
 RATES = Rates(agents=0.042, chats=0.14, singles=0.14, span_s=200.0)
 """As there, and so are the prices of steps, the KV cache and swap space: of Qwen3-32B on one RTX PRO 6000."""
+RUN_S = 3600.0
+"""Most seconds of a run: a killed process gives no result."""
 HARDWARE, KV_TOKENS, MAX_BATCHED_TOKENS = "rtxpro6000", 6144, 128
 BLOCK_BYTES = 8192
 
@@ -192,11 +194,12 @@ def format_table(rows: Iterable[Mapping[str, Any]]) -> str:
 def make_jobs(args: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Return (mode, policy, tokens of swap space) of each row.
 
-    Stock vLLM has one policy and no swap space. ``fcfs`` swaps nothing out, so ``off`` is stock there, to milliseconds.
+    Stock vLLM has one policy and no swap space. ``off`` under ``fcfs`` is left out: it swaps nothing out, as stock.
     """
     jobs = [
-        ("stock", "fcfs", 0) if mode == "stock" or (mode, policy) == ("off", "fcfs") else (mode, policy, swap_tokens)
+        ("stock", "fcfs", 0) if mode == "stock" else (mode, policy, swap_tokens)
         for policy in args.policies for swap_tokens in args.swap_tokens for mode in args.modes
+        if (mode, policy) != ("off", "fcfs")
     ]  # fmt: skip
     return list(dict.fromkeys(jobs))
 
@@ -222,7 +225,7 @@ def main() -> None:
             for mode, policy, swap_tokens in jobs
         ]
         for (mode, policy, swap_tokens), seeds in zip(jobs, runs, strict=True):
-            pooled = summarise([run.get() for run in seeds])
+            pooled = summarise([run.get(RUN_S) for run in seeds])
             rows.append({"policy": policy, "swap_tokens": swap_tokens, "mode": mode} | pooled)
     print(format_table(rows))
     settings = {"seeds": args.seeds, "kv_tokens": KV_TOKENS, "hardware": HARDWARE}

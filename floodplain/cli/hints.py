@@ -130,4 +130,4 @@ def _near_flag(flag: str, known: set[str]) -> str:
 
 def is_bundled(token: str) -> bool:
     """Whether argparse would read another server's flag as several of one letter: ``-hf`` as ``-h -f``."""
-    return token.partition("=")[0] in OTHER_FLAGS and token.startswith("-h")
+    return token.startswith("-h") and len(token) > 2

@@ -59,7 +59,9 @@ def ask_router(
     """
     answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
     if answer.status == 404:
-        raise RouterRefuses(f"{base_url}: it serves one engine, not --instances")
+        raise RouterRefuses(
+            f"{base_url} has no {path}: give the --base-url of a server that runs with --instances, without a path"
+        )
     if answer.status != 200:
         raise RouterRefuses(answer.reason())
     content = answer.json()

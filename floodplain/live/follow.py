@@ -21,7 +21,7 @@ MESSAGE_END = b"\n\n"
 
 
 class KeyRefused(NoAnswer):
-    """The service wants a key, and got none or a wrong one."""
+    """A key is needed, and none or a wrong one was sent."""
 
 
 async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:

@@ -145,27 +145,31 @@ class GapHistogram:
     def __init__(self) -> None:
         self.max_s: float | None = None
         self._counts = np.zeros(2 + math.ceil(math.log(self._MOST_S / self._LEAST_S) / self._GROWTH), dtype=np.int64)
-        self._sum_s = self._squares = 0.0
+        self._origin_s = self._sum_s = self._squares = 0.0  # sums are from a first gap on: equal gaps have no deviation
 
     def add(self, gaps_s: Floats) -> None:  # noqa: D102
         if not len(gaps_s):
             return
         bins = np.log(np.maximum(gaps_s, self._LEAST_S) / self._LEAST_S) / self._GROWTH
         np.add.at(self._counts, np.minimum(np.ceil(bins).astype(np.int64), len(self._counts) - 1), 1)
+        if self.max_s is None:
+            self._origin_s = float(gaps_s[0])
         self.max_s = max(self.max_s or 0.0, float(gaps_s.max()))
-        self._sum_s += float(gaps_s.sum())
-        self._squares += float(gaps_s @ gaps_s)
+        further_s = gaps_s - self._origin_s
+        self._sum_s += float(further_s.sum())
+        self._squares += float(further_s @ further_s)
 
     def summarise_ms(self) -> dict[str, float | None]:  # noqa: D102
         num_gaps = int(self._counts.sum())
-        if not num_gaps:
+        if self.max_s is None:
             return dict.fromkeys(STATISTICS)
         mean_s = self._sum_s / num_gaps
         quantiles = {"median": 0.5, **{f"p{p}": p / 100 for p in PERCENTILES}}
         found_s: dict[str, Any] = {
-            name: self._find_quantile_s(part * (num_gaps - 1)) for name, part in quantiles.items()
+            name: min(self._find_quantile_s(part * (num_gaps - 1)), self.max_s) for name, part in quantiles.items()
         }
-        found_s |= {"mean": mean_s, "std": math.sqrt(max(0.0, self._squares / num_gaps - mean_s**2)), "max": self.max_s}
+        std_s = math.sqrt(max(0.0, self._squares / num_gaps - mean_s**2))
+        found_s |= {"mean": self._origin_s + mean_s, "std": std_s, "max": self.max_s}
         return {name: found_s[name] * 1e3 for name in STATISTICS}
 
     def _find_quantile_s(self, rank: float) -> float:

@@ -79,7 +79,10 @@ class RequestTracer:
         closing.start()
         closing.join(MAX_CLOSE_S)
         if closing.is_alive():
-            logger.warning("traces: the receiver has not taken the last spans within %g s: they are lost", MAX_CLOSE_S)
+            logger.warning(
+                "traces: the receiver has not taken the last spans within %g s: they are lost (is the address of "
+                "--otlp-traces-endpoint right, and does it answer?)", MAX_CLOSE_S,
+            )  # fmt: skip
 
 
 def open_tracer(endpoint: str, model_name: str) -> RequestTracer:

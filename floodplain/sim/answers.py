@@ -52,19 +52,18 @@ class EachAnswer:
 
     def result(self, info: RunInfo, engine: EngineReport | None = None, timeline: Timeline | None = None) -> Any:  # noqa: D102
         _check_answered(len(self.records), self._load)
-        return benchmark_result([self.records[request.request_id] for request in self._load], info, engine, timeline)
+        return benchmark_result([self.records[name] for name in self._load.ids()], info, engine, timeline)
 
     def result_of(self, tenant: str, info: RunInfo) -> Any:  # noqa: D102
-        own = [self.records[request.request_id] for request in self._load if request.client == tenant]
-        return benchmark_result(own, info)
+        return benchmark_result([self.records[name] for name in self._load.ids(tenant)], info)
 
     def lives_in_order(self) -> list[Lifecycle]:
         """Lifecycles of the requests that were not refused, in order of arrival."""
-        return [self.lives[request.request_id] for request in self._load if request.request_id in self.lives]
+        return [self.lives[name] for name in self._load.ids() if name in self.lives]
 
 
 class SummedAnswers:
-    """Keeps 48 bytes of each request, and 48 more for its tenant."""
+    """Keeps 48 bytes of each request, and 48 more for its tenant, beside its row in the load."""
 
     def __init__(self, load: Load, tenants: Sequence[str]) -> None:
         self._load = load

@@ -106,6 +106,7 @@ class VirtualInstance(VirtualEngine):
         live = [seq for seq in self.loop.state.sequences.values() if seq.status is not Status.FINISHED]
         for seq in self.loop.state.running:
             seq.lifecycle.record(EventKind.PREEMPTED, self._environment.now)
+        self.forget()
         known = [
             replace(seq.request, known_token_ids=tuple(seq.tokens[seq.num_prompt :]), is_accepted=True) for seq in live
         ]

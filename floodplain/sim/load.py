@@ -43,6 +43,10 @@ class Load:
     def __iter__(self) -> Iterator[Request]:
         return (part.make(number) for _, part, number in self._order())
 
+    def ids(self, tenant: str | None = None) -> Iterator[str]:
+        """Ids of the requests in order of arrival, of one tenant or of all."""
+        return (part.id_of(number) for _, part, number in self._order() if tenant in (None, part.name))
+
     @property
     def first_s(self) -> float:
         """When the first request arrives."""
@@ -65,20 +69,23 @@ class _Part:
     def __init__(self, name: str, place: int, block_tokens: int, rows: Sequence[TraceRow]) -> None:
         self.rows = rows
         self._order = np.argsort([row.arrival_s for row in rows], kind="stable")
-        self._name, self._place, self._block_tokens = name, place, block_tokens
+        self.name, self._place, self._block_tokens = name, place, block_tokens
 
     def arrivals(self) -> Iterator[tuple[float, _Part, int]]:
         for number in map(int, self._order):
             yield self.rows[number].arrival_s, self, number
 
+    def id_of(self, number: int) -> str:
+        return f"{self.name}-{number}" if self.name else str(number)
+
     def make(self, number: int) -> Request:
         row = self.rows[number]
         return Request(
-            request_id=f"{self._name}-{number}" if self._name else str(number),
+            request_id=self.id_of(number),
             prompt_token_ids=_tokens(row, self._block_tokens, self._place * 2**24 + number),
             params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True, temperature=0.0),
             arrival_s=row.arrival_s,
-            client=self._name,
+            client=self.name,
         )
 
 

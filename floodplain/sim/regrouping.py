@@ -175,8 +175,9 @@ class Regrouping:
 
     def note_arrival(self, request: Request) -> None:
         """Count a request that arrives now; only prices need it."""
-        self.rule.arrivals.note_arrival(self._cluster.environment.now)
-        self._live[request.request_id] = self._cluster.story_of(request.request_id)
+        if self.rule.is_priced:
+            self.rule.arrivals.note_arrival(self._cluster.environment.now)
+            self._live[request.request_id] = self._cluster.story_of(request.request_id)
 
     def look(self) -> None:
         """Measure the load and decide; repeats every ``period_s`` until all requests and transitions have ended."""
@@ -319,6 +320,7 @@ class Regrouping:
         for seq in engine.loop.state.running:
             seq.lifecycle.record(EventKind.PREEMPTED, self._cluster.environment.now)
         records = take_records(engine.loop)
+        engine.forget()
         self.num_moving += len(records)
         return records
 

@@ -28,7 +28,7 @@ class VirtualEngine(ABC):
 
     Attributes:
         loop: The step loop.
-        lifecycles: Lifecycles of the requests, in order of submission; with ``on_ended``, of live ones only.
+        lifecycles: Lifecycles of the requests, in order of submission; with ``on_ended``, of those live here only.
         on_step: Called with each plan and the time of its start.
         on_ended: Called with the requests that a step has ended.
     """
@@ -78,10 +78,16 @@ class VirtualEngine(ABC):
     def advance(self) -> None:
         """Plan what can be planned now."""
 
+    def forget(self) -> None:
+        """Drop what is kept of the requests that have left for other engines."""
+        self.lifecycles.clear()
+        self._requests.clear()
+
     def _take(self, request: Request) -> SeqId:
         seq_id = self.loop.submit(request)
         self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
-        self._requests[seq_id] = request
+        if self.on_ended is not None:
+            self._requests[seq_id] = request
         return seq_id
 
     def _complete(self, plan: StepPlan) -> None:

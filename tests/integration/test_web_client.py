@@ -262,7 +262,7 @@ async def _itself(url: str) -> str:
         (200, b"[]", "no JSON object"),
         (200, b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
         (200, b"x" * (2**20 + 1), "more than 1048576 bytes"),
-        (404, b"", "it serves one engine"),
+        (404, b"", "give the --base-url of a server that runs with --instances"),
         (401, b'{"error": {"message": "a key is needed"}}', "a key is needed"),
         (301, b"", "redirects are not followed"),
     ],
@@ -287,7 +287,9 @@ def test_a_change_of_a_server_without_instances_is_refused(
     )
     assert code == 1
     assert re.fullmatch(
-        r"floodplain: http://127.0.0.1:\d+: it serves one engine, not --instances\n", capsys.readouterr().err
+        r"floodplain: http://127.0.0.1:\d+ has no /v1/cluster/\w+: "
+        r"give the --base-url of a server that runs with --instances, without a path\n",
+        capsys.readouterr().err,
     )
 
 

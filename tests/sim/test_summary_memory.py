@@ -51,6 +51,7 @@ def live_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     [
         {"max_concurrency": 3},
         {"instances": 2, "relief": {"mode": "auto"}},
+        {"instances": 2, "relief": {"mode": "pipeline"}},
     ],
 )
 def test_ended_requests_leave_their_columns_only(tmp_path: Path, live_bytes: list[int], parts: dict[str, Any]) -> None:

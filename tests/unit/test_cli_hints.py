@@ -47,6 +47,7 @@ def test_letters_in_another_order_are_nearer_than_more_common_ones() -> None:
         (["serve", "m", "-V"], "unknown argument -V\n"),
         (["serve", "m", "--uvicorn-log-level", "info"], "unknown argument --uvicorn-log-level\n"),
         (["coordinator", "-hf", "org/model"], "unknown argument -hf\n"),
+        (["serve", "smollm2", "-hfr", "org/model"], "unknown argument -hfr"),
         (["coordinator", "--trust-remote-code"], "unknown argument --trust-remote-code\n"),
         (["serve", "m", "--kv-memory", "48M"], "'48M' is no size: write 48MiB, 48MB, or bytes"),
         (["serve", "m", "--kv-memory", "48Mi"], "'48Mi' is no size: write 48MiB, or bytes"),

@@ -29,6 +29,15 @@ def test_histogram_has_the_statistics_of_all_gaps(requests: list[list[float]]) -
     assert got["std"] == pytest.approx(want["std"], rel=1e-6, abs=1e-6 * want["mean"])
     for name in ("median", "p90", "p95", "p99"):
         assert got[name] == pytest.approx(want[name], rel=5.1e-4)
+        assert got[name] <= got["max"]
+
+
+@given(st.floats(1e-4, 1e2), st.integers(1, 50))
+def test_equal_gaps_have_no_deviation(gap_s: float, count: int) -> None:
+    gaps = GapHistogram()
+    gaps.add(np.full(count, gap_s))
+    found = gaps.summarise_ms()
+    assert (found["std"], found["mean"]) == (0.0, found["max"])
 
 
 def test_gaps_outside_the_bins_count() -> None:

@@ -94,6 +94,12 @@ def test_goodput_counts_requests_within_every_limit(limits: tuple[str, ...], goo
     assert (without["request_goodput"], without["slo_attainment"]) == (None, None)
 
 
+def test_seconds_are_counted_from_the_first_send_also_of_a_failed_request() -> None:
+    ended = record("ended", 0.6, 0.7, 0.8, 1.1, 1.2, 1.3)
+    for records, most in ([ended], 5.0), ([record("failed", 0.0, error="refused"), ended], 3.0):
+        assert benchmark_result(records, INFO)["max_output_tokens_per_s"] == most
+
+
 def test_a_failed_request_misses_its_goals() -> None:
     info = RunInfo(backend="openai", model_id="m", tokenizer_id="t", goodput=("ttft:1e9",))
     result = benchmark_result([*THREE, FAILED], info)
