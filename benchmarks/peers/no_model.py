@@ -40,8 +40,8 @@ class NoModelExecutor(Executor):
         """Return the plainest: no kernel reads the cache."""
         return [["LBNHC"]]
 
-    def set_kv_cache_layout(self, layout_name: str) -> None:
-        """Do nothing."""
+    def set_kv_cache_layout(self, layout_name: str, cp_kv_cache_interleave_size: int = 1) -> None:
+        """Do nothing; vLLM 0.32 gives the layout alone."""
 
     def determine_available_memory(self) -> list[int]:
         """Return more than ``num_gpu_blocks_override`` needs."""
