@@ -51,6 +51,52 @@ def test_a_copy_begins_when_what_it_follows_has_ended() -> None:
     assert lines.ended_s == {20: 2.0, 10: 3.0}
 
 
+# -- loads behind writes -----------------------------------------------------------------------------------------------
+
+
+class LoadsOverWrites(AheadLayers):
+    """A slot is loaded while rows are still written from it."""
+
+    def copy(self, direction: Direction, num_bytes: int, after: LayerCopy | None = None) -> LayerCopy:
+        return super().copy(direction, num_bytes)
+
+
+class WritesNothing(AheadLayers):
+    """Added rows stay on the device."""
+
+    def copy(self, direction: Direction, num_bytes: int, after: LayerCopy | None = None) -> LayerCopy:
+        return super().copy(direction, num_bytes if direction is INBOUND else 0, after)
+
+
+def three_steps(kind: type[AheadLayers]) -> tuple[list[float], list[int], list[int]]:
+    """Return the end of each step, and the bytes moved until then: inbound, outbound.
+
+    Five of six layers stream, through two slots. A layer computes for 1 s, is loaded in 1 s, and its rows are written
+    in 2 s.
+    """
+    schedule = kind(LayerPlaces(6, 5, 2), LayerLink(inbound_bandwidth=10.0, outbound_bandwidth=1.0))
+    ends_s, inbound, outbound = [], [], []
+    for _ in range(3):
+        schedule.step(LayerWork((1.0,) * 6, read_bytes=10, written_bytes=2))
+        ends_s.append(schedule.now)
+        inbound.append(schedule.num_bytes[INBOUND])
+        outbound.append(schedule.num_bytes[OUTBOUND])
+    return ends_s, inbound, outbound
+
+
+def test_a_slot_is_loaded_when_its_rows_have_been_written() -> None:
+    """Layers begin at 0, 1, 2, 5, 7 and 9 s: layer 3 is loaded after the rows of layer 1, which are written until 4 s.
+
+    Later steps take 2 s longer, because at their start the rows of the last layer are still written for 2 s.
+    """
+    assert three_steps(AheadLayers) == ([10.0, 22.0, 34.0], [50, 100, 150], [10, 20, 30])
+
+
+def test_control_a_walk_that_waits_for_no_write_is_faster() -> None:
+    assert three_steps(LoadsOverWrites) == ([6.0, 12.0, 18.0], [50, 100, 150], [10, 20, 30])
+    assert three_steps(WritesNothing)[2] == [0, 0, 0]
+
+
 # -- Pie's figures -----------------------------------------------------------------------------------------------------
 
 
