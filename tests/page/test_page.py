@@ -142,10 +142,10 @@ def burst(page: Page, held: tuple[str, HeldEngine]) -> Iterator[dict[int, str]]:
     url, engine = held
     page.goto(url)
     expect(page.locator("#status")).to_have_text("live")
-    engine.hold(is_mixed)
-    page.click("#burst")
-    engine.wait()
     try:
+        engine.hold(is_mixed)
+        page.click("#burst")
+        engine.wait()
         yield {int(seq_id): seq.status.value for seq_id, seq in engine.engine.loop.state.sequences.items()}
     finally:
         engine.close()

@@ -12,32 +12,34 @@ from tests.support.waiting import HANG_S
 
 
 class HeldEngine:
-    """Stands before the steps of an engine, on the thread that takes them."""
+    """Holds an engine's step, on the thread of the engine, until the test releases it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._step = engine.step
         self._is_wanted: Callable[[Engine], bool] = lambda _: False
-        self._is_held, self._releases = threading.Event(), threading.Semaphore(0)
+        self._is_held = False
+        self._changed = threading.Condition()  # guards both
         engine.step = self._hold_and_step  # type: ignore[method-assign]
 
     def hold(self, is_wanted: Callable[[Engine], bool]) -> None:
-        """Let steps go on, until the next one before which ``is_wanted``."""
-        self._is_wanted = is_wanted
-        if self._is_held.is_set():
-            self._is_held.clear()
-            self._releases.release()
+        """Release a held step, and hold the next one before which ``is_wanted`` is true."""
+        with self._changed:
+            self._is_wanted, self._is_held = is_wanted, False
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Return when a step is held."""
-        assert self._is_held.wait(HANG_S), "no state of the engine was as wanted"
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_held, HANG_S), "no state of the engine was as wanted"
 
     def close(self) -> None:
-        """Let all steps go on."""
+        """Release a held step, and hold no other one."""
         self.hold(lambda _: False)
 
     def _hold_and_step(self) -> list[tuple[SeqId, OutputDelta]]:
-        if self._is_wanted(self.engine):
-            self._is_held.set()
-            assert self._releases.acquire(timeout=2 * HANG_S), "the test did not let the engine go on"
+        with self._changed:
+            self._is_held = self._is_wanted(self.engine)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._is_held, 2 * HANG_S), "the test released no step"
         return self._step()
