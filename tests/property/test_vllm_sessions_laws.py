@@ -1,6 +1,6 @@
-"""KV kept for sessions in the plug-in, in random stories of clients, against what our own engine's book is told.
+"""KV kept for sessions in the plug-in equals that of the engine's own session book, in random stories of clients.
 
-``runtime.sessions`` has laws of its own. Here it is the oracle: it is told the facts of each request directly.
+``runtime.sessions`` has laws of its own. Here it is the oracle: it gets the facts of each request directly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the command line says against a command that a page or a file of deploy/ shows; nothing is run."""
+"""Errors of the command line for commands that a page or a file of deploy/ shows; no command is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _find_leaf(arguments: Sequence[str]) -> tuple[Parser | None, Sequence[str]]:
 
 
 def find_complaint(arguments: Sequence[str]) -> str:
-    """What the command line says against a whole command."""
+    """The error of the command line for a whole command; empty if it has none."""
     parser, rest = _find_leaf(arguments)
     if parser is None:
         return "" if arguments[0] in ("--help", "--version", "-V", "--print-completion") else f"no verb {arguments[0]}"
@@ -36,7 +36,7 @@ def find_complaint(arguments: Sequence[str]) -> str:
 
 
 def find_unknown(arguments: Sequence[str]) -> list[str]:
-    """Verbs and flags of a mention that there are not."""
+    """The verbs and flags of a mention that do not exist."""
     words = [word.split("|")[0] for word in arguments]
     parser, rest = _find_leaf(words)
     if parser is None:
