@@ -1,4 +1,4 @@
-"""What pins are compared with: KV of ended requests is copied as with pins, and evicted by age alone."""
+"""LRU, the baseline of pins: KV of ended requests is copied as with pins, the least recently used is evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Later turns of sessions in vLLM, on a virtual clock: KV that is pinned for them, against eviction by age.
+"""Later turns of sessions in vLLM, on a virtual clock: KV that is pinned for them, against LRU.
 
 Run it in vLLM's environment: ``.venv-vllm/bin/python -m benchmarks.vllm.turns``. Deterministic.
 """
