@@ -23,7 +23,7 @@ COMMON = (
     "model=llama-3.1-8b", "device=rtxpro6000", "engine.policy=fcfs", "engine.max_num_seqs=64", "workload.seed=1",
 )  # fmt: skip
 LONG, SHORT = ("workload.request_rate=6",), ("workload.request_rate=100", "workload.length_scale=0.03")
-"""Loads: requests of 335 output tokens on average, and of 10."""
+"""Loads: requests of 320 output tokens on average (355 in the second thousand), and of 10."""
 RUNS = (
     (("detailed=true", *LONG), 1_000),
     (("detailed=true", *LONG), 2_000),
