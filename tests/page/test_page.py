@@ -227,6 +227,64 @@ def test_a_refusal_that_no_key_mends_is_shown_without_the_form(browser: Browser,
         expect(page.locator("#key-form")).to_be_hidden()
 
 
+def test_the_page_works_under_a_path_of_a_proxy(page: Page, url: str) -> None:
+    page.route("**/llm/**", lambda route: route.continue_(url=route.request.url.replace("/llm/", "/")))
+    page.goto(f"{url}/llm/")
+    expect(page.locator("#status")).to_have_text("live")
+
+
+def test_a_service_that_is_silent_is_asked_again(page: Page, url: str) -> None:
+    page.clock.install()
+    page.route("**/live", lambda route: None)  # neither an answer nor an end
+    with page.expect_request("**/live"):
+        page.goto(url)
+    page.clock.fast_forward(9_000)
+    assert page.locator("#status").inner_text() == "connecting"
+    page.clock.fast_forward(2_000)
+    expect(page.locator("#status")).to_have_text("no connection")
+    page.unroute("**/live")
+    page.clock.fast_forward(2_000)
+    expect(page.locator("#status")).to_have_text("live")
+
+
+ORDERS = """
+async (orders) => {
+  const { showStrip } = await import("/page/strip.js");
+  const strip = document.createElement("div");
+  const places = { strip, more: document.createElement("p"), hint: strip.cloneNode(), axis: strip.cloneNode() };
+  document.body.append(strip);
+  const row = ([number, state]) => [number, { number, state, tokens: 1, blocks: 0, prompt: 1, where: null,
+    events: [[0, "arrived", 0]], first_token_s: null, reason: state === "finished" ? "stop" : null }];
+  const seen = [];
+  for (const order of orders) {
+    showStrip(places, { head: { now_s: 1, block_bytes: 1 }, rows: new Map(order.map(row)) }, 20, null, () => 0);
+    strip.querySelector("[data-number='3']").focus();
+    seen.push([]);
+    for (const change of [order.slice(1), order]) {
+      showStrip(places, { head: { now_s: 1, block_bytes: 1 }, rows: new Map(change.map(row)) }, 20, null, () => 0);
+      seen.at(-1).push([...strip.children].map((line) => Number(line.dataset.number)));
+      seen.at(-1).push(Number(document.activeElement.dataset.number));
+    }
+  }
+  return seen;
+}
+"""
+
+
+def test_a_row_keeps_the_focus_while_others_come_and_end(page: Page, url: str) -> None:
+    page.goto(url)
+    orders = [
+        [[1, "running"], [2, "running"], [3, "running"], [4, "waiting"]],
+        [[1, "finished"], [2, "running"], [3, "running"], [4, "running"]],
+        [[1, "running"], [2, "waiting"], [3, "finished"], [4, "running"]],
+    ]
+    assert page.evaluate(ORDERS, orders) == [
+        [[2, 3, 4], 3, [1, 2, 3, 4], 3],
+        [[2, 3, 4], 3, [2, 3, 4, 1], 3],
+        [[4, 2, 3], 3, [1, 4, 2, 3], 3],
+    ]
+
+
 def test_the_burst_button_works_again_after_a_failure(browser: Browser, url: str) -> None:
     with opened(browser, expected="ERR_FAILED") as page:
         page.goto(url)
@@ -288,32 +346,44 @@ async () => {
   const { showInstances, showLeases } = await import("/page/panels.js");
   const { drawRiver, showLegend } = await import("/page/river.js");
   const $ = (id) => document.getElementById(id);
+  $("name").textContent = "/models/" + "a-name-without-a-blank".repeat(5);
   const row = { epoch: 7, slot: null, state: "leading", host: "h", requests: 3, running: 1, waiting: 1, swapped: 1,
                 used_blocks: 5, blocks: 9, generated_tokens: 1234 };
   const group = { number: 2, names: ["0", "e7"], state: "pipelined", layers: [15, 15], own_blocks: 128, blocks: 480,
                   seconds: 3.5 };
   const head = { instances: { instances: [row], without_instance: 2, moved_requests: 1 }, groups: { groups: [group] } };
   showInstances({ instances: $("instances"), groups: $("groups"), hint: $("instance-hint") }, head);
-  const lease = (due_in_s) => ({ from: "a", to: "b", bytes: 2048, due_in_s });
+  const lease = (due_in_s) => ({ from: "a", to: "node-of-a-cluster-in-the-cellar-4711-ab12", bytes: 2048, due_in_s });
   showLeases($("leases"), [lease(null), lease(4.2), lease(-3.4)]);
   const part = { running: 4, moving: 1, cached: 2, free: 3, swapped: 5, lent: 2, borrowed: 2, expanded: 1, dropped: 3 };
   const memory = { pool: 10, ...part };
-  $("main").hidden = false;
+  for (const id of ["main", "lease-card", "instance-card"]) $(id).hidden = false;
   drawRiver($("river"), [0, 1, 2].map((now_s) => ({ now_s, memory })), 20);
   showLegend($("river-legend"), memory);
   $("life").hidden = true;
-  return [$("instances").textContent, $("groups").textContent, $("leases").textContent, $("river-legend").textContent];
+  const borrower = document.querySelector("text[text-anchor=start]");
+  const { x, width } = borrower.getBBox();
+  return [
+    ...["instances", "groups", "leases", "river-legend"].map((id) => $(id).textContent),
+    [borrower.lastChild.data, x + width], document.documentElement.scrollWidth,
+  ];
 }
 """
 
 
 def test_panels_draw_what_one_small_server_never_has(page: Page, url: str) -> None:
-    """Groups, a recall that is late, and memory of every kind; any error of a script fails the test."""
+    """Groups, a recall that is late, memory of every kind, and long names in a narrow window.
+
+    Any error of a script fails the test.
+    """
+    page.set_viewport_size({"width": 360, "height": 640})
     page.goto(url)
     expect(page.locator("#status")).to_have_text("live")
-    instances, groups, leases, legend = page.evaluate(PANELS)
+    instances, groups, leases, legend, (name, right), width = page.evaluate(PANELS)
     assert "e7leadingh" in instances and "0 + e7pipelined15 + 15128 → 480" in groups
     assert "in 3 leases: recalled, 3 s late" in leases
+    assert name == "node-of-…lar-4711-ab12" and right <= 800, "the picture is 800 wide"
+    assert width <= 360, "nothing is beside a narrow window"
     assert all(word in legend for word in ("lent", "borrowed", "expanded", "dropped layers", "cached"))
 
 

@@ -2,6 +2,7 @@
 
 const KEY = "floodplain-key";
 const RETRY_MS = 1500;
+const SILENCE_MS = 10_000; // then the stream is opened anew: a service sends data at least once a second
 
 export const state = { head: {}, rows: new Map(), history: [] };
 const MOST_HISTORY = 600; // two minutes at five updates a second
@@ -39,21 +40,34 @@ export async function follow(onUpdate, onStatus) {
 }
 
 async function read(onUpdate, onStatus) {
-  const response = await fetch("/live", { headers: headers(), cache: "no-store" });
-  if (!response.ok) throw await refusal(response);
-  onStatus("live");
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += value;
-    const events = text.split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      if (event.startsWith("data: ")) apply(JSON.parse(event.slice(6)));
+  const silence = new AbortController();
+  let timer = 0;
+  const hear = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => silence.abort(), SILENCE_MS);
+  };
+  try {
+    hear();
+    const response = await fetch("live", { headers: headers(), cache: "no-store", signal: silence.signal });
+    if (!response.ok) throw await refusal(response);
+    onStatus("live");
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      hear();
+      text += value;
+      const events = text.split("\n\n");
+      text = events.pop();
+      for (const event of events) {
+        if (event.startsWith("data: ")) apply(JSON.parse(event.slice(6)));
+      }
+      if (events.length) onUpdate();
     }
-    if (events.length) onUpdate();
+  } finally {
+    clearTimeout(timer);
+    silence.abort(); // else the stream of a message that cannot be read stays open beside the next one
   }
 }
 

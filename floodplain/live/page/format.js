@@ -13,7 +13,7 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return `${0 < value && value < 0.01 ? (value * 1e3).toFixed(1) : Math.round(value * 1e3)} ms`;
   if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  return `${Math.round(value / 60)} min`;
+  return value < 600 ? `${Math.round(value)} s` : `${Math.round(value / 60)} min`;
 }
 
 export function ago(value) {

@@ -103,7 +103,7 @@ $("burst").addEventListener("click", async () => {
   const sent = { "Content-Type": "application/json", ...headers() };
   $("burst").disabled = true;
   try {
-    const answer = await fetch("/live/burst", { method: "POST", headers: sent, body: "{}" });
+    const answer = await fetch("live/burst", { method: "POST", headers: sent, body: "{}" });
     if (!answer.ok) setStatus((await answer.json()).error.message);
   } catch {
     setStatus("no connection");

@@ -42,6 +42,7 @@ function showTiles(target, tiles) {
 }
 
 const GAP = 40;
+const MOST_LETTERS = 22; // of a name beside an arrow
 
 // Leases between two ends are one arrow, as thick as their bytes; the soonest recall of them counts down.
 export function bundle(leases) {
@@ -83,8 +84,13 @@ function names(bundles, name, y, x, anchor) {
   return [...new Set(bundles.map((one) => one[name]))].map((text) => {
     const places = bundles.filter((one) => one[name] === text).map((one) => one[y]);
     const middle = places.reduce((sum, one) => sum + one, 0) / places.length;
-    return drawing("text", { x, y: middle + 4, "text-anchor": anchor, class: "end" }, text);
+    return drawing("text", { x, y: middle + 4, "text-anchor": anchor, class: "end" }, drawing("title", {}, text), shorten(text));
   });
+}
+
+// A device that was given no name has its host's first, and last what tells it from others of that host.
+function shorten(name) {
+  return name.length > MOST_LETTERS ? `${name.slice(0, 8)}…${name.slice(9 - MOST_LETTERS)}` : name;
 }
 
 function arrow(one, most) {

@@ -27,16 +27,26 @@ export function showStrip({ strip, more, hint, axis }, state, windowS, shownNumb
   axis.replaceChildren(...[1, 2 / 3, 1 / 3, 0].map((part) => element("span", {}, ago(part * windowS))));
   const shown = chosen.slice(0, MOST_ROWS);
   const kept = new Map([...strip.children].map((child) => [Number(child.dataset.number), child]));
-  shown.forEach((row, place) => {
+  const lines = shown.map((row) => {
     const line = kept.get(row.number) ?? makeLine(row.number, onClick);
     kept.delete(row.number);
     update(line, row, head, windowS);
     line.classList.toggle("is-shown", row.number === shownNumber);
-    if (strip.children[place] !== line) strip.insertBefore(line, strip.children[place] ?? null);
+    return line;
   });
   for (const line of kept.values()) line.remove();
+  arrange(strip, lines);
   const hidden = chosen.length - shown.length;
   more.textContent = hidden > 0 ? `and ${hidden} more` : live ? "" : "No request is live.";
+}
+
+// A row that is moved loses the focus, and a click that has begun: such a row stays, and the others move around it.
+function arrange(strip, lines) {
+  if (lines.every((line, place) => strip.children[place] === line)) return;
+  const still = Math.max(0, lines.findIndex((line) => line.matches(":active, :focus")));
+  if (!lines[still].isConnected) strip.prepend(lines[still]);
+  lines[still].before(...lines.slice(0, still));
+  lines[still].after(...lines.slice(still + 1));
 }
 
 function makeLine(number, onClick) {
