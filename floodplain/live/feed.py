@@ -19,12 +19,16 @@ MOST_LISTENERS = 64
 MOST_BEHIND = 10
 """Updates that may wait for a listener, two seconds of them; then it is dropped, and may connect again."""
 
+Drop = Callable[[], object]
+"""Closes the connection of a listener that is too slow: its response may wait for a client that reads nothing."""
+
 Look = Callable[[], Awaitable[Snapshot]]
 """Returns a snapshot of now; called again and again while there are listeners."""
 
 
 class _Listener:
-    def __init__(self) -> None:
+    def __init__(self, drop: Drop) -> None:
+        self.drop = drop
         self.messages: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_BEHIND)
         self.has_whole = False
 
@@ -73,7 +77,7 @@ class Feed:
     def place(self) -> Iterator[None]:
         """One of ``MOST_LISTENERS`` places; ApiError 503 if all are taken.
 
-        A response holds it until it has ended, so the connection of a dropped listener that reads nothing counts too.
+        A response holds it until it has ended.
         """
         if self._num_places >= MOST_LISTENERS:
             raise ApiError(503, f"{MOST_LISTENERS} clients watch already: close one")
@@ -83,9 +87,9 @@ class Feed:
         finally:
             self._num_places -= 1
 
-    async def listen(self) -> AsyncGenerator[bytes]:
+    async def listen(self, drop: Drop = lambda: None) -> AsyncGenerator[bytes]:
         """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is too slow."""
-        listener = _Listener()
+        listener = _Listener(drop)
         self._listeners.add(listener)
         if self._updating is None or self._updating.done():
             self._updating = asyncio.get_running_loop().create_task(self._update())
@@ -120,4 +124,5 @@ class Feed:
             if not listener.put(update if listener.has_whole else first):
                 self._listeners.discard(listener)
                 listener.end()
+                listener.drop()
             listener.has_whole = True

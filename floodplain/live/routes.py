@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from floodplain.live.feed import Feed
+from floodplain.live.feed import Drop, Feed
+from floodplain.web.connection import ABORT_SCOPE_KEY
 from floodplain.web.gate import HEAD_SCOPE_KEY, PAGE_FOLDER
 
 KINDS: Mapping[str, str] = {
@@ -58,7 +59,7 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         if HEAD_SCOPE_KEY in request.scope:  # the stream has no end
             return Response(headers=headers, media_type="text/event-stream")
-        return _Stream(feed, headers)
+        return _Stream(feed, headers, request.scope[ABORT_SCOPE_KEY])
 
     return routes
 
@@ -66,8 +67,8 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
 class _Stream(StreamingResponse):
     """The events of a feed, in a place that is held from before the first byte until the response ends."""
 
-    def __init__(self, feed: Feed, headers: Mapping[str, str]) -> None:
-        super().__init__(feed.listen(), headers=headers, media_type="text/event-stream")
+    def __init__(self, feed: Feed, headers: Mapping[str, str], drop: Drop) -> None:
+        super().__init__(feed.listen(drop), headers=headers, media_type="text/event-stream")
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,6 +22,9 @@ from uvicorn.server import ServerState
 from floodplain.web.errors import ApiError, error_body
 from floodplain.web.limits import ConnectionLimits
 
+ABORT_SCOPE_KEY = "floodplain.abort"
+"""Key of a request's scope with a function that closes its connection at once, also while its client reads nothing."""
+
 
 class Reading(Enum):
     """The part of a request that the connection expects next."""
@@ -121,6 +124,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        cycle.scope[ABORT_SCOPE_KEY] = self.transport.abort  # type: ignore[literal-required]
         is_old = cycle.scope["http_version"] != "1.1"
         super()._start_asgi_task(cycle, _unchunked(app, cycle) if is_old else app)  # type: ignore[arg-type]
 

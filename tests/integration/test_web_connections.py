@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from floodplain.core.errors import UserError
 from floodplain.web.address import bind
+from floodplain.web.connection import ABORT_SCOPE_KEY
 from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.serving import StoppableServer
 from tests.support.waiting import HANG_S, wait_until
@@ -50,7 +51,8 @@ class Clock:
 class LimitedServer(StoppableServer):
     """Responds with the length of the body.
 
-    ``/hold`` responds when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB.
+    ``/hold`` responds when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB, and
+    ``/abort`` does too, but closes the connection when ``release`` is set.
     """
 
     failure = None
@@ -132,8 +134,11 @@ class LimitedServer(StoppableServer):
             num_bytes, has_more = num_bytes + len(message["body"]), message["more_body"]
         if scope["path"] == "/hold":
             await self.release.wait()
+        if scope["path"] == "/abort":
+            releasing = asyncio.ensure_future(self.release.wait())
+            releasing.add_done_callback(lambda _: scope[ABORT_SCOPE_KEY]())
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(1000 if scope["path"] == "/flood" else 0):
+        for _ in range(1000 if scope["path"] in ("/flood", "/abort") else 0):
             await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
         await send({"type": "http.response.body", "body": b"%d" % num_bytes, "more_body": False})
@@ -296,6 +301,13 @@ def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(server: LimitedSer
             server.pass_time(0)
         server.settle(1)
         server.pass_time(LIMITS.stalled_s + 1)
+        server.settle(0)
+
+
+def test_a_response_can_close_a_connection_whose_client_reads_nothing() -> None:
+    with limited() as server, server.connect(b"GET /abort HTTP/1.1\r\nHost: a\r\n\r\n"):
+        wait_until_stalled(server)
+        server.call(server.release.set)
         server.settle(0)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ async def test_a_late_listener_begins_with_the_whole_and_then_gets_changes(servi
 
 
 async def test_a_slow_listener_is_dropped_and_others_go_on(service: Service) -> None:
-    slow, quick = service.feed.listen(), service.feed.listen()
+    dropped: list[str] = []
+    slow, quick = (service.feed.listen(partial(dropped.append, name)) for name in ("slow", "quick"))
     await anext(slow)
     await anext(quick) if service.num_looks > 1 else None
     reading = asyncio.ensure_future(next_of(quick))
@@ -106,7 +108,7 @@ async def test_a_slow_listener_is_dropped_and_others_go_on(service: Service) -> 
         await service.tick()
         await reading
         reading = asyncio.ensure_future(next_of(quick))
-    assert service.feed.num_listeners == 1
+    assert service.feed.num_listeners == 1 and dropped == ["slow"]
     with pytest.raises(StopAsyncIteration):
         await anext(slow)
     reading.cancel()
