@@ -14,6 +14,7 @@ _GAUGES = frozenset(
      "num_blocks", "num_used_blocks", "lease_bytes", "swap_capacity_bytes", "block_tokens"}
 )  # fmt: skip
 """Fields with current values; all others count since the start."""
+_EXPANSION_COUNTERS = ("loaded_bytes", "written_bytes", "stall_s", "near_loaded_bytes", "near_written_bytes")
 _MOST_RECALLS = 4096
 
 
@@ -58,13 +59,9 @@ def since(now: EngineStats, before: EngineStats) -> EngineStats:
         for item in fields(EngineStats)
         if item.name not in _GAUGES and item.name not in ("recall_times_s", "expansion")
     }
-    expansion = replace(
-        now.expansion,
-        loaded_bytes=now.expansion.loaded_bytes - before.expansion.loaded_bytes,
-        written_bytes=now.expansion.written_bytes - before.expansion.written_bytes,
-        stall_s=now.expansion.stall_s - before.expansion.stall_s,
-    )
-    return replace(now, **values, expansion=expansion)
+    facts, old = now.expansion, before.expansion
+    counted = {name: getattr(facts, name) - getattr(old, name) for name in _EXPANSION_COUNTERS}
+    return replace(now, **values, expansion=replace(facts, **counted))
 
 
 def _subtract(now: Any, before: Any) -> Any:
@@ -101,8 +98,7 @@ def _add_expansion(many: list[EngineStats]) -> ExpansionFacts:
     return ExpansionFacts(
         expansion=sum(one.expansion for one in living) / len(living),
         num_streamed=max(one.num_streamed for one in living),
-        loaded_bytes=sum(one.loaded_bytes for one in facts),
-        written_bytes=sum(one.written_bytes for one in facts),
-        stall_s=sum(one.stall_s for one in facts),
         host_bytes=sum(one.host_bytes for one in living),
+        num_near=max(one.num_near for one in living),
+        **{name: sum(getattr(one, name) for one in facts) for name in _EXPANSION_COUNTERS},
     )

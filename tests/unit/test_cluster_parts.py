@@ -101,20 +101,25 @@ def test_a_process_that_joins_again_counts_nothing_twice(steps: list[int]) -> No
     table, before, counted = StatsTable(), EngineStats(), 0
     for epoch, number in enumerate(steps, start=1):
         counted += number
-        facts = ExpansionFacts(loaded_bytes=counted)
+        facts = ExpansionFacts(loaded_bytes=counted, near_loaded_bytes=counted, num_near=2)
         now = EngineStats(num_steps=counted, num_running=3, swap_bytes={("out", "host"): counted}, expansion=facts)
         table.note(epoch, since(now, before))
-        assert table.total().num_running == 3
+        assert (table.total().num_running, table.total().expansion.num_near) == (3, 0)
         table.retire(epoch)
         before = now
     total = table.total()
-    assert (total.num_steps, total.swap_bytes[("out", "host")], total.expansion.loaded_bytes) == (counted,) * 3
+    assert (total.num_steps, total.swap_bytes[("out", "host")]) == (counted, counted)
+    assert (total.expansion.loaded_bytes, total.expansion.near_loaded_bytes) == (counted, counted)
 
 
 def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
     table = StatsTable()
     one = EngineStats(
-        num_blocks=1, block_tokens=16, num_recalls=1, recall_times_s=(0.5,), expansion=ExpansionFacts(3.0, 2, 10)
+        num_blocks=1,
+        block_tokens=16,
+        num_recalls=1,
+        recall_times_s=(0.5,),
+        expansion=ExpansionFacts(3.0, 2, 10, num_near=1),
     )
     table.note(1, one)
     table.note(2, EngineStats(num_blocks=1, block_tokens=16, num_recalls=1, recall_times_s=(0.25,)))
@@ -123,6 +128,7 @@ def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
     assert (total.num_recalls, total.recall_times_s) == (3, (0.5, 0.25, 0.75))
     assert (total.num_blocks, total.block_tokens) == (2, 16)
     assert (total.expansion.expansion, total.expansion.num_streamed, total.expansion.loaded_bytes) == (2.0, 2, 10)
+    assert total.expansion.num_near == 1
     table.retire(1)
     total = table.total()
     assert (total.num_recalls, total.expansion.expansion, total.expansion.loaded_bytes) == (3, 1.0, 10)
