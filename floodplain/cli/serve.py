@@ -110,9 +110,13 @@ def _open_tracer(server_config: ServerConfig, config: EngineConfig) -> RequestTr
     if server_config.otlp_traces_endpoint is None:
         return None
     require("--otlp-traces-endpoint", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-    from floodplain.server.tracing import open_tracer
+    model_name = (*server_config.served_model_name, config.model)[0]
+    try:
+        from floodplain.server.tracing import open_tracer
 
-    return open_tracer(server_config.otlp_traces_endpoint, (*server_config.served_model_name, config.model)[0])
+        return open_tracer(server_config.otlp_traces_endpoint, model_name)
+    except ValueError as error:  # the SDK's, about its variables
+        raise UserError(f"a variable of OpenTelemetry (OTEL_...) has a wrong value: {error}") from error
 
 
 def _open_engine(

@@ -42,10 +42,10 @@ class RequestTracer:
         model_name: str,
         offset_ns: Callable[[], int] = lambda: time.time_ns() - time.monotonic_ns(),
     ) -> None:
-        attributes = {SERVICE_VERSION: __version__}
-        if "OTEL_SERVICE_NAME" not in os.environ:
-            attributes[SERVICE_NAME] = "floodplain"
-        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        resource = Resource.create({SERVICE_VERSION: __version__})
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # no variable names it
+            resource = resource.merge(Resource({SERVICE_NAME: "floodplain"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("floodplain", __version__)
         self._propagator = TraceContextTextMapPropagator()

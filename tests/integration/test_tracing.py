@@ -16,6 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from floodplain.cli import main as cli
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
+from floodplain.core.request import FinishReason, Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.server.tracing import RequestTracer, open_tracer
@@ -133,6 +136,27 @@ def test_spans_arrive_at_a_receiver_of_otlp_when_the_server_ends() -> None:
     ] == "floodplain"
 
 
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({}, ("floodplain", "")),
+        ({"OTEL_SERVICE_NAME": "chat"}, ("chat", "")),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=chat,service.namespace=prod"}, ("chat", "prod")),
+    ],
+)
+def test_a_service_has_the_name_that_a_variable_gives_it(
+    variables: dict[str, str], names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    exporter = InMemorySpanExporter()
+    tracer = RequestTracer(SimpleSpanProcessor(exporter), "m")
+    request = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), arrival_s=0.0)
+    tracer.note(EndedRequest(request, Lifecycle(0.0), FinishReason.STOP))
+    attributes = exporter.get_finished_spans()[0].resource.attributes
+    assert (attributes["service.name"], attributes.get("service.namespace", "")) == names
+
+
 def run_serve(endpoint: str) -> int:
     return cli.main(["serve", "dummy:tiny-llama", "--port", "0", "--otlp-traces-endpoint", endpoint])
 
@@ -171,3 +195,11 @@ def test_a_protocol_that_is_not_spoken_is_refused(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
     assert run_serve("http://localhost:4317") == 2
     assert "over http/protobuf only: unset it" in capsys.readouterr().err
+
+
+def test_a_wrong_variable_of_the_sdk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")  # batches have 512 spans by default
+    assert run_serve("http://localhost:4318/v1/traces") == 2
+    assert "(OTEL_...) has a wrong value: max_export_batch_size must be" in capsys.readouterr().err
