@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.plugins.vllm.step_timer import StepTimer
-from floodplain.plugins.vllm.tally import FAMILIES, SwapTally, merge
+from floodplain.plugins.vllm.tally import COUNTERS, FAMILIES, SwapTally, merge
 
 NAMES = ("out", "in")
 
@@ -48,6 +48,13 @@ def test_tallies_merged_in_order_have_the_total_counts(events: list[tuple[str, i
 def test_names_have_as_many_labels_as_their_family() -> None:
     for name, family in FAMILIES.items():
         assert name.endswith("_total") is not family.is_gauge and family.text.endswith(".")
+
+
+def test_each_counter_has_all_its_names_from_the_start() -> None:
+    names = [name.split() for name in COUNTERS]
+    assert {name for name, *_ in names} == {name for name, family in FAMILIES.items() if not family.is_gauge}
+    assert all(len(values) == len(FAMILIES[name].labels) for name, *values in names)
+    assert {"failed_transfers_total not_copied", "borrowed_leases_total forced"} <= set(COUNTERS), "alerts read these"
 
 
 # -- durations of vLLM's steps, of which up to three are outstanding ---------------------------------------------------

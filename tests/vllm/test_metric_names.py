@@ -6,11 +6,13 @@ import inspect
 import re
 
 import pytest
+from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import Metric
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.metrics import buckets, loggers
 
 from floodplain.engine.outputs import EngineStats
+from floodplain.plugins.vllm.metrics import FloodplainMetrics
 from floodplain.server.counts import RequestCounts
 from floodplain.server.vllm_metrics import VLLMMetrics
 
@@ -40,3 +42,16 @@ def test_a_histogram_has_the_buckets_of_vllm(family: Metric) -> None:
     assert found is not None
     theirs = [*map(float, buckets.histogram_buckets(found[1], max_model_len=500_000)), float("inf")]  # type: ignore[arg-type]
     assert [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")] == theirs
+
+
+def test_our_counters_in_vllm_begin_at_0_and_a_gauge_is_the_last_value_of_all_servers() -> None:
+    types = {Gauge: Gauge, Counter: Counter}
+    metrics = FloodplainMetrics(VllmConfig(), types, ["model_name", "engine"], {0: ["m", "0"]})
+    labels = {"model_name": "m", "engine": "0"}
+    failed = "floodplain_failed_transfers_total"
+    assert REGISTRY.get_sample_value(failed, labels | {"problem": "not_copied"}) == 0
+    assert REGISTRY.get_sample_value("floodplain_borrowed_leases_total", labels | {"outcome": "forced"}) == 0
+    metrics.observe({"counts": {"failed_transfers_total not_copied": 2}, "gauges": {"kv_bytes host": 3}})
+    assert REGISTRY.get_sample_value(failed, labels | {"problem": "not_copied"}) == 2
+    assert REGISTRY.get_sample_value("floodplain_kv_bytes", labels | {"tier": "host"}) == 3
+    assert {one._multiprocess_mode for one in metrics._families.values() if isinstance(one, Gauge)} == {"mostrecent"}

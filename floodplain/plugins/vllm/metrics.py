@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from floodplain.plugins.vllm.tally import FAMILIES, merge
+from floodplain.plugins.vllm.tally import COUNTERS, FAMILIES, merge
 
 
 class FloodplainStats(KVConnectorStats):
@@ -41,12 +42,16 @@ class FloodplainMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")  # as vLLM's own: it may have many servers
         self._families = {
-            name: metric_types[Gauge if family.is_gauge else Counter](
+            name: (gauge if family.is_gauge else metric_types[Counter])(
                 name=f"floodplain_{name}", documentation=family.text, labelnames=[*labelnames, *family.labels]
             )
             for name, family in FAMILIES.items()
         }
+        for engine_idx in per_engine_labelvalues:
+            for name in COUNTERS:
+                self._labelled(name, engine_idx)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the statistics of one engine to the metrics."""

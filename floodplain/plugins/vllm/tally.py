@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
+
+from floodplain.core.plan import PreemptionMode
+from floodplain.core.tiers import Tier
+from floodplain.memory.swap_space import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +25,53 @@ class Family:
         text: Its description.
         labels: Names, in the order in which their values follow the family's name.
         is_gauge: Whether its last value is shown, not the sum of all.
+        values: Of a counter, the values that each of its labels has.
     """
 
     text: str
     labels: tuple[str, ...] = ()
     is_gauge: bool = False
+    values: tuple[tuple[str, ...], ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
     "requests_swapped": Family("Requests whose KV waits in swap space for their next turn.", is_gauge=True),
     "kv_bytes": Family("Bytes of KV by tier, over all workers.", ("tier",), is_gauge=True),
     "swap_pinned_bytes": Family("Bytes of KV that are pinned for sessions, by tier.", ("tier",), is_gauge=True),
-    "session_returns_total": Family("Requests that continue a session, by whether its KV was still pinned.", ("kv",)),
-    "unpinned_blocks_total": Family("Blocks unpinned before the session's next request, by reason.", ("reason",)),
+    "session_returns_total": Family(
+        "Requests that continue a session, by whether its KV was still pinned.",
+        ("kv",),
+        values=(("pinned", "unpinned"),),
+    ),
+    "unpinned_blocks_total": Family(
+        "Blocks unpinned before the session's next request, by reason.", ("reason",), values=(("expired", "evicted"),)
+    ),
     "restored_prompt_tokens_total": Family("Prompt tokens restored from KV of earlier requests."),
-    "preemptions_total": Family("Requests taken off the device, by what becomes of their KV.", ("mode",)),
-    "swap_bytes_total": Family("Bytes of KV moved between device and tier, over all workers.", ("direction", "tier")),
+    "preemptions_total": Family(
+        "Requests taken off the device, by what becomes of their KV.",
+        ("mode",),
+        values=(tuple(mode.value for mode in PreemptionMode),),
+    ),
+    "swap_bytes_total": Family(
+        "Bytes of KV moved between device and tier, over all workers.",
+        ("direction", "tier"),
+        values=(("out", "in"), tuple(tier.value for tier in Tier if tier is not Tier.LOCAL)),
+    ),
     "lease_bytes": Family("Bytes borrowed by leases that have not ended, by who lends them.", ("peer",), is_gauge=True),
-    "borrowed_leases_total": Family("Leases, by what became of them.", ("outcome",)),
-    "failed_transfers_total": Family("Copies that were not whole, by problem.", ("problem",)),
+    "borrowed_leases_total": Family(
+        "Leases, by what became of them.", ("outcome",), values=(("granted", "refused", "returned", "forced"),)
+    ),
+    "failed_transfers_total": Family(
+        "Copies that were not whole, by problem.", ("problem",), values=(tuple(one.value for one in Problem),)
+    ),
 }
+COUNTERS = tuple(
+    " ".join((name, *values))
+    for name, family in FAMILIES.items()
+    if not family.is_gauge
+    for values in product(*family.values)
+)
+"""The names of all counts. They are shown as 0 from the start: Prometheus does not see a count that begins with 1."""
 
 
 class SwapTally:
