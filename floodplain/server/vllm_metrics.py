@@ -53,11 +53,12 @@ class VLLMMetrics(LabelledMetrics):
                 ("request_inference_time", "Last token - first scheduled."),
             )
         )
-        self._prompt, self._generated, self._most = (
+        self._prompt, self._generated, self._longest, self._most = (
             self._histogram(f"request_{name}", text, TOKEN_COUNT_BUCKETS)
             for name, text in (
                 ("prompt_tokens", "Prompt tokens."),
                 ("generation_tokens", "Generated tokens."),
+                ("max_num_generation_tokens", "Generated tokens of the longest choice; each choice is a request here."),
                 ("params_max_tokens", "max_tokens of requests that gave it."),
             )
         )
@@ -75,6 +76,7 @@ class VLLMMetrics(LabelledMetrics):
         self._observe(self._inference, life.inference_s)
         self._observe(self._prompt, len(request.prompt_token_ids))
         self._observe(self._generated, len(life.token_times_s))
+        self._observe(self._longest, len(life.token_times_s))
         self._observe(self._most, request.params.max_tokens)
 
     def collect(self) -> Iterator[Metric]:
@@ -95,7 +97,7 @@ class VLLMMetrics(LabelledMetrics):
         yield self._counter("request_success", text, by_one(self._counts.finished), "finished_reason")
         for histogram in (
             self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prefill, self._decode, self._inference,
-            self._prompt, self._generated, self._most,
+            self._prompt, self._generated, self._longest, self._most,
         ):  # fmt: skip
             yield self._family(histogram)
 

@@ -90,6 +90,7 @@ def test_histograms_have_the_latencies_and_tokens_of_a_request() -> None:
         "request_inference_time_seconds": 3.0,
         "request_prompt_tokens": 3.0,
         "request_generation_tokens": 3.0,
+        "request_max_num_generation_tokens": 3.0,
         "request_params_max_tokens": 7.0,
     }
 
