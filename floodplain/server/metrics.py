@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import prometheus_client.values
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -14,6 +15,9 @@ from floodplain.core.request import NO_GOALS, Goals
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
+
+# PROMETHEUS_MULTIPROC_DIR is meant for other servers' worker processes: with it the library keeps histograms in files.
+prometheus_client.values.ValueClass = prometheus_client.values.MutexValue
 
 Values = Mapping[tuple[str, ...], float]
 """Values by those of the labels that only this family has; one without own labels has the key ()."""
@@ -157,7 +161,7 @@ class ServingMetrics(LabelledMetrics):
         yield self._counter("requests_finished", "Generated choices by why they ended.", finished, "reason")
         text = "Requests that ended, by whether their latency was within its goal."
         yield self._counter("request_goals", text, dict(self._num_goals), "goal", "outcome")
-        refused = by_one(self._counts.refused)
+        refused = by_one(dict(self._counts.refused))  # a status may be new while this thread reads
         yield self._counter("requests_refused", "Answers that refuse a request, by HTTP status.", refused, "status")
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e, self._queue, self._prefill, self._decode):
             yield self._family(histogram)

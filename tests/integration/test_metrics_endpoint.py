@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 
 import httpx
@@ -116,3 +120,15 @@ def test_scrapes_at_once_are_answered_whatever_the_numbers_are(odd: tuple[OddEng
     samples = {sample.name: sample.value for family in parse_text(answers[0].text) for sample in family.samples}
     assert math.isnan(samples["floodplain_swap_stall_seconds_total"])
     assert math.isnan(samples["floodplain_time_to_first_token_seconds_sum"])
+
+
+@pytest.mark.slow
+def test_histograms_are_in_memory_whatever_other_servers_of_the_machine_do(tmp_path: Path) -> None:
+    code = (
+        "from floodplain.engine.outputs import EngineStats\n"
+        "from floodplain.server import counts, metrics, vllm_metrics\n"
+        "for kind in (metrics.ServingMetrics, vllm_metrics.VLLMMetrics):\n"
+        "    assert list(kind('m', EngineStats, counts.RequestCounts()).collect())\n"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "of another server")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

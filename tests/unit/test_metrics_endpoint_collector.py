@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -137,6 +138,18 @@ def test_use_of_the_pool_is_a_fraction_and_without_a_pool_0() -> None:
     assert value_of(metrics, "floodplain_kv_utilization") == 0.75
     now = EngineStats()
     assert value_of(metrics, "floodplain_kv_utilization") == 0
+
+
+def test_a_status_that_is_new_during_a_scrape_does_not_end_it() -> None:
+    class Growing(Counter[str]):
+        def items(self) -> Any:  # as if another thread counted between two values
+            for pair in super().items():
+                self["503"] += 1
+                yield pair
+
+    counts = RequestCounts()
+    counts.refused = Growing({"429": 1})
+    assert value_of(ServingMetrics("m", EngineStats, counts), "floodplain_requests_refused_total", status="429") == 1
 
 
 def test_idle_time_of_a_stage_while_steps_are_outstanding_is_its_bubble() -> None:
