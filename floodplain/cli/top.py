@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -84,7 +85,8 @@ async def _watch(client: HttpClient, draw_it: Callable[[Snapshot], str], *, is_o
 
 def _draw_screen(snapshot: Snapshot) -> str:
     height = max(1, shutil.get_terminal_size().lines - 1)  # the last newline would scroll a full screen
-    lines = draw(snapshot, most_rows=max(3, height + 1 - FRAME_LINES), has_colour=True).split("\n")
+    has_colour = not os.environ.get("NO_COLOR")  # https://no-color.org
+    lines = draw(snapshot, most_rows=max(3, height + 1 - FRAME_LINES), has_colour=has_colour).split("\n")
     if len(lines) > height:
         lines = [*lines[: height - 1], f"and {len(lines) - height + 1} more lines"]
     return BEGIN + "".join(f"{line}{NEXT_LINE}" for line in lines) + END

@@ -91,6 +91,15 @@ def test_names_of_others_cannot_drive_the_terminal() -> None:
     assert "\033[2J" not in draw(Snapshot(head), most_rows=5, has_colour=True)
 
 
+def test_a_screen_has_no_colour_if_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = {"name": "m", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
+    head = {"service": "coordinator", "version": "1", "role": "leading", "members": [member], "leases": [],
+            "counts": {"members": 1, "leases": 0}}  # fmt: skip
+    for value, has_colour in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", value)
+        assert ("\033[34m" in _draw_screen(Snapshot(head))) is has_colour
+
+
 @pytest.mark.parametrize("num_members", [3, 100])
 @pytest.mark.parametrize("height", [1, 2, 5, 24])
 def test_a_screen_is_never_higher_than_the_terminal(
