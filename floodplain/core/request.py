@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NewType
+from math import inf
+from typing import Annotated, NewType
 
 from floodplain.core.errors import RequestRefused
+from floodplain.core.ranges import Range
 from floodplain.core.sampling import SamplingParams
 
 UNLOADED_FACTOR = 5.0
@@ -21,8 +23,8 @@ class Goals:
     None: the server's goal.
     """
 
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft_s: Annotated[float, Range(0.0, inf)] | None = None
+    tpot_s: Annotated[float, Range(0.0, inf)] | None = None
 
     @property
     def field(self) -> str:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from floodplain.core.errors import UserError
-from floodplain.core.ranges import MAX_COUNT, Range, Text, TokenId
+from floodplain.core.ranges import MAX_COUNT, Range, Text
 
 MAX_STRUCTURE_CHARS = 2**16
 """The most characters of a schema, a grammar or a list of choices."""
@@ -102,8 +102,8 @@ class SamplingParams:
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[TokenId, Annotated[float, Range(-MAX_BIAS, MAX_BIAS)]], ...] = ()
+    repetition_penalty: Annotated[float, Range(0.0, math.inf)] = 1.0
+    logit_bias: tuple[tuple[int, Annotated[float, Range(-MAX_BIAS, MAX_BIAS)]], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
