@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from floodplain.cluster.wire.frames import CONTROL, MAX_HELLO_BYTES, STAGE, Frame, FrameLink, FrameSocket
+from floodplain.cluster.wire.frames import (
+    CONTROL,
+    MAX_HELLO_BYTES,
+    MAX_UNSENT_BYTES,
+    STAGE,
+    UNREAD_S,
+    Frame,
+    FrameLink,
+    FrameSocket,
+)
 from floodplain.cluster.wire.group_messages import HeldRequest, split_blocks
 from floodplain.cluster.wire.messages import (
     Abort,
@@ -39,6 +49,7 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import Goals, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
+from floodplain.server.requests import CompletionRequest
 from tests.support.waiting import HANG_S
 
 FACTS = InstanceFacts("1.0", "abc", "float32", 256, 16, 64, "host", 7)
@@ -98,6 +109,10 @@ def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> Non
 
 @given(requests)
 def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
+    check_arrives(request)
+
+
+def check_arrives(request: Request) -> None:
     """Except stop strings, which the router matches, and the arrival, which is sent as an age."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
     body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
@@ -108,6 +123,39 @@ def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
         assert getattr(again, name) == getattr(request, name)
     for name in set(SamplingParams.__dataclass_fields__) - {"stop"}:
         assert getattr(again.params, name) == getattr(request.params, name)
+
+
+EXTREMES = [0, 1, -1, 20, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 1e-320, 1.0, 100.0, 1e13, 1.7e308, True, "",
+            "x" * 1024, "x" * 256, "\x00\n\u2028", "\U0010ffff", [], [0], [2**31 - 1], ["x" * 200],
+            {"9999999999": -100}, {"0": 100.0},
+            {"type": "json_schema", "json_schema": {"schema": {"title": "\x7f\u20ac"}}}]  # fmt: skip
+
+
+def test_an_instance_can_read_every_request_that_the_api_accepts() -> None:
+    """Otherwise one request would end the connections of all instances, one after the other."""
+    accepted = set()
+    for field in CompletionRequest.model_fields.keys() - {"model", "prompt"}:
+        for value in EXTREMES:
+            with suppress(ValidationError, UserError):
+                body = CompletionRequest.model_validate({"model": "m", "prompt": [1], "max_tokens": 20, field: value})
+                request = Request(
+                    request_id=body.request_id or "r",
+                    prompt_token_ids=(1,),
+                    params=body.sampling(),
+                    arrival_s=90.0,
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    session=body.session,
+                    goals=body.goals,
+                )
+                accepted.add((field, str(value)))
+                check_arrives(request)
+    for case in (
+        ("repetition_penalty", "1.7e+308"),
+        ("ttft_goal_ms", "1.7e+308"),
+        ("logit_bias", "{'9999999999': -100}"),
+    ):
+        assert case in accepted
 
 
 def test_statistics_arrive_whole() -> None:
@@ -219,6 +267,44 @@ def test_a_frame_that_is_not_whole_in_time_is_none() -> None:
     frame = CONTROL.pack({"a": 1}, (5, -6))
     for cut in (0, 3, len(frame) - 1):
         assert asyncio.run(asyncio.wait_for(read(frame[:cut]), HANG_S)) is None
+
+
+class SlowPeer:
+    """Stands for an asyncio writer: what a test has the peer read is no longer unread."""
+
+    def __init__(self) -> None:
+        self.transport, self.num_unread, self.is_aborted = self, 0, False
+
+    def write(self, data: bytes) -> None:
+        self.num_unread += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_peer_may_be_sent_more_at_once_than_it_may_leave_unread() -> None:
+    peer, now = SlowPeer(), [0.0]
+    link = FrameLink(None, peer, lambda: now[0])  # type: ignore[arg-type]
+    now[0] = 100.0
+    for _ in range(40):
+        link.send(bytes(MAX_UNSENT_BYTES // 16))
+    now[0] += UNREAD_S
+    link.send(b"beat")
+    assert not peer.is_aborted and peer.num_unread > 2 * MAX_UNSENT_BYTES
+    peer.num_unread = MAX_UNSENT_BYTES
+    link.send(b"beat")
+    now[0] += UNREAD_S
+    link.send(b"beat")
+    assert not peer.is_aborted
+    now[0] += 0.1
+    link.send(b"beat")
+    assert peer.is_aborted
 
 
 @given(st.lists(st.integers(0, 4)))

@@ -13,6 +13,8 @@ import socket
 import struct
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +32,9 @@ MAX_FRAME_BYTES = 64 * 2**20
 MAX_HELLO_BYTES = 16 * 2**10
 """Largest first frame, before the sender has shown its token."""
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
-"""A peer that leaves more unread is disconnected."""
+UNREAD_S = 10.0
+"""A peer that leaves more than ``MAX_UNSENT_BYTES`` unread for so long is disconnected. It may be sent more at once:
+all requests of an instance that has ended, with long prompts."""
 MAX_BODY_BYTES = 16 * 2**20
 """Most bytes of a frame's object and integers between stages; activations have a separate limit."""
 
@@ -90,8 +94,14 @@ STAGE = FrameFormat("!IIQ", "<i8")
 class FrameLink:
     """Sends and receives ``CONTROL`` frames on an asyncio connection. ``close`` it."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reader, self._writer, self._clock = reader, writer, clock
+        self._short_s = clock()  # when at most ``MAX_UNSENT_BYTES`` were unread last
 
     async def read(
         self, max_bytes: int = MAX_FRAME_BYTES, timeout_s: float | None = None
@@ -110,12 +120,15 @@ class FrameLink:
         return frame.body, tuple(frame.integers.tolist())
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame for sending. A peer that leaves too much unread is disconnected."""
+        """Queue a frame for sending. A peer that leaves too much unread for too long is disconnected."""
         if self._writer.is_closing():
             return
-        self._writer.write(frame)
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self._writer.transport.get_write_buffer_size() <= MAX_UNSENT_BYTES:
+            self._short_s = self._clock()
+        elif self._clock() - self._short_s > UNREAD_S:
             self.abort()
+            return
+        self._writer.write(frame)
 
     def abort(self) -> None:
         """Disconnect at once: unsent data is lost, and ``read`` returns None."""
