@@ -32,6 +32,10 @@ from floodplain.cost.model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
+MOST_BEAT_S = 1.0
+"""Longest time between two beats: an instance hangs up on a router that is silent for a few of them, and changes of
+groups and the load are looked at with each."""
+
 
 class Router:
     """The router's state and its connections. Everything is called on one event loop.
@@ -69,7 +73,7 @@ class Router:
         self.sums = StatsTable()
         self.num_ends: Counter[str] = Counter()
         self.requests = Requests(self.table, self.send, on_finished, vocab_size)
-        self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
+        self._beat_s, self._silence_s = min(MOST_BEAT_S, silence_s / BEATS_PER_TIMEOUT), silence_s
         self._tokens = tokens
         self._door: Door | None = None
         self._forming: Forming | None = None
