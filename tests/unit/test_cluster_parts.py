@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, resolve
 from floodplain.cluster.engine_flags import config_of_instance
+from floodplain.cluster.instance import session
+from floodplain.cluster.instance.session import ROUTER_SILENCE_S
 from floodplain.cluster.launch.launcher import (
     CALM_S,
     FIRST_DELAY_S,
@@ -20,14 +25,26 @@ from floodplain.cluster.launch.launcher import (
     SETTLED_S,
     Restarts,
 )
-from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
+from floodplain.cluster.migration.controller import STEP_TIMEOUT_S, MigrationController
+from floodplain.cluster.migration.table import MigrationState
+from floodplain.cluster.router.router import Router
+from floodplain.cluster.settings import (
+    LEAST_TIMEOUT_S,
+    MOST_TIMEOUT_S,
+    ClusterConfig,
+    InstanceConfig,
+    split_address,
+)
+from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import PrefixMemory, Roster
 from floodplain.cluster.sums import StatsTable, since
-from floodplain.cluster.wire.messages import InstanceFacts
+from floodplain.cluster.wire.messages import Abort, InstanceFacts, KvHeld, Welcome
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
+from tests.fakes.slots import FakeSlots
+from tests.support.loops import make_request
 
 FACTS = InstanceFacts("1", "f", "float32", 64, 4, 12, "host", 1)
 
@@ -62,6 +79,32 @@ def test_a_delayed_router_takes_no_instance_for_dead(gaps_s: list[float], held_u
     # an instance that still sends nothing is silent
     late = [now + 0.4 + tick * 0.25 for tick in range(1, 6)]
     assert [roster.find_silent(when) for when in late][-1] == [one.epoch]
+
+
+@pytest.mark.parametrize("timeout_s", [LEAST_TIMEOUT_S, 1.0, 60.0, MOST_TIMEOUT_S])
+@pytest.mark.parametrize("is_alive", [True, False])
+async def test_an_instance_hangs_up_on_a_silent_router_alone(
+    timeout_s: float, is_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever --instance-timeout is, on which the time between two beats depends."""
+    now, beat_s = [0.0], Router(timeout_s, {}, FakeSlots(), lambda _: None)._beat_s
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    link = SimpleNamespace(send=lambda frame: None)
+    one = session.Session(cast(Any, link), Welcome(1, beat_s, timeout_s), None)
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if is_alive:
+            one._heard_s = now[0] - beat_s  # the next beat is under way
+        assert now[0] < 20 * ROUTER_SILENCE_S, "it goes on"
+
+    monkeypatch.setattr(session, "asyncio", SimpleNamespace(sleep=sleep))
+    if is_alive:
+        with pytest.raises(AssertionError, match="it goes on"):
+            await one._beat()
+    else:
+        await one._beat()
+        assert now[0] <= ROUTER_SILENCE_S + beat_s
 
 
 def test_prefixes_are_leading_keys_and_the_oldest_are_forgotten() -> None:
@@ -210,3 +253,27 @@ def test_children_get_no_flag_by_a_variable() -> None:
         "OMP_NUM_THREADS": "3",
     }
     assert environment_of_instances({"OMP_NUM_THREADS": "7"}, 3) == {"OMP_NUM_THREADS": "7"}
+
+
+# -- migrations --------------------------------------------------------------------------------------------------------
+
+
+def test_a_migration_that_expires_leaves_a_request_that_was_given_back_where_it_is() -> None:
+    table, sent = RequestTable(Roster(60.0)), list[Any]()
+    controller = MigrationController(table, lambda *message: sent.append(message), lambda: None)
+    epochs = [table.roster.join(FACTS, None, 0.0).epoch for _ in range(2)]
+    for epoch in epochs:
+        table.roster.expect(epoch).can_move = True
+    entry = table.open(make_request("r", (1, 2, 3), 0.0, max_tokens=9))
+    table.place()
+    table.take(entry, 5)
+    source = entry.epoch
+    (target,) = set(epochs) - {source}
+    number = controller.move_one(source or 0, target)
+    controller.take(KvHeld(source or 0, number, True, "h:1"), ())
+    assert [one.state for one in controller.migrations] == [MigrationState.STOPPING]
+    assert table.give_back(entry) and table.place() == [entry]
+    placement = entry.epoch, entry.ticket
+    controller.look(time.monotonic() + 2 * STEP_TIMEOUT_S)
+    assert (entry.epoch, entry.ticket) == placement and not len(controller.migrations)
+    assert not any(isinstance(message, Abort) for _, message, _ in sent)

@@ -104,9 +104,10 @@ class MigrationController:
 
     def look(self, now: float) -> None:
         """Begin the migrations that are worth it, and abort those without progress; call often."""
-        for number in [number for number, trip in self._trips.items() if now - trip.since_s > STEP_TIMEOUT_S]:
-            logger.warning("migration %d is given up: nothing was said for %g s", number, STEP_TIMEOUT_S)
-            self._apply(self.migrations.expire(number))
+        for one in [one for one in self.migrations if now - self._trips[one.number].since_s > STEP_TIMEOUT_S]:
+            logger.warning("migration %d is given up: nothing was said for %g s", one.number, STEP_TIMEOUT_S)
+            end = self.migrations.expire if _has_request(one, self._trips[one.number]) else self.migrations.abort
+            self._apply(end(one.number))
         some = [one for one in self._table.roster if _can_take_part(one)]
         views = {one.epoch: self._view(one) for one in some}
         while True:
@@ -161,8 +162,7 @@ class MigrationController:
         if not _is_awaited(one, message):
             return  # late, or sent twice
         check_blocks(integers, 0, MAX_TOKEN_ID)
-        is_placed = (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
-        if not is_placed and one.state is not MigrationState.FINISHING:  # its instance gave it back
+        if not _has_request(one, trip):
             self._apply(self.migrations.abort(one.number))
             return
         trip.since_s = time.monotonic()
@@ -261,6 +261,12 @@ def _is_awaited(one: Migration, message: wire.MigrationAnswer) -> bool:
         case wire.RequestStopped():
             return one.state is MigrationState.STOPPING and message.epoch == one.source
     return one.state in (MigrationState.COPYING, MigrationState.FINISHING) and message.epoch == one.target
+
+
+def _has_request(one: Migration, trip: _Trip) -> bool:
+    """Whether the request is on the source, or was lifted from there. If not, the source gave it back meanwhile."""
+    is_lifted = one.state is MigrationState.FINISHING
+    return is_lifted or (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
 
 
 def _can_take_part(one: Instance) -> bool:
