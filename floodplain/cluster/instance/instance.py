@@ -9,8 +9,8 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from floodplain import __version__
 from floodplain.cluster.instance.session import Role, Session
@@ -21,6 +21,8 @@ from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WELCOME_TIMEOUT_S = 10.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
@@ -68,61 +70,92 @@ class Dialer:
         self._token = token
         self._drain_timeout_s = drain_timeout_s
         self._is_stopping = asyncio.Event()
+        self._dialling: asyncio.Task[None] | None = None
+        self._problem = ""  # why there was no router at the last dial
 
     async def run(self) -> None:
-        """Serve the router, connection after connection, until SIGTERM or SIGINT.
+        """Serve the router, connection after connection, until SIGTERM or SIGINT; a second one does not wait.
 
         Raises:
             UserError: The router refuses the member.
             BaseException: The failure that ended the member.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._is_stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._stop)
         await self._member.start()
+        self._dialling = asyncio.create_task(self._dial())
         try:
-            await self._dial()
+            await self._dialling
+        except asyncio.CancelledError:
+            if not self._is_stopping.is_set():
+                raise
         finally:
             await self._member.close()
+
+    def _stop(self) -> None:
+        if not self._is_stopping.is_set():
+            words = "stopping: requests may finish within %g s; after another signal they go on elsewhere at once"
+            logger.info(words, self._drain_timeout_s)
+        elif self._dialling is not None:
+            self._dialling.cancel()
+        self._is_stopping.set()
 
     async def _dial(self) -> None:
         delay_s = FIRST_DELAY_S
         while not self._is_stopping.is_set():
             await self._until_at_rest()
             try:
-                reader, writer = await asyncio.open_connection(*self._address)
-            except OSError:
-                logger.info("no router listens at %s:%d; asking again", *self._address)
+                streams = await self._before_stop(asyncio.open_connection(*self._address))
+            except OSError as error:
+                self._note_problem(error.strerror or str(error))
             else:
-                if await self._serve(FrameLink(reader, writer)):
+                if streams is not None and await self._serve(FrameLink(*streams)):
                     delay_s = FIRST_DELAY_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_stopping.wait(), delay_s)
             delay_s = min(MOST_DELAY_S, 2 * delay_s)
 
+    def _note_problem(self, problem: str) -> None:
+        if problem != self._problem and not self._is_stopping.is_set():
+            logger.warning("no router takes this instance at %s:%d: %s; it goes on dialling", *self._address, problem)
+        self._problem = problem
+
+    async def _before_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``; None if this process is to stop before it is there."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._is_stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopping.cancel()
+
     async def _until_at_rest(self) -> None:
         """Wait until the last session's work has ended: a stuck engine would accept requests and never compute them."""
-        resting = asyncio.ensure_future(self._member.rest())
-        stopping = asyncio.ensure_future(self._is_stopping.wait())
-        done, _ = await asyncio.wait((resting, stopping), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            logger.warning("the engine has not ended its step for %g s: this instance joins when it has", REST_S)
-            await asyncio.wait((resting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for waiter in (resting, stopping):
-            waiter.cancel()
-        if resting.done() and not resting.cancelled():
-            resting.result()  # raises if the engine failed
+        words = "the engine has not ended its step for %g s: this instance joins when it has"
+        warning = asyncio.get_running_loop().call_later(REST_S, logger.warning, words, REST_S)
+        try:
+            await self._before_stop(self._member.rest())  # raises if the engine failed
+        finally:
+            warning.cancel()
 
     async def _serve(self, link: FrameLink) -> bool:
         """Serve one session, until the connection or this process ends. False: no welcome, or a protocol error."""
+        welcome = None
         try:
             link.send(pack(self._member.hello(self._token)))
-            welcome = await _read_welcome(link)
+            welcome = await self._before_stop(_read_welcome(link))
             if welcome is None:
+                self._note_problem("it is not ready, or this is not its --instance-address")
                 return False
+            self._problem = ""
             logger.info("joined the router, under epoch %d", welcome.epoch)
             await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
         except WireError as error:
-            logger.warning("the router is hung up on: %s", error)
+            if welcome is None:
+                self._note_problem(f"this is not its --instance-address ({error})")
+            else:
+                logger.warning("the router is hung up on: %s", error)
             return False
         finally:
             await link.close()
@@ -208,8 +241,14 @@ class Replica:
 
 
 def find_own_host(router_host: str) -> str:
-    """This machine's address in the router's network: the source address of a connection to the router."""
-    family, kind, proto, _, address = socket.getaddrinfo(router_host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as sock:
-        sock.connect(address)  # of a datagram socket: nothing is sent
-        return str(sock.getsockname()[0])
+    """This machine's address in the router's network: the source address of a connection to the router.
+
+    Raises ``UserError`` if there is none.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(router_host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as sock:
+            sock.connect(address)  # of a datagram socket: nothing is sent
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"--join {router_host} names no host in reach ({error.strerror or error})") from None
