@@ -133,6 +133,22 @@ async def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path:
     await launcher.close()
 
 
+@pytest.mark.parametrize("why", ["left", "hung_up", "pipeline"])
+async def test_a_child_that_neither_joins_again_nor_exits_is_killed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that left may wait for a step that never ends."""
+    monkeypatch.setattr(launching, "PARTED_TIMEOUT_S", 0.01)
+    processes = FakeProcesses(1)
+    launcher = Launcher(processes, lambda: True)
+    launcher.start("address")
+    await until(lambda: processes.endings)
+    launcher.note_joined(0)
+    launcher.note_serving(0)
+    launcher.note_lost(0, why, 0.0)
+    await until(lambda: len(processes.endings) == 2)
+    assert processes.num_killed == 1
+    await launcher.close()
+
+
 class FakeProcesses:
     """Processes of slots, which a test ends."""
 

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 LOST_TIMEOUT_S = 30.0
 """A child that fell silent and has not joined again after this time is killed and restarted."""
 PARTED_TIMEOUT_S = 300.0
-"""The same for a session that ended otherwise: the child may be reading dropped layers, or in a long step."""
+"""The same for a session that ended otherwise: the child may be reading dropped layers, or in a long step, or exit."""
 FIRST_RETRY_S = 1.0
 """Delay after a start that failed for lack of system resources; doubled each time."""
 
@@ -174,7 +174,7 @@ class Launcher:
         elif why == "stuck":
             words = "it beat and computed nothing (--stall-timeout)"
             self._kill(slot)
-        elif why != "left":
+        else:
             self._kill_later(slot, PARTED_TIMEOUT_S)
         self._lost[slot] = Lost(words, served_s)
         self._on_change()
