@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from floodplain.core.errors import UserError
+from floodplain.leases.messages import Join, Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
@@ -220,15 +221,18 @@ class LeaseAgent:
             return
         self._note_problem("")
         self._ttl_s = answer.ttl_s
-        self._note_refusals(answer.replies)
+        self._note_refusals(messages, answer.replies)
         if self.membership.learn(messages, answer.replies, answer.ttl_s, sent_s):
             self._wake()
         self._news.want(self.membership.has_leases)
 
-    def _note_refusals(self, replies: Sequence[Reply]) -> None:
-        for reply in replies:
+    def _note_refusals(self, messages: Sequence[Message], replies: Sequence[Reply]) -> None:
+        refusals = []
+        for message, reply in zip(messages, replies, strict=True):
             logger.debug("%s: %s %s", self.membership.name, reply.outcome.value, reply.detail)
-        refusal = next((reply.detail for reply in replies if reply.outcome is Outcome.CONFLICT), "")
+            is_shut_out = isinstance(message, Join) and reply.outcome is Outcome.DEFERRED
+            refusals += [reply.detail] if is_shut_out or reply.outcome is Outcome.CONFLICT else []
+        refusal = next(iter(refusals), "")
         if refusal and refusal != self._refusal:
             logger.warning("the coordinator refuses: %s", refusal)
         self._refusal = refusal

@@ -369,6 +369,18 @@ def test_an_exchange_that_is_stuck_later_does_not_hold_up_the_end(monkeypatch: p
         assert time.monotonic() - began_s < HANG_S
 
 
+def test_a_name_that_another_process_has_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    taken = Reply(Outcome.DEFERRED, detail="another process was bob until now: wait, or take another name")
+    answers = [answer(json.dumps({"ttl_s": 10.0, "replies": [to_json(reply)]}).encode()) for reply in (taken, REPLY)]
+    with answering(answers[0], answers[0], answers[1], APPLIED) as peer, closing(agent_of(peer.url)) as agent:
+        agent.start()
+        for number in (2, 3):
+            agent.membership.on_change()
+            wait_until(lambda number=number: len(peer.requests) >= number)
+        wait_until(lambda: agent.membership.has_joined)
+        assert caplog.text.count(f"the coordinator refuses: {taken.detail}\n") == 1
+
+
 def test_a_refusal_at_the_start_is_raised_and_leaves_no_thread() -> None:
     with answering(answer(b"{}", 401)) as peer:
         agent = agent_of(peer.url)
