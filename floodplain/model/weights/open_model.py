@@ -61,17 +61,16 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
     return GgufFile(path, name)
 
 
-def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int, layers: range | None = None) -> str:
+def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int) -> str:
     """A digest of everything that determines the bytes of a KV block, except its tokens.
 
     Names and folders are not part of it. The version of this package is, since it determines the results, and so is the
-    kind of device (not its index): kernels round differently, and dummies draw other weights there. ``layers`` are
-    those whose KV a block has; None: all. Raises UserError if a file of weights cannot be read any more.
+    kind of device (not its index): kernels round differently, and dummies draw other weights there. Raises UserError if
+    a file of weights cannot be read any more.
     """
     shape = source.config.shape
     config = replace(source.config, shape=replace(shape, name=""))
-    layers = range(shape.num_layers) if layers is None else layers
-    settings = f"{device.partition(':')[0]} {dtype} {block_tokens} {layers.start}-{layers.stop}"
+    settings = f"{device.partition(':')[0]} {dtype} {block_tokens}"
     parts = (__version__.encode(), repr(config).encode(), source.digest_weights(), settings.encode())
     return digest_fields(parts).hex()
 
