@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +31,7 @@ from floodplain.cluster.wire.messages import (
     Leaving,
     Refused,
     RequestStopped,
+    StopRequest,
     TokenRow,
     Tokens,
     pack,
@@ -37,7 +41,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.core.plan import TokenLogprobs
 from floodplain.cost.model_shape import SHAPES
-from floodplain.engine.outputs import EngineStats
+from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.model.tokenizer import ByteTokenizer
 from tests.fakes.slots import FakeSlots
 from tests.support.examples import examples
@@ -246,6 +250,101 @@ class Story:
         raise AssertionError(f"{len(self.callers)} requests hang")
 
 
+class FaultyStory(Story):
+    """The bad message is a fault that may happen between honest processes. Tokens name their places in the request."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        super().__init__(seed, kind)
+        self.asked: list[tuple[Any, Caller]] = []
+        self.faults: Counter[str] = Counter()
+
+    async def event(self) -> None:
+        self.tainted.clear()
+        if self.router._controller is not None and self.dice.random() < 0.05:
+            self.router._controller.look(time.monotonic() + 1000.0)  # no answer came for so long
+        await super().event()
+
+    def ask(self) -> None:
+        super().ask()
+        self.asked.append(self.callers[-1])
+
+    def say_bad(self, bot: Bot) -> None:
+        faults = [self.die, self.leave, self.refuse, self.give_back, self.fail, self.repeat]
+        fault = self.dice.choice(faults)
+        fault(bot)
+        self.faults[fault.__name__] += 1
+
+    def die(self, bot: Bot) -> None:
+        bot.wire.close()
+
+    def leave(self, bot: Bot) -> None:
+        """It is stopped: what it has ends elsewhere, or some of it here."""
+        bot.say(Leaving(bot.epoch))
+        if self.dice.random() < 0.5:
+            bot.step()
+        bot.wire.close()
+
+    def refuse(self, bot: Bot) -> None:
+        """It takes no request that it has not begun."""
+        new = [ticket for ticket, (known, submit) in bot.lengths.items() if known == submit.num_prompt]
+        for ticket in new[:1]:
+            del bot.lengths[ticket]
+            bot.say(Refused(bot.epoch, ticket, "stopping", "m", None))
+
+    def give_back(self, bot: Bot) -> None:
+        """It aborts a request."""
+        for ticket in list(bot.lengths)[:1]:
+            del bot.lengths[ticket]
+            bot.say(Tokens(bot.epoch, (TokenRow(ticket, None, None, 0, None),)))
+
+    def fail(self, bot: Bot) -> None:
+        """It cannot do what it is ordered."""
+        order = bot.orders[0][0] if bot.orders else None
+        if isinstance(order, StopRequest):
+            bot.orders.popleft()
+            bot.say(RequestStopped(bot.epoch, order.number, False, 0, 0))
+            return
+        answer = bot.answer()
+        match answer:
+            case (Copied() | KvPulled() as message, _):
+                bot.say(replace(message, is_whole=False))
+            case (KvHeld() as message, _):
+                bot.say(replace(message, is_running=False))
+            case (Prepared() as message, _):
+                bot.say(replace(message, problem="no", rows=()))
+            case (message, integers):
+                bot.say(message, integers)
+
+    def repeat(self, bot: Bot) -> None:
+        """It answers twice."""
+        answer = bot.answer()
+        for _ in range(2 * (answer is not None)):
+            bot.say(*answer)  # type: ignore[misc]
+
+    def check(self) -> None:
+        super().check()
+        for bot in self.world.living() if self.kind in ("plain", "migrate") else ():
+            tickets = self.router.table.roster.expect(bot.epoch).tickets
+            assert bot.lengths.keys() <= tickets, "an instance goes on with a request that is not on it"
+
+    async def finish(self) -> None:
+        await super().finish()
+        for entry, caller in self.asked:
+            deltas, (num_prompt, most) = ended_of(caller), (len(entry.request.prompt_token_ids), entry.request.params)
+            if deltas is not None:
+                tokens = [token for delta in deltas for token in delta.token_ids]
+                assert tokens == [place % 256 for place in range(num_prompt, num_prompt + (most.max_tokens or 0))]
+
+
+def ended_of(caller: Caller) -> list[OutputDelta] | None:
+    """The deltas of a request; None if its client has hung up, or too many instances ended under it."""
+    items = list(caller.deltas._queue)  # type: ignore[attr-defined]
+    if not is_over(caller) or "3 instances in a row" in str(items[-1]):
+        return None
+    assert [item.finish_reason for item in items] == [None] * (len(items) - 1) + ["length"]
+    return items
+
+
 def is_over(caller: Caller) -> bool:
     items = list(caller.deltas._queue)  # type: ignore[attr-defined]
     return any(isinstance(one, BaseException) or one.finish_reason is not None for one in items)
@@ -256,9 +355,12 @@ def split(frame: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(frame[8 : 8 + num_text]), frame[8 + num_text :]
 
 
-def play(seed: int, kind: str) -> Story:
-    async def run() -> Story:
-        story = Story(seed, kind)
+S = TypeVar("S", bound=Story)
+
+
+def play(seed: int, kind: str, make: Callable[[int, str], S] = Story) -> S:  # type: ignore[assignment]
+    async def run() -> S:
+        story = make(seed, kind)
         await story.play()
         return story
 
@@ -270,6 +372,13 @@ def play(seed: int, kind: str) -> Story:
 @given(seed=st.integers(0, 2**32))
 def test_bad_message_ends_its_own_connection_and_nothing_else(kind: str, seed: int) -> None:
     play(seed, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(4))
+@given(seed=st.integers(0, 2**32))
+def test_a_fault_at_any_place_costs_no_token_and_repeats_none(kind: str, seed: int) -> None:
+    play(seed, kind, FaultyStory)
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------

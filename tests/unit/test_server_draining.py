@@ -16,6 +16,9 @@ class Engine:
         self.num_live = num_live
         self.now_s = 100.0
         self._is_empty = asyncio.Event()
+        self.is_over = asyncio.Event(), asyncio.Event()  # drains that abort, and those that wait, may return
+        for event in self.is_over:
+            event.set()
 
     def end(self, number: int, at_s: float) -> None:
         self.num_live -= number
@@ -26,6 +29,7 @@ class Engine:
     async def drain(self, timeout_s: float) -> None:
         if self.num_live and timeout_s:
             await self._is_empty.wait()
+        await self.is_over[timeout_s > 0].wait()
 
     async def abort(self) -> None:
         self._is_empty.set()
@@ -112,3 +116,18 @@ def test_a_server_waits_until_the_end_of_its_last_drain_is_logged(entries: pytes
         "stopping: 1 request may finish within 30 s; a second signal aborts it",
         "stopped after 1.0 s: all requests ended",
     ]
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+async def test_a_server_waits_for_every_drain_that_began(is_waiting: bool) -> None:
+    draining, engine, _ = make(1)
+    engine.is_over[is_waiting].clear()
+    draining.begin()
+    await settle()
+    draining.begin()
+    engine.end(1, at_s=101.0)
+    waiting = asyncio.ensure_future(draining.wait())
+    await settle()
+    assert not waiting.done()
+    engine.is_over[is_waiting].set()
+    await waiting
