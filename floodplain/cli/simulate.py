@@ -104,7 +104,8 @@ def _compare(config: SimulateConfig, folder: Path) -> Run:
 
 
 def _simulate(config: SimulateConfig, *, quiet: bool) -> list[Run]:
-    from floodplain.sim.scenario import read_scenario, sweep_of
+    from floodplain.sim.scenario import read_scenario
+    from floodplain.sim.sets import sweep_of
     from floodplain.sim.sweeping import predict_all
 
     sweep = sweep_of(config.sweep)

@@ -18,19 +18,18 @@ from floodplain.core.sizes import parse_size
 from floodplain.cost.devices import DEVICES, Device, device_named
 from floodplain.cost.link import LINKS
 from floodplain.cost.model_shape import SHAPES, ModelShape, shape_named
-from floodplain.files.yaml_file import parse_yaml, read_yaml_mapping
+from floodplain.files.yaml_file import read_yaml_mapping
 from floodplain.leases.states import NAME
 from floodplain.policy.drop import MOST_STAGES, DropTimingSettings
 from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 from floodplain.policy.settings import FAIR_BY, SharingSettings, settings_for
+from floodplain.sim.sets import states_key, with_value
 from floodplain.workload.spec import WorkloadSpec
 
 MAX_BYTES, MAX_DEPTH = 2**20, 6
 INSTANCE = "instance"
 """Engines of a scenario are named after this, and their numbers."""
 _NOT_A_LENDERS = ("borrow", "lenders", "coordinator", "servers", "lender", "tenants", "expansion", "relief")
-MAX_SWEEP = 1000
-"""The most runs of a sweep."""
 
 TIMING = DropTimingSettings()
 """Of drops and restores, as the router has them."""
@@ -308,8 +307,8 @@ def read_scenario(path: Path | None, sets: Sequence[str] = (), defaults: Sequenc
     not valid.
     """
     content = {} if path is None else read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH, "scenario")
-    for text in (*(each for each in defaults if not _states(content, each)), *sets):
-        content = _with(content, text)
+    for text in (*(each for each in defaults if not states_key(content, each)), *sets):
+        content = with_value(content, text, MAX_DEPTH)
     return make_scenario(content, "scenario" if path is None else str(path), Path() if path is None else path.parent)
 
 
@@ -402,46 +401,6 @@ def _check_lending(scenario: Scenario) -> None:
 def _check_names(path: str, names: Sequence[str], known: Sequence[str]) -> None:
     if wrong := [name for name in names if name not in known]:
         raise UserError(f"{path}: there is no {wrong[0]}; there are {', '.join(known)}")
-
-
-def sweep_of(texts: Sequence[str]) -> list[tuple[str, ...]]:
-    """The ``sets`` of each run of ``--sweep key=a,b``: all combinations, the last key fastest; one without any."""
-    runs: list[tuple[str, ...]] = [()]
-    for text in texts:
-        key, equals, values = text.partition("=")
-        if not key or not equals or not all(values.split(",")):
-            raise UserError(f"--sweep {text!r} must read KEY=A,B,C")
-        runs = [(*run, f"{key}={value}") for run in runs for value in values.split(",")]
-        if len(runs) > MAX_SWEEP:
-            raise UserError(f"--sweep asks for more than {MAX_SWEEP} runs")
-    return runs
-
-
-def _states(content: Mapping[str, Any], text: str) -> bool:
-    """Whether the content has the key of ``KEY=VALUE``."""
-    place: Any = content
-    for name in text.partition("=")[0].split("."):
-        if not isinstance(place, Mapping) or name not in place:
-            return False
-        place = place[name]
-    return True
-
-
-def _with(content: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """The content with one value changed: ``a.b=1``, the value read as YAML."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set {text!r} must read KEY=VALUE")
-    changed: dict[str, Any] = dict(content)
-    place, names = changed, key.split(".")
-    for name in names[:-1]:
-        inner = place.get(name) or {}
-        if not isinstance(inner, Mapping):
-            raise UserError(f"--set {key}: {name} has no keys")
-        place[name] = dict(inner)
-        place = place[name]
-    place[names[-1]] = parse_yaml(value, f"--set {key}", MAX_DEPTH)
-    return changed
 
 
 def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> WorkloadSpec:

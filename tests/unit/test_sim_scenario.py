@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.sim.scenario import make_scenario, read_scenario, sweep_of
+from floodplain.sim.scenario import make_scenario, read_scenario
+from floodplain.sim.sets import sweep_of
 
 GOOD: dict[str, Any] = {"model": "llama-3.1-8b", "device": "rtx4090"}
 FILE = """
