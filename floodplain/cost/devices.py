@@ -174,9 +174,8 @@ class Roofline:
             self.dtype_bytes * (shape.num_layers * read + head_params),
             2 * (num_tokens * shape.num_layers * used + num_sampled * head_params),
         )
-        attention_s = self._slower_s(
-            read_tokens * shape.kv_bytes_per_token(self.dtype_bytes), 4 * pairs * shape.q_size * shape.num_layers
-        )
+        token_bytes = self.num_shards * shape.kv_bytes_per_token(self.dtype_bytes, self.num_shards)
+        attention_s = self._slower_s(read_tokens * token_bytes, 4 * pairs * shape.q_size * shape.num_layers)
         sums_s = 2 * self.device.all_reduce.time_s(num_tokens * shape.hidden_size * self.dtype_bytes, self.num_shards)
         launches_s = shape.num_layers * (KERNELS_PER_LAYER * LAUNCH_S + sums_s)
         return matrices_s + attention_s + launches_s + self.overhead_s
@@ -212,7 +211,7 @@ def predict_blocks(
     weights = shape.param_bytes(dtype_bytes) / num_shards
     layer = max_batched_tokens * (2 * shape.hidden_size + 3 * shape.ffn_size / num_shards) * dtype_bytes
     activations = max(layer, max_num_seqs * shape.vocab_size * LOGIT_BYTES)
-    block_bytes = block_tokens * shape.kv_bytes_per_token(dtype_bytes) / num_shards
+    block_bytes = block_tokens * shape.kv_bytes_per_token(dtype_bytes, num_shards)
     num_blocks = int((budget - weights - activations - CONTEXT_BYTES) // block_bytes) - 1
     if num_blocks < 1:
         raise UserError(

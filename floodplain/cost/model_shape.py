@@ -96,9 +96,12 @@ class ModelShape:
         """Bytes of all parameters."""
         return self.num_params * dtype_bytes
 
-    def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.kv_size * dtype_bytes
+    def kv_bytes_per_token(self, dtype_bytes: int = 2, num_shards: int = 1) -> int:
+        """Bytes of keys and values of one token in all layers, on each of the GPUs that share them.
+
+        A GPU has at least one head: with more GPUs than KV heads, several have the same.
+        """
+        return 2 * self.num_layers * self.kv_size * dtype_bytes // min(num_shards, self.num_kv_heads)
 
 
 _COLUMNS = (

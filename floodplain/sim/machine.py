@@ -55,7 +55,7 @@ def resolve_machine(scenario: Scenario) -> Machine:
         num_shards=scenario.num_shards,
         dtype_bytes=DTYPE_BYTES,
     )
-    block_bytes = engine.block_tokens * shape.kv_bytes_per_token(DTYPE_BYTES) // scenario.num_shards
+    block_bytes = engine.block_tokens * shape.kv_bytes_per_token(DTYPE_BYTES, scenario.num_shards)
     longest = min(engine.max_model_len or shape.max_position, num_blocks * engine.block_tokens)
     overhead_s = _find_overhead_s(scenario)
     cost, cost_source = _find_cost(scenario, overhead_s)

@@ -331,8 +331,9 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
     lenders = {name: _make_lender(name, content, file, source, folder) for name, content in file.lenders.items()}
     if late := [fault.instance for fault in file.faults if fault.instance >= file.instances]:
         raise UserError(f"{source}: faults: there is no instance {late[0]}: they count from 0 to {file.instances - 1}")
-    if shape.num_kv_heads % file.tensor_parallel and file.tensor_parallel % shape.num_kv_heads:
-        raise UserError(f"{source}: tensor_parallel: {shape.num_kv_heads} KV heads do not divide evenly")
+    heads, kv_heads, num_gpus = shape.num_heads, shape.num_kv_heads, file.tensor_parallel
+    if heads % num_gpus or (kv_heads % num_gpus and num_gpus % kv_heads):
+        raise UserError(f"{source}: tensor_parallel: {heads} heads and {kv_heads} KV heads do not divide evenly")
     places = {name: folder / value for name, value in file.cost if isinstance(value, Path)}
     scenario = Scenario(
         shape=shape,

@@ -66,6 +66,20 @@ def test_two_gpus_are_faster_and_pay_for_collectives() -> None:
     assert one / 2 < two < one
 
 
+def test_gpus_beyond_the_kv_heads_hold_and_read_the_same_ones() -> None:
+    """Twice as many GPUs halve the weights of each, and neither the KV of a token there nor the time to read it."""
+    settings = {"utilisation": 0.9, "max_num_seqs": 256, "max_batched_tokens": 2048}
+    eight, sixteen = (predict_blocks(LLAMA, CARD, num_shards=n, **settings) for n in (8, 16))  # type: ignore[arg-type]
+    assert LLAMA.kv_bytes_per_token(2, 16) == LLAMA.kv_bytes_per_token(2, 8) == LLAMA.kv_bytes_per_token(2) // 8
+    saved_bytes = LLAMA.param_bytes(2) / 16 + 2048 * 3 * LLAMA.ffn_size / 16 * 2
+    assert sixteen - eight <= saved_bytes / (16 * LLAMA.kv_bytes_per_token(2, 8)) + 1
+    read_s = [
+        cost.batch_s([9000] * 9, [], 9) - cost.batch_s([1] * 9, [], 9)
+        for cost in (replace(COST, num_shards=n) for n in (8, 16))
+    ]
+    assert read_s[0] == pytest.approx(read_s[1])
+
+
 def test_an_unknown_device_is_refused_with_all_names() -> None:
     with pytest.raises(UserError, match="no device is called 'rtx9000'; there are a100-40gb"):
         device_named("rtx9000")
