@@ -77,6 +77,9 @@ class Fleet:
         for fault in scenario.faults:
             if fault.server is None:
                 self.fail(fault.instance, fault.at, fault.down)
+            elif not scenario.lenders:  # else the neighbourhood has all engines of the server fail
+                for name in scenario.servers[fault.server]:
+                    self.fail(int(name.rpartition("-")[2]), fault.at, fault.down)
 
     def serve(self, requests: Iterable[Request]) -> None:
         """Submit all requests at their arrival times, in order of which they are, and serve them to their ends."""

@@ -397,6 +397,21 @@ def _check_lending(scenario: Scenario) -> None:
             raise UserError(f"faults.{place}: an instance fails, or a server: leave one of them out")
         if fault.server is not None and fault.server >= len(scenario.servers):
             raise UserError(f"faults.{place}.server: there is no server {fault.server}: servers has them from 0 on")
+    _check_downtimes(scenario)
+
+
+def _check_downtimes(scenario: Scenario) -> None:
+    """UserError if an engine is to fail that is down already."""
+    groups = {INSTANCE: scenario, **scenario.lenders}
+    faults = [(group, place, fault) for group, part in groups.items() for place, fault in enumerate(part.faults)]
+    back_s: dict[str, float] = {}
+    for group, place, fault in sorted(faults, key=lambda each: each[2].at):
+        names = (f"{group}-{fault.instance}",) if fault.server is None else scenario.servers[fault.server]
+        for name in names:
+            if name in back_s and fault.at <= back_s[name]:
+                path = f"faults.{place}" if group == INSTANCE else f"lenders.{group}.faults.{place}"
+                raise UserError(f"{path}: {name} is still down at {fault.at:g} s: it is back at {back_s[name]:g} s")
+            back_s[name] = fault.at + fault.down
 
 
 def _check_names(path: str, names: Sequence[str], known: Sequence[str]) -> None:

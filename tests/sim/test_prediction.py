@@ -141,8 +141,13 @@ def test_two_instances_share_the_load_and_one_takes_over_when_the_other_dies(tmp
 
 
 def test_while_no_instance_is_there_requests_wait(tmp_path: Path) -> None:
-    (life,) = serve(make(tmp_path, faults=[{"at": 0.5, "down": 3.0}]), TraceRow(1.0, 10, 2))
-    assert life.token_times_s[0] == pytest.approx(3.5 + COST.base_s + 10 * COST.prefill_token_s)
+    server = {"instances": 2, "servers": [["instance-0", "instance-1"]]}
+    for changes in (
+        {"faults": [{"at": 0.5, "down": 3.0}]},
+        server | {"faults": [{"at": 0.5, "server": 0, "down": 3.0}]},
+    ):
+        (life,) = serve(make(tmp_path, **changes), TraceRow(1.0, 10, 2))
+        assert life.token_times_s[0] == pytest.approx(3.5 + COST.base_s + 10 * COST.prefill_token_s)
 
 
 def test_lent_memory_is_used_recalled_and_used_again(tmp_path: Path) -> None:

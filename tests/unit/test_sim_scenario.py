@@ -50,7 +50,16 @@ workload: {request_rate: 2, lengths: lengths.csv, seed: 5}
         ({"expansion": {"factor": "much"}}, "expansion.factor: 'much' is no factor: write auto"),
         ({"expansion": {"link": "usb"}}, "expansion.link: no link is called 'usb'"),
         ({"faults": [{"at": 3, "instance": 1}]}, "faults: there is no instance 1: they count from 0 to 0"),
-        ({"faults": [{"when": 3}]}, "faults.0.at: it is required"),
+        ({"faults": [{"down": 3}]}, "faults.0.at: it is required"),
+        ({"faults": [{"when": 3}]}, "faults.0.when: there is no such key; there are at, instance"),
+        (
+            {"faults": [{"at": 9}, {"at": 5, "down": 4}]},
+            "faults.0: instance-0 is still down at 9 s: it is back at 9 s",
+        ),
+        (
+            {"servers": [["instance-0"]], "faults": [{"at": 1}, {"at": 2, "server": 0}]},
+            "faults.1: instance-0 is still down at 2 s: it is back at 31 s",
+        ),
         ({"tenants": {"a": {"rate": 3}}}, "tenants.a.rate: there is no such key; there are trace"),
         ({"workload": {"rate": 3}}, "workload.rate: there is no such key; there are trace, request_rate"),
         ({"workload": {"request_rate": -3}}, "workload: request_rate must be between"),
