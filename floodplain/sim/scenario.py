@@ -453,7 +453,8 @@ _WISHES = {
 
 
 def _first_fault(error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    fault = next((each for each in faults if each["type"] == "extra_forbidden"), faults[0])  # perhaps a misspelt key
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "missing" and path not in ("model", "device"):
         return f"{path}: it is required"

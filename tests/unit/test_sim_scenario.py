@@ -74,6 +74,11 @@ def test_what_is_wrong_is_refused_with_its_path(changes: dict[str, Any], words: 
     assert line.startswith("burst.yaml: ") and words in line and "\n" not in line
 
 
+def test_a_misspelt_key_is_named_before_the_one_that_it_leaves_out() -> None:
+    with pytest.raises(UserError, match="s: Model: there is no such key; there are model, device"):
+        make_scenario({"Model": "llama-3.1-8b", "device": "rtx4090"}, "s", Path())
+
+
 @pytest.mark.parametrize("key", ["model", "device"])
 def test_a_missing_key_is_refused_with_what_there_is(key: str) -> None:
     with pytest.raises(UserError, match=f"s: {key}: say which; there are .*(llama-3.1-8b|rtx4090)"):
