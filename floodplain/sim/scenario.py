@@ -34,8 +34,16 @@ _NOT_A_LENDERS = ("borrow", "lenders", "coordinator", "servers", "lender", "tena
 TIMING = DropTimingSettings()
 """Of drops and restores, as the router has them."""
 
+
+def _refuse_truth(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=2**24, strict=True)]
-Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Number = Annotated[float, BeforeValidator(_refuse_truth), Field(allow_inf_nan=False)]
+Seconds = Annotated[Number, Field(gt=0, le=1e6)]
 
 
 def _bytes_of(value: Any) -> int:
@@ -85,7 +93,7 @@ class CostPart(_Part):
 
     kernels: Path | None = None
     steps: Path | None = None
-    overhead_ms: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    overhead_ms: Annotated[Number, Field(ge=0, le=1e3)] | None = None
 
 
 class EnginePart(_Part):
@@ -105,7 +113,7 @@ class EnginePart(_Part):
     tpot_goal: Seconds | None = None
     max_gap: Seconds | None = None
     fair_by: Literal[FAIR_BY] | None = None  # type: ignore[valid-type]
-    line_patience: Annotated[float, Field(ge=1, le=1000)] | None = None
+    line_patience: Annotated[Number, Field(ge=1, le=1000)] | None = None
     max_num_seqs: Count = 256
     max_batched_tokens: Count = 2048
     max_model_len: Count | None = None
@@ -113,7 +121,7 @@ class EnginePart(_Part):
     prefix_cache: bool = True
     scheduling: Literal["async", "sync"] = "async"
     synchronous_swap: bool = False
-    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.9
+    utilisation: Annotated[Number, Field(gt=0, le=1)] = 0.9
     kv_blocks: Count | None = None
 
     @property
@@ -142,7 +150,7 @@ class LenderPart(_Part):
     busy: Annotated[Intervals, AfterValidator(_rising)] = ()
 
 
-Intervals = tuple[tuple[Annotated[float, Field(ge=0, le=1e9)], Annotated[float, Field(ge=0, le=1e9)]], ...]
+Intervals = tuple[tuple[Annotated[Number, Field(ge=0, le=1e9)], Annotated[Number, Field(ge=0, le=1e9)]], ...]
 
 
 def _rising(intervals: Intervals) -> Intervals:
@@ -165,7 +173,7 @@ class BorrowPart(_Part):
     memory: Bytes
     link: LinkName = "nvlink4"
     lease: Bytes = 32 * 2**20
-    idle: Annotated[float, Field(ge=0, le=1e6)] = 30.0
+    idle: Annotated[Number, Field(ge=0, le=1e6)] = 30.0
 
 
 class CoordinatorPart(_Part):
@@ -218,10 +226,10 @@ class ReliefPart(_Part):
     link: LinkName = "pcie4"
     most_stages: Annotated[int, Field(ge=2, le=MOST_STAGES, strict=True)] = MOST_STAGES
     restore: bool = True
-    overload: Annotated[float, Field(ge=0, lt=TIMING.window_s)] = TIMING.overload_s
-    calm: Annotated[float, Field(ge=0, le=1e6)] = TIMING.calm_s
-    gap: Annotated[float, Field(ge=0, le=1e6)] = TIMING.gap_s
-    remap_s_per_gb: Annotated[float, Field(ge=0, le=1e3)] = 0.005
+    overload: Annotated[Number, Field(ge=0, lt=TIMING.window_s)] = TIMING.overload_s
+    calm: Annotated[Number, Field(ge=0, le=1e6)] = TIMING.calm_s
+    gap: Annotated[Number, Field(ge=0, le=1e6)] = TIMING.gap_s
+    remap_s_per_gb: Annotated[Number, Field(ge=0, le=1e3)] = 0.005
     microbatch_tokens: Annotated[int, Field(ge=8, le=2**20, strict=True)] = 256
     split: Literal["even", "halving", "tokens"] = "even"
 
@@ -229,7 +237,7 @@ class ReliefPart(_Part):
 class FaultPart(_Part):
     """An instance dies at a time, or all of a server; empty ones take their places ``down`` seconds later."""
 
-    at: Annotated[float, Field(ge=0, le=1e9)]
+    at: Annotated[Number, Field(ge=0, le=1e9)]
     instance: Annotated[int, Field(ge=0, strict=True)] = 0
     server: Annotated[int, Field(ge=0, strict=True)] | None = None
     down: Seconds = 30.0
@@ -423,6 +431,8 @@ def _read_workload(content: Mapping[str, Any], folder: Path, path: str) -> Workl
     known = [item.name for item in fields(WorkloadSpec)]
     if unknown := [key for key in content if key not in known]:
         raise UserError(f"{path}.{unknown[0]}: there is no such key; there are {', '.join(known)}")
+    if wrong := [key for key, value in content.items() if isinstance(value, bool) and key != "ignore_eos"]:
+        raise UserError(f"{path}.{wrong[0]}: it cannot be {str(content[wrong[0]]).lower()}")
     try:
         spec = TypeAdapter(WorkloadSpec).validate_python({"ignore_eos": True} | dict(content))
     except ValidationError as error:
