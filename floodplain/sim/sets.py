@@ -16,13 +16,28 @@ def sweep_of(texts: Sequence[str]) -> list[tuple[str, ...]]:
     """The ``sets`` of each run of ``--sweep key=a,b``: all combinations, the last key fastest; one without any."""
     runs: list[tuple[str, ...]] = [()]
     for text in texts:
-        key, equals, values = text.partition("=")
-        if not key or not equals or not all(values.split(",")):
+        key, equals, rest = text.partition("=")
+        values = _split(rest)
+        if not key or not equals or not all(values):
             raise UserError(f"--sweep {text!r} must read KEY=A,B,C")
-        runs = [(*run, f"{key}={value}") for run in runs for value in values.split(",")]
+        if any(each.startswith(f"{key}=") for each in runs[0]):
+            raise UserError(f"--sweep names {key} twice: give all of its values at once")
+        runs = [(*run, f"{key}={value}") for run in runs for value in values]
         if len(runs) > MAX_SWEEP:
             raise UserError(f"--sweep asks for more than {MAX_SWEEP} runs")
     return runs
+
+
+def _split(text: str) -> list[str]:
+    """The text cut at the commas that are in no list or mapping."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def states_key(content: Mapping[str, Any], text: str) -> bool:

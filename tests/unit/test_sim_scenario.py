@@ -127,6 +127,9 @@ def test_a_sweep_is_every_combination() -> None:
     assert sweep_of(["a=1,2", "b.c=x,y"]) == [
         ("a=1", "b.c=x"), ("a=1", "b.c=y"), ("a=2", "b.c=x"), ("a=2", "b.c=y"),
     ]  # fmt: skip
+    assert sweep_of(["a=[x,y],{b: [1,2], c: 3},5"]) == [("a=[x,y]",), ("a={b: [1,2], c: 3}",), ("a=5",)]
+    with pytest.raises(UserError, match="--sweep names a twice"):
+        sweep_of(["a=1", "a=2"])
     for text in ("=1,2", "a", "a=", "a=1,,2"):
         with pytest.raises(UserError, match="must read KEY=A,B,C"):
             sweep_of([text])
