@@ -113,11 +113,12 @@ class _AttentionTimes:
         axes = [_powers(key[axis] for key in mixed) for axis in range(4)]  # other points are there in few combinations
         prompts = {(key[0], key[1]): time for key, time in times.items() if key[0] and not key[2]}
         decodes = {(key[2], key[3]): time for key, time in times.items() if key[2] and not key[0]}
-        if not prompts or not decodes or min(len(axis) for axis in axes) < 2:
+        counts = sorted({count for count, _ in decodes})
+        if not prompts or min(map(len, (*axes, counts))) < 2:
             raise UserError("the table of attention needs chunks alone, decodes alone, and both, at two sizes each")
         self._axes, self._corners = axes, dict(times)
         self._prompts = _Grid(axes[0], axes[1], prompts)
-        self._decodes = _Grid(sorted({count for count, _ in decodes}), axes[3], decodes)
+        self._decodes = _Grid(counts, axes[3], decodes)
         self._launch_s = min(prompts.values())
 
     def time_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]) -> float:
@@ -176,9 +177,16 @@ class _Grid:
             self._table.append(line)
 
     def at(self, row: float, column: float) -> float:
-        """The time at a place; outside the grid the last segment continues, below it the first point counts."""
+        """The time at a place; below the grid the first point counts.
+
+        Beyond it the last segment continues, and a time is at least that at the edge.
+        """
         i, u = _between(self._rows, row, most=float("inf"))
         j, v = _between(self._columns, column, most=float("inf"))
+        inside = self._mix(i, j, min(u, 1.0), min(v, 1.0))
+        return inside if u <= 1 and v <= 1 else max(inside, self._mix(i, j, u, v))
+
+    def _mix(self, i: int, j: int, u: float, v: float) -> float:
         low, high = self._table[i], self._table[i + 1]
         return (1 - u) * ((1 - v) * low[j] + v * low[j + 1]) + u * ((1 - v) * high[j] + v * high[j + 1])
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size, show_size
 from floodplain.core.tiers import Direction, Link, Tier
 from floodplain.cost.devices import Roofline, predict_blocks
 from floodplain.cost.fits import fit_of
+from floodplain.cost.kernels import MAX_TOKENS
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import BatchCost
 from floodplain.sim.cost_files import read_kernels, read_steps
@@ -60,6 +63,13 @@ def resolve_machine(scenario: Scenario) -> Machine:
     overhead_s = _find_overhead_s(scenario)
     cost, cost_source = _find_cost(scenario, overhead_s)
     near = scenario.lender or scenario.borrow
+    for name in ("swap", "lender", "borrow"):
+        given = getattr(scenario, name)
+        if given is not None and given.memory < scenario.num_shards * block_bytes:
+            least = show_size(scenario.num_shards * block_bytes)
+            raise UserError(
+                f"{name}.memory: {format_size(given.memory)} is less than one KV block of {least}: raise it"
+            )
     host = scenario.swap or (SwapPart(memory=1) if near else None)  # KV of a recall goes there, or is lost
     named = {Tier.PEER: near, Tier.HOST: host}
     parts = {tier: part for tier, part in named.items() if part is not None}
@@ -103,8 +113,13 @@ def _find_overhead_s(scenario: Scenario) -> float:
 def _find_cost(scenario: Scenario, overhead_s: float) -> tuple[BatchCost, str]:
     part, shape, device = scenario.cost, scenario.shape, scenario.device
     if part.kernels is not None:
+        for name in ("max_batched_tokens", "max_num_seqs"):
+            if (most := getattr(scenario.engine, name)) > MAX_TOKENS:
+                raise UserError(
+                    f"engine.{name}: cost.kernels prices steps of at most {MAX_TOKENS}, not {most}: lower it"
+                )
         token_bytes, shards = shape.hidden_size * DTYPE_BYTES, scenario.num_shards
-        sizes = (1, scenario.engine.max_batched_tokens) if shards > 1 else ()
+        sizes = (1, max(2, scenario.engine.max_batched_tokens)) if shards > 1 else ()
         sums = {tokens: device.all_reduce.time_s(tokens * token_bytes, shards) for tokens in sizes}
         kernels = read_kernels(part.kernels, shape, sums, overhead_s, scenario.engine.max_num_seqs)
         return kernels, f"kernels in {part.kernels}"

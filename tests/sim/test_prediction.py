@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.cost.step_time import PARTS, StepCost
 from floodplain.files.profile import Profile
@@ -199,3 +200,33 @@ def test_a_tenant_beyond_its_share_does_not_delay_another_under_fair_by_key(tmp_
         assert {name: each["completed"] for name, each in by_tenant.items()} == {"calm": 15, "greedy": 120}
         p99_ms[policy] = by_tenant["calm"]["p99_ttft_ms"]
     assert p99_ms["fair"] < 0.5 * p99_ms["fcfs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"swap": {"memory": 16}}, "swap.memory: 16B is less than one KV block of 2 MiB: raise it"),
+        ({"lender": {"memory": "3MiB"}, "tensor_parallel": 2}, None),
+        (
+            {"lender": {"memory": "1MiB"}, "tensor_parallel": 2},
+            "lender.memory: 1MiB is less than one KV block of 2 MiB",
+        ),
+    ],
+)
+def test_memory_below_a_block_is_refused(tmp_path: Path, changes: dict[str, Any], words: str | None) -> None:
+    scenario = make(tmp_path, **changes)
+    if words is None:
+        resolve_machine(scenario)
+        return
+    with pytest.raises(UserError, match=words):
+        resolve_machine(scenario)
+
+
+def test_a_tenants_goals_are_its_own_and_skipped_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("t_s,prompt_tokens,output_tokens\n0,50,3\n1,0,3\n2,50,3\n")
+    trace = {"trace": "t.csv"}
+    tenants = {"lax": trace | {"goodput": ["e2el:1000"]}, "strict": trace | {"goodput": ["ttft:0.001"]}, "none": trace}
+    result = predict(make(tmp_path, tenants=tenants)).result
+    got = {name: each["slo_attainment"] for name, each in result["floodplain"]["simulation"]["tenants"].items()}
+    assert got == {"lax": 1.0, "strict": 0.0, "none": 1.0}
+    assert result["floodplain"]["skipped_rows"] == 3 and result["completed"] == 6

@@ -109,12 +109,21 @@ def test_beyond_the_tables_the_last_slope_continues() -> None:
     assert make().batch_s([], [(0, 1000)], 1) == pytest.approx(expected_s(1000, prompt_s(1000, 0), 1))
 
 
+def test_a_last_segment_that_falls_makes_nothing_free_beyond_it() -> None:
+    """Noise of the last two sizes, a hundred times farther out, is no negative time."""
+    falling = tables() | {(0, 0, 64, context): decode_s(32, context) - 1e-6 for context in CONTEXTS}
+    cost = make(attention=falling)
+    edge_s, beyond_s = (cost.batch_s([500] * n, [], n) - expected_s(n, 0.0, n) for n in (64, 6400))
+    assert beyond_s == pytest.approx(edge_s)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"dense": {}}, "lacks qkv_proj, o_proj, embedding, final_layernorm"),
         ({"dense": {name: {1: 1e-6} for name in DENSE}}, "at least two sizes"),
         ({"attention": {key: time for key, time in tables().items() if not key[2]}}, "decodes alone"),
+        ({"attention": {key: time for key, time in tables().items() if key[0] or key[2] == 1}}, "at two sizes each"),
     ],
 )
 def test_tables_that_lack_something_are_refused(changes: dict[str, object], words: str) -> None:

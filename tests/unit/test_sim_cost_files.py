@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.cost.kernels import MAX_TOKENS
 from floodplain.cost.model_shape import shape_named
 from floodplain.sim.cost_files import read_kernels
+from floodplain.sim.machine import resolve_machine
+from floodplain.sim.scenario import make_scenario
 
 MODEL, EXPERTS = shape_named("tiny-llama"), shape_named("qwen3-30b-a3b")
 NAMES = ("qkv_proj", "o_proj", "embedding", "final_layernorm")
@@ -71,3 +74,12 @@ def test_a_missing_table_is_named(folder: Path) -> None:
     read_kernels(folder, MODEL, {}, overhead_s=0.0, max_num_seqs=64)
     with pytest.raises(UserError, match=r"moe\.csv"):
         read_kernels(folder, EXPERTS, {}, overhead_s=0.0, max_num_seqs=64)
+
+
+def test_steps_beyond_the_tables_end_are_refused_before_they_are_read(folder: Path) -> None:
+    scenario = {"model": "tiny-llama", "device": "rtx4090", "cost": {"kernels": "."}}
+    resolve_machine(make_scenario(scenario | {"engine": {"max_batched_tokens": MAX_TOKENS}}, "s", folder))
+    for name in ("max_batched_tokens", "max_num_seqs"):
+        wide = make_scenario(scenario | {"engine": {name: MAX_TOKENS + 1}}, "s", folder)
+        with pytest.raises(UserError, match=rf"engine\.{name}: cost\.kernels prices steps of at most 16384, not 16385"):
+            resolve_machine(wide)
