@@ -8,6 +8,7 @@ is one, ``timeseries.csv`` (``t``, ``running``, ``waiting``), as LLMServingSim's
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,14 @@ from floodplain.workload.traces import TraceRow
 STATISTICS = ("mean", "p50", "p90", "p99")
 _ENGINE_KEYS = {
     "max_num_seqs": "max_num_seqs", "max_num_batched_tokens": "max_batched_tokens", "max_model_len": "max_model_len",
+    "gpu_memory_utilization": "utilisation", "block_size": "block_tokens", "enable_prefix_caching": "prefix_cache",
 }  # fmt: skip
 """Keys of ``engine_kwargs``, and of ``engine`` in a scenario."""
-_DEVICE_NAMES = {"4090": "rtx4090", "PRO 6000": "rtxpro6000", "A100": "a100-80gb", "H100": "h100-80gb", "H200": "h200"}
-"""Parts of the names that torch gives devices, and our names."""
+_DEVICE_NAMES = {
+    "4090$": "rtx4090", "PRO 6000": "rtxpro6000", "A100.*40GB": "a100-40gb", "A100": "a100-80gb", "A800": "a800-80gb",
+    "GH200": "gh200-96gb", "H100 80GB HBM3": "h100-80gb", "H800": "h800-80gb", "H200": "h200",
+}  # fmt: skip
+"""Patterns of the names that torch gives devices, and our names; the first that is found counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,9 @@ def read_run(folder: Path) -> RealRun:
     start_s = requests[0].arrival_s
     offset_s = min(each.queued_s - each.arrival_s for each in requests) + start_s  # of the second clock
     meta = read_json_object(folder / "meta.json")
+    for name in ("engine_kwargs", "hardware", "kv_cache"):
+        if not isinstance(meta.get(name), dict | None):
+            raise UserError(f"{folder / 'meta.json'}: {name} must be an object")
     return RealRun(
         rows=[TraceRow(each.arrival_s - start_s, each.num_prompt, each.num_output) for each in requests],
         first_s=[each.first_s - offset_s for each in requests],
@@ -164,19 +172,19 @@ def _read_series(path: Path) -> dict[str, list[float]]:
     if missing := [name for name in ("t", "running", "waiting") if name not in header]:
         raise UserError(f"{path} has no column {', '.join(missing)}")
     try:
-        return {name: [float(row[name]) for row in rows] for name in ("t", "running", "waiting")}
+        return {name: [float(row[name]) for row in rows] for name in ("t", "running", "waiting")} if rows else {}
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
 
 def _sets_of(meta: Mapping[str, Any]) -> list[str]:
     """What a run tells of its setting, as values of a scenario: model, device, and limits of the engine."""
-    kwargs, hardware = meta.get("engine_kwargs") or {}, meta.get("hardware") or {}
+    kwargs, hardware = {**(meta.get("kv_cache") or {}), **(meta.get("engine_kwargs") or {})}, meta.get("hardware") or {}
     found = ["engine.policy=fcfs", "engine.scheduling=async"]
     if isinstance(model := meta.get("model"), str):
         found.append(f"model={model.rpartition('/')[2].lower()}")
     name = str(hardware.get("device_name", ""))
-    found += [f"device={ours}" for part, ours in _DEVICE_NAMES.items() if part in name][:1]
+    found += [f"device={ours}" for pattern, ours in _DEVICE_NAMES.items() if re.search(pattern, name)][:1]
     found += [f"engine.{ours}={kwargs[key]}" for key, ours in _ENGINE_KEYS.items() if kwargs.get(key) is not None]
     if isinstance(shards := kwargs.get("tensor_parallel_size"), int):
         found.append(f"tensor_parallel={shards}")

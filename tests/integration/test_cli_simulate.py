@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from floodplain.cli.main import main
+from floodplain.sim.compare import read_run
 from floodplain.sim.prediction import Prediction, predict
 from floodplain.sim.scenario import read_scenario
 from floodplain.workload.traces import TraceRow
@@ -177,6 +178,7 @@ def _swap_times(folder: Path) -> None:
         (lambda folder: (folder / "requests.jsonl").write_text(""), "requests.jsonl has no request"),
         (lambda folder: (folder / "timeseries.csv").write_text("t,busy\n0,1\n"), "has no column running, waiting"),
         (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
+        (lambda folder: (folder / "meta.json").write_text('{"hardware": "A100"}'), "hardware must be an object"),
     ],
 )
 def test_a_spoilt_run_is_refused_in_one_line(
@@ -191,6 +193,31 @@ def test_a_spoilt_run_is_refused_in_one_line(
     assert main(["simulate", "--compare", str(folder)]) == 2
     line = capsys.readouterr().err
     assert words in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_run_tells_its_device_and_what_its_pool_depends_on(
+    tmp_path: Path, prediction: Prediction, device: str, name: str | None
+) -> None:
+    folder = record(tmp_path / "run", prediction)
+    pool = {"gpu_memory_utilization": 0.8, "block_size": 32, "enable_prefix_caching": False}
+    (folder / "meta.json").write_text(json.dumps({"hardware": {"device_name": device}, "kv_cache": pool}))
+    (folder / "timeseries.csv").write_text("t,running,waiting\n")
+    run = read_run(folder)
+    assert [each for each in run.sets if each.startswith("device=")] == ([] if name is None else [f"device={name}"])
+    engine = read_scenario(None, ["model=llama-3.1-8b", "device=h200", *run.sets]).engine
+    assert (engine.utilisation, engine.block_tokens, engine.prefix_cache) == (0.8, 32, False) and run.series == {}
 
 
 @pytest.mark.parametrize(
