@@ -254,6 +254,7 @@ def _timeline(result: Mapping[str, Any]) -> dict[str, Sequence[float]]:
 
 def draw_all(runs: Sequence[Run]) -> dict[str, Figure]:
     """Return every picture that the runs give, by name: ``ttft``, ``tpot``, ``pareto``, ``timeline``, ``strip``."""
+    runs = [(name.replace("$", r"\$"), result) for name, result in runs]  # else matplotlib reads formulas
     drawn = {
         "ttft": draw_ttft(runs),
         "tpot": draw_tpot(runs),

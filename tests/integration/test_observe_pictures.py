@@ -195,6 +195,12 @@ def test_pictures_are_reproducible_and_hardware_is_never_guessed() -> None:
     assert "hardware unknown" in subtitle([("x", {"model_id": "m"})])
 
 
+def test_a_name_with_dollars_is_no_formula() -> None:
+    names = ("a$x_^$b", "$$")
+    for figure in draw_all([run(name, 0.5) for name in names]).values():
+        assert all(name in to_svg(figure) for name in names)
+
+
 def test_a_run_without_timeline_or_answers_still_draws() -> None:
     bare = benchmark_result([], RunInfo(backend="openai", model_id="m", tokenizer_id="t"))
     assert list(draw_all([("empty", bare)])) == ["ttft", "tpot"]
