@@ -67,9 +67,11 @@ class BurstServer(VirtualServer):
         return num_prompts * -(-num_tokens // self._device.block_tokens) * self.block_bytes
 
     def try_burst(self, bursts: Bursts, factor: float, seed: int) -> dict[str, Any]:
-        """Serve one burst, and return its row of the profile."""
+        """Serve one burst, and return its row of the profile. UserError if none of its requests can be served."""
         asked = burst_requests(self._load, self._tokenizer, bursts.phases(factor), seed)
-        requests, _ = servable(asked, self._device)
+        requests, error = servable(asked, self._device)
+        if not requests:
+            raise UserError(f"all {len(asked)} requests of a burst are refused: {error}")
         begin_s, peaks = bursts.phases(factor)[0].duration_s, Peaks()
 
         def note(state: LoopState, now: float) -> None:

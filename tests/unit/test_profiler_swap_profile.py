@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
+from floodplain.cost.step_time import StepCost
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
@@ -96,3 +97,11 @@ def test_whole_blocks_of_the_longest_prompt_count_for_each() -> None:
 def test_flags_out_of_range_are_refused(flags: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         SwapProfileConfig(**({} if not flags or "step_line" in flags else {"step_line": (0.1, 0.1, 0.1)}), **flags)
+
+
+def test_a_burst_of_which_nothing_can_be_served_needs_no_zero_bytes() -> None:
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=2**20, max_model_len=16)
+    load = Load(WorkloadSpec(length_scale=1000.0, max_input=99, max_output=99))
+    server = BurstServer(config, open_model(config.model), StepCost(base_s=0.01), load)
+    with pytest.raises(UserError, match=r"requests of a burst are refused: .*max_model_len"):
+        server.try_burst(BURSTS, 3.0, seed=7)
