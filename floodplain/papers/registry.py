@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import Future, as_completed
 from types import MappingProxyType
 
 from floodplain.core.errors import UserError
@@ -23,6 +21,7 @@ from floodplain.papers import (
     pie_throughput,
 )
 from floodplain.papers.claims import Figure, Finding, Measured
+from floodplain.sim.sweeping import worker_pool
 
 PAPERS = {
     "aqua": "AQUA: Network-Accelerated Memory Offloading for LLMs in Scale-Up GPU Domains (ASPLOS 2025)",
@@ -72,15 +71,10 @@ def run_figures(figures: Sequence[Figure], seeds: Sequence[int], *, shows_progre
     from tqdm import tqdm
 
     runs = [(figure, *run) for figure in figures for run in figure.list_runs(seeds)]
-    num_processes = min(len(runs), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+    with worker_pool(len(runs)) as pool:
         futures: list[Future[Measured]] = [pool.submit(_run, figure.name, label, seed) for figure, label, seed in runs]
-        try:
-            for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not shows_progress):
-                future.result()  # the first error ends the others
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not shows_progress):
+            future.result()  # the first error ends the others
     done = {
         (figure.name, label, seed): future.result() for (figure, label, seed), future in zip(runs, futures, strict=True)
     }
