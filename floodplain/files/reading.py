@@ -55,6 +55,8 @@ def decode(data: bytes, path: Path, kind: str = "") -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if data.startswith(b"\x1f\x8b"):
+            raise UserError(f"{_named(path, kind)}: it is compressed: unpack it with gunzip") from error
         raise UserError(f"{_named(path, kind)}: it is not UTF-8 text (byte {error.start})") from error
 
 

@@ -24,12 +24,14 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     """The column names (lower case, stripped) and rows of a CSV file. Raises UserError if it is not a whole table."""
     lines = csv.reader(read_text(path, MAX_TABLE_BYTES).splitlines(), strict=True)
     try:
-        found = [(lines.line_num, values) for values in lines if values]
+        found = [(lines.line_num, values) for values in lines if any(map(str.strip, values))]
     except csv.Error as error:
         raise UserError(f"{path} line {lines.line_num} is not CSV: {error}") from error
     if not found:
         raise UserError(f"{path} is empty: expected a line with column names")
     header = tuple(name.strip().lower() for name in found[0][1])
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise UserError(f"{path} has two columns {twice[0]}: leave one of them out")
     for number, values in found[1:]:
         if len(values) != len(header):
             raise UserError(f"{path} line {number}: {len(values)} values under {len(header)} column names")

@@ -84,6 +84,8 @@ def _seconds_of_date(text: str) -> float:
 TIME_COLUMNS = ("t_s", "timestamp")
 MAX_SPAN_S = 1e9
 """Longest time from the first to the last request: more than these 30 years is a mistake in the file."""
+MAX_TIME_S = 1e11
+"""Latest start: in seconds since 1970 the year 5138, and milliseconds since then are beyond it from 1973 on."""
 _JSON_KEYS = ("timestamp", "input_length", "output_length")
 _TEXT_KEYS = ("conversations", "messages", "payload", "prompt", "text", "text_input")
 _REFUSED_KEYS = {
@@ -140,13 +142,15 @@ def load_trace(path: Path) -> Trace:
     it is unreadable, or has wrong columns or keys, a key that a replay by arrival time does not support, or no usable
     row.
     """
-    rows = list(_json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
+    rows = list(_json_rows(path) if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_rows(path))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
     start_s = usable[0].arrival_s
     if not usable[-1].arrival_s - start_s <= MAX_SPAN_S:
         raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds: are its times in another unit?")
+    if abs(start_s) > MAX_TIME_S:
+        raise UserError(f"{path} begins at {start_s:g} seconds: are its times in another unit?")
     shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in usable)
     return Trace(shifted, num_skipped=len(rows) - len(usable))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("azure.csv", AZURE, (TraceRow(0.0, 374, 44), TraceRow(1.25, 396, 109))),
         ("burst.csv", BURSTGPT, (TraceRow(0.0, 472, 18), TraceRow(113.0, 417, 276))),
         ("ours.csv", OURS, (TraceRow(0.0, 249, 619), TraceRow(25.0, 110, 5))),
+        ("excel.csv", AZURE + " , ,\r\n,,\r\n  \n", (TraceRow(0.0, 374, 44), TraceRow(1.25, 396, 109))),
+        ("mooncake.NDJSON", MOONCAKE, (TraceRow(0.0, 600, 26, (46, 57)), TraceRow(3.0, 1100, 52, (46, 47, 48)))),
         ("mooncake.jsonl", MOONCAKE, (TraceRow(0.0, 600, 26, (46, 57)), TraceRow(3.0, 1100, 52, (46, 47, 48)))),
     ],
 )
@@ -167,6 +170,8 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "", ("empty",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n0,1,1\n1e300,1,1\n", ("spans more than 1e+09 seconds",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n-1e308,1,1\n1e308,1,1\n", ("spans more than",)),
+        ("x.csv", "timestamp,prompt_tokens,output_tokens\n1715299200123,1,1\n1715299200999,1,1\n", ("another unit",)),
+        ("x.csv", "t_s,prompt_tokens,Prompt_Tokens,output_tokens\n0,1,2,1\n", ("two columns prompt_tokens",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1970-01-01,1,1\n9999-12-31,1,1\n", ("spans more than",)),
         ("x.jsonl", "[" * 100_000, ("x.jsonl", "nested too deeply")),
         ("x.jsonl", f'{{"timestamp": {"9" * 5000}}}', ("line 1", "too many digits")),
@@ -200,6 +205,9 @@ def test_a_bad_trace_gets_one_line_that_names_the_problem(
 def test_missing_and_binary_files_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         load_trace(tmp_path / "absent.csv")
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
+    with pytest.raises(UserError, match="it is compressed: unpack it with gunzip"):
+        load_trace(tmp_path / "b.csv.gz")
     (tmp_path / "b.csv").write_bytes(b"t_s\xff\xfe")
     with pytest.raises(UserError, match="UTF-8"):
         load_trace(tmp_path / "b.csv")
