@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         require("--plot", "matplotlib")
     runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)
     _report(args, config, runs)
+    if skipped := max(result["floodplain"]["skipped_rows"] or 0 for _, result in runs):
+        complain(f"{skipped} rows of traces are skipped: they record no prompt or no output token")
     failed = sum(int(result["failed"]) for _, result in runs)
     if failed:
         complain(f"{failed} requests are longer than the model or the KV pool allows, and were refused")

@@ -12,7 +12,7 @@ from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.sim.scenario import Scenario
 from floodplain.workload.spec import build_rows, prefix_block_tokens
-from floodplain.workload.traces import TraceRow
+from floodplain.workload.traces import TraceRow, load_trace
 
 _OWN_TOKENS = 2**31
 """Token ids from here on are of one request only."""
@@ -25,15 +25,22 @@ class Load:
         scenario: Its workload, or that of each of its tenants.
         rows: In place of its workload.
 
+    Attributes:
+        num_skipped: Rows of traces that could not be replayed; None without a trace.
+
     UserError if a file cannot be read, or there is no request.
     """
 
     def __init__(self, scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> None:
         specs = scenario.tenants if scenario.tenants and rows is None else {"": scenario.workload}
-        self._parts = {
-            name: _Part(name, place, prefix_block_tokens(spec), build_rows(spec) if rows is None else rows)
-            for place, (name, spec) in enumerate(specs.items())
-        }
+        self.num_skipped: int | None = None
+        self._parts: dict[str, _Part] = {}
+        for place, (name, spec) in enumerate(specs.items()):
+            trace = load_trace(spec.trace) if spec.trace and rows is None else None
+            if trace is not None:
+                self.num_skipped = (self.num_skipped or 0) + trace.num_skipped
+            made = build_rows(spec, trace) if rows is None else rows
+            self._parts[name] = _Part(name, place, prefix_block_tokens(spec), made)
         if not len(self):
             raise UserError("workload: there is no request")
 
@@ -91,6 +98,6 @@ class _Part:
 
 def _tokens(row: TraceRow, block_tokens: int, number: int) -> tuple[int, ...]:
     """One token for each shared prefix, repeated, and one for the rest: block keys depend on all tokens before."""
-    shared = row.prefix_ids[: row.prompt_tokens // block_tokens]
-    own = row.prompt_tokens - len(shared) * block_tokens
-    return sum(((prefix % _OWN_TOKENS,) * block_tokens for prefix in shared), ()) + (_OWN_TOKENS + number,) * own
+    ids = row.prefix_ids[: -(-row.prompt_tokens // block_tokens)]
+    shared = sum(((prefix % _OWN_TOKENS,) * block_tokens for prefix in ids), ())[: row.prompt_tokens]
+    return shared + (_OWN_TOKENS + number,) * (row.prompt_tokens - len(shared))

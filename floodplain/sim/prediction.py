@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from floodplain.core.lifecycle import Lifecycle
@@ -64,7 +64,10 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
             "most_streamed_layers": max(map(_most_streamed, fleet.engines)),
             "stream_stall_s": fleet.count(lambda engine: sum(step.stall_s for step in _steps(engine))),
             "relief": report_relief(fleet.groups, _pipelines(fleet)),
-            "tenants": {name: _for_users(answers.result_of(name, info)) for name in scenario.tenants},
+            "tenants": {
+                name: _for_users(answers.result_of(name, replace(info, goodput=spec.goodput or info.goodput)))
+                for name, spec in scenario.tenants.items()
+            },
             **leases,
         },
     }
@@ -124,6 +127,7 @@ def _info(scenario: Scenario, machine: Machine, load: Load) -> RunInfo:
         burstiness=spec.burstiness,
         max_concurrency=scenario.max_concurrency,
         seed=spec.seed,
+        skipped_rows=load.num_skipped,
         config=dict(scenario.written),
         goodput=spec.goodput or goals_from(_serve_alone(scenario, machine, load)),
         hardware=HardwareReport(name=f"simulated {num_gpus} x {scenario.device.name}", emulated=True),

@@ -153,15 +153,15 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
     ]
 
 
-def build_rows(spec: WorkloadSpec) -> Sequence[TraceRow]:
+def build_rows(spec: WorkloadSpec, trace: Trace | None = None) -> Sequence[TraceRow]:
     """Arrivals and lengths of the requests that ``build`` makes, without their texts.
 
-    UserError as from ``build``, and if lengths come from the texts of ``prompts``.
+    ``trace`` and UserError as of ``build``; UserError also if lengths come from the texts of ``prompts``.
     """
     if spec.prompts is not None and spec.trace is None and spec.lengths is None:
         raise UserError("prompts have lengths only with a tokenizer: give trace or lengths")
     arrivals_rng, lengths_rng, _ = np.random.default_rng(spec.seed).spawn(3)
-    return _rows(spec, arrivals_rng, lengths_rng, None)
+    return _rows(spec, arrivals_rng, lengths_rng, trace)
 
 
 def prefix_block_tokens(spec: WorkloadSpec) -> int:

@@ -100,6 +100,8 @@ def test_shared_prefixes_are_computed_once(tmp_path: Path) -> None:
     rows = [TraceRow(0.0, 1100, 1, (7, 9)), TraceRow(5.0, 1100, 1, (7, 9)), TraceRow(10.0, 1100, 1, (8, 9))]
     first, same, other = serve(make(tmp_path), *rows)
     assert (first.num_cached_tokens, same.num_cached_tokens, other.num_cached_tokens) == (0, 1024, 0)
+    _, again = serve(make(tmp_path), *[TraceRow(5.0 * place, 1100, 1, (7, 9, 4)) for place in range(2)])
+    assert again.num_cached_tokens == 1088  # a trace names the last, shorter block of a prompt, too
 
 
 def test_a_request_beyond_the_model_is_refused_and_the_others_are_served(tmp_path: Path) -> None:
