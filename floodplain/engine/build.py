@@ -15,7 +15,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
+from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtype
 from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots, plan_expansion
 from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.pool_limits import SteadyState, find_limits, read_steady_state
@@ -41,7 +41,7 @@ from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
-from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.tokenizer import Tokenizer, reachable
 from floodplain.model.weights.open_model import ModelSource, fingerprint_kv, open_model
 from floodplain.observe.start_log import StartLog
 from floodplain.policy.base import Policy

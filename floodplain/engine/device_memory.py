@@ -157,11 +157,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The token ids that the model has logits for: files may have others, such as -1 for none."""
-    return frozenset(token for token in token_ids if 0 <= token < vocab_size)
-
-
 def load_model(
     config: EngineConfig,
     source: ModelSource,

@@ -20,7 +20,7 @@ from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.device_memory import DeviceMemory, load_model, reachable, torch_dtype
+from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
@@ -29,7 +29,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.structure import Grammars, grammars_of
-from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.tokenizer import Tokenizer, reachable
 from floodplain.model.weights.open_model import fingerprint_kv, open_model
 from floodplain.observe.start_log import StartLog
 

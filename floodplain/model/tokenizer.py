@@ -66,3 +66,8 @@ class ByteTokenizer:
 
 Tokenizer = ByteTokenizer | HfTokenizer
 """The tokenizers of engine and server. Their methods may be called on several threads."""
+
+
+def reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """The token ids that the model has logits for: files may have others, such as -1 for none."""
+    return frozenset(token for token in token_ids if 0 <= token < vocab_size)
