@@ -19,12 +19,12 @@ import numpy.typing as npt
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import Structure, StructureKind
 from floodplain.model.hf_tokenizer import HfTokenizer
-from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.tokenizer import Tokenizer, reachable
 
 logger = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.int32]
-"""One bit for each token of the vocabulary, lowest first, [ceil(vocab / 32)]."""
+"""One bit for each token, lowest first, [ceil(vocab / 32)]; the tokenizer may have more tokens than the model."""
 
 NUM_KEPT = 64
 """Compiled grammars that a process keeps."""
@@ -50,8 +50,9 @@ class Grammars:
     """The grammars of one tokenizer and vocabulary. Methods may be called on several threads."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._ends = frozenset(token for token in tokenizer.eos_token_ids if token < vocab_size)
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)  # llguidance takes no tokenizer with more tokens
+        self._ends = reachable(tokenizer.eos_token_ids, vocab_size)
         self._compiled = lru_cache(NUM_KEPT)(self._compile)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structure masks")
         self._llguidance_tokenizer: Any = None

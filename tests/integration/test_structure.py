@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from floodplain import LLM, SamplingParams
 from floodplain.core.errors import UserError
@@ -21,6 +23,8 @@ from floodplain.core.sampling import ANY_OBJECT, MAX_STRUCTURE_CHARS, Structure,
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.model import structure as structure_module
+from floodplain.model.fast_tokenizer import FastTokenizer
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.structure import Grammars, structure_of_choices, structure_of_schema
 from floodplain.model.tokenizer import ByteTokenizer
 from tests.fakes.engine import serving
@@ -95,6 +99,17 @@ def test_a_structure_that_cannot_be_followed_is_one_line(structure: Structure, m
     with pytest.raises(UserError, match=message) as problem:
         Grammars(ByteTokenizer(VOCAB), VOCAB).check(structure)
     assert "\n" not in str(problem.value)
+
+
+def test_tokens_without_logits_and_ends_that_are_none_are_left_out_of_masks() -> None:
+    """Of fine-tuned models: a padding token without a row in the embedding, and -1 for an end that is none."""
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE({**letters, "</s>": 256, "[PAD]": 257}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "[PAD]"])
+    grammars = Grammars(HfTokenizer(FastTokenizer(backend), [-1, 256, 257, 300]), 257)
+    state = grammars.begin(structure_of_choices(["ab"]), backend.encode("ab").ids)
+    assert np.unpackbits(state.mask().view(np.uint8), bitorder="little")[:257].nonzero()[0].tolist() == [256]
 
 
 def test_a_structure_has_a_bounded_size() -> None:
