@@ -124,6 +124,15 @@ def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str) -> No
     assert name in refusal(write_gguf_file(tmp_path / "m.gguf", KEYS, {**TENSORS, name: torch.ones(64)}))
 
 
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    """Its header could be read, and the scales of its blocks would be wrong numbers."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "it is big-endian: convert it" in refusal(tmp_path / "m.gguf")
+
+
 def test_integers_are_no_weights(tmp_path: Path) -> None:
     name = "blk.0.attn_q.weight"
     changed = {**TENSORS, name: TENSORS[name].to(torch.int8)}

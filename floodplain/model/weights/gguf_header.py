@@ -164,10 +164,7 @@ def read_gguf(path: Path, changed_ns: int) -> Any:
             number = self.gguf_scalar_to_np.get(kind)
             if count == 0 or (number is None and kind != GGUFValueType.STRING):
                 return super()._get_field_parts(orig_offs, raw_type)
-            order = ">" if self.byte_order == "S" else "<"
-            parts = (
-                _read_strings(self.data, begin, count, order) if number is None else [self._get(begin, number, count)]
-            )
+            parts = _read_strings(self.data, begin, count) if number is None else [self._get(begin, number, count)]
             num_bytes = sum(part.nbytes for part in parts) + (8 * count if number is None else 0)
             places = list(range(len(head), len(head) + len(parts)))
             return 12 + num_bytes, [*head, *parts], places, [GGUFValueType.ARRAY, kind]
@@ -180,13 +177,12 @@ class _Walk:
         self._data = data
         self._position = 4
         self._num_elements = 0
-        self._order = "<"
 
     def walk(self) -> None:
         if self._data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        if not self._number("I") & 0xFFFF:  # a version of the other byte order
-            self._order = ">"
+        if not self._number("I") & 0xFFFF:  # its version is big-endian, and so are the numbers in its blocks
+            raise ValueError("it is big-endian: convert it with gguf-convert-endian FILE little")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         for _ in range(num_keys):
             self._skip_string()
@@ -200,8 +196,8 @@ class _Walk:
 
     def _number(self, kind: str) -> int:
         value: int
-        (value,) = struct.unpack_from(self._order + kind, self._data, self._position)
-        self._position += struct.calcsize(self._order + kind)
+        (value,) = struct.unpack_from(f"<{kind}", self._data, self._position)
+        self._position += struct.calcsize(f"<{kind}")
         return value
 
     def _skip(self, num_bytes: int) -> None:
@@ -214,7 +210,7 @@ class _Walk:
 
     def _skip_strings(self, count: int) -> None:
         """Skip strings in one loop: a vocabulary and its merges are most of a header, and a call for each is slow."""
-        read, position, end = struct.Struct(self._order + "Q").unpack_from, self._position, len(self._data)
+        read, position, end = struct.Struct("<Q").unpack_from, self._position, len(self._data)
         for _ in range(count):
             position += 8 + read(self._data, position)[0]
             if position > end:
@@ -248,9 +244,9 @@ class _Walk:
             self._skip_value(kind, depth)
 
 
-def _read_strings(data: Any, position: int, count: int, order: str) -> list[memoryview]:
+def _read_strings(data: Any, position: int, count: int) -> list[memoryview]:
     """The bytes of adjacent strings, each preceded by its length, as views of ``data``."""
-    view, read, strings = memoryview(data), struct.Struct(order + "Q").unpack_from, []
+    view, read, strings = memoryview(data), struct.Struct("<Q").unpack_from, []
     for _ in range(count):
         begin = position + 8
         position = begin + read(view, position)[0]
