@@ -124,6 +124,22 @@ def test_what_cannot_be_done_as_llama_cpp_does_is_named(name: str, changes: dict
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_token_that_is_stored_twice_is_found_in_linear_time() -> None:
+    class Counted(str):
+        num_compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.num_compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    tokens = [Counted(f"t{number}") for number in range(1000)]
+    with pytest.raises(UserError, match="tokens has 't999' more than once"):
+        tokenizer("qwen2", tokens=[*tokens, Counted("t999")], token_type=None)
+    assert Counted.num_compared < 10 * len(tokens)
+
+
 def test_a_merge_that_is_stored_twice_counts_once() -> None:
     merges = ["a b", "b c", "ab c", "a b"]
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "bc", "abc"]

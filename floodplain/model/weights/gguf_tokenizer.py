@@ -9,6 +9,7 @@ leading space. Its clean-up of spaces is not implemented: only ``llama_detokeniz
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -157,7 +158,7 @@ def _read_vocabulary(fields: Fields) -> _Vocabulary:
         raise fields.refusal(f"{_KEYS}tokens", "must be a list of strings")
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
     if len(set(tokens)) < len(tokens):
-        twice = next(token for number, token in enumerate(tokens) if tokens.index(token) < number)
+        twice = Counter(tokens).most_common(1)[0][0]
         raise UserError(f"{fields.where}: {_KEYS}tokens has {twice[:60]!r} more than once")
     types = _numbers(fields, "token_type", len(tokens), TokenType.NORMAL)
     controls = END_TEXTS.intersection(tokens)
