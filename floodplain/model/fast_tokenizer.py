@@ -58,6 +58,11 @@ class FastTokenizer:
     chat_template: str | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        template = self.chat_template or ""
+        if not all(
+            isinstance(one, str) for one in (template.values() if isinstance(template, Mapping) else [template])
+        ):
+            raise ValueError("the chat template must be a text, or several by name")
         self.backend.no_padding()
         self.backend.no_truncation()
 

@@ -103,6 +103,13 @@ def test_chat_templates_have_tokens_that_are_not_special() -> None:
     assert ours.encode("a$b") == tokenizer("qwen2").encode("a$b")
 
 
+@pytest.mark.parametrize("template", [5, True, ["a"], {"default": 5}])
+def test_a_chat_template_that_is_no_text_is_refused(template: object) -> None:
+    keys = {**keys_of("qwen2", data()), "tokenizer.chat_template": template}
+    with pytest.raises(ValueError, match="the chat template must be a text"):
+        read_gguf_tokenizer(Fields(keys, "m.gguf"))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "named"),
     [
