@@ -92,6 +92,7 @@ def read_folder(folder: Path, source: Path) -> FastTokenizer:
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
+    _expect_stated_ids(_json(folder / "tokenizer.json"), tokenizer.backend_tokenizer)
     return FastTokenizer.of_transformers(tokenizer)
 
 
@@ -110,8 +111,19 @@ def read_plain(folder: Path) -> FastTokenizer | None:
     if not (_is_complete(content, settings, names, folder) and _is_kept(kind, content, settings, config)):
         return None
     backend = Tokenizer.from_str(text)
+    _expect_stated_ids(content, backend)
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return FastTokenizer(backend, names, _templates(folder, settings))
+
+
+def _expect_stated_ids(content: Mapping[str, Any], backend: Tokenizer) -> None:
+    """Raise ValueError if the library gave an added token another id: it numbers them in their order, without gaps."""
+    for token in content.get("added_tokens") or ():
+        text, stated, found = token["content"], token["id"], backend.token_to_id(token["content"])
+        if found != stated:
+            raise ValueError(
+                f"{text!r:.60} is token {stated} in tokenizer.json, and {found} in use: ids must rise without gaps"
+            )
 
 
 def _json(path: Path) -> dict[str, Any]:

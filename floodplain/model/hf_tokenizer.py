@@ -47,7 +47,7 @@ class HfTokenizer:
 
         self._tokenizer, self._backend = tokenizer, tokenizer.backend
         own_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())  # ids may have gaps
         self.eos_token_ids = frozenset((*own_eos, *more_eos_token_ids))
         self.special_tokens: Mapping[str, int] = {
             token.content: int(number)

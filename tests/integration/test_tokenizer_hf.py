@@ -89,6 +89,26 @@ def test_special_tokens_and_ends_of_sequence(tokenizer: HfTokenizer) -> None:
     assert tokenizer.special_token_ids == {0, 1, 2}
 
 
+def test_an_added_token_that_is_renumbered_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    think = {**content["added_tokens"][0], "id": 900, "content": "<think>", "special": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": [*content["added_tokens"], think]}))
+    with pytest.raises(UserError, match=r"'<think>' is token 900 in tokenizer.json, and \d+ in use"):
+        HfTokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # read without transformers
+    with pytest.raises(UserError, match=r"is token 900 in tokenizer.json"):
+        HfTokenizer.from_folder(tmp_path)
+
+
+def test_a_token_beyond_a_gap_of_ids_has_its_text(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 900
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = HfTokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_size == 901
+    assert streamed(tokenizer, [], [900, 899, 900]) == tokenizer.decode([900, 899, 900]) != ""
+
+
 # -- the text of tokens ------------------------------------------------------------------------------------------------
 
 
