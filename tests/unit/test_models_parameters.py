@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import shape_named
 from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
@@ -83,6 +84,20 @@ class _Ones:
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         target.fill_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(value: float, dtype: torch.dtype) -> None:
+    class Damaged(DummyModel):
+        def fill(self, target: torch.Tensor, name: str) -> None:
+            super().fill(target, name)
+            if name == "model.layers.1.mlp.down_proj.weight":
+                target[-1, 3] = value
+
+    source = Damaged("tiny-llama")
+    with pytest.raises(UserError, match=r"the weights 'model.layers.1.mlp.down_proj.weight' have NaN or infinite"):
+        load_decoder(source.config, source, dtype=dtype, device=CPU, block_tokens=4)
 
 
 def test_equal_parameters_are_equal_bytes_in_any_memory() -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from floodplain.core.errors import InvariantError
+from floodplain.core.errors import InvariantError, UserError
 
 ALIGN_BYTES = 64
 
@@ -107,6 +107,8 @@ def fill_buffer(
         rows = torch.split(views[spec.name], [part.shape[0] for part in spec.parts])
         for part, target in zip(spec.parts, rows, strict=True):
             source.fill(target, part.name)
+            if not torch.stack(target.aminmax()).isfinite().all():
+                raise UserError(f"the weights {part.name!r} have NaN or infinite numbers: get an undamaged copy")
     _clear_gaps(buffer.tensor, specs, dtype)
     buffer.is_filled = True
     return views
