@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,24 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(monkeypa
         model = ModelConfig.of_shape(replace(shape_named("tiny-llama"), vocab_size=size))
         with pytest.raises(UserError, match=rf"parameters take \S+ (MiB|TiB), more than the {show_size(FREE)} that"):
             DeviceMemory(EngineConfig(model="m", kv_memory=1), model, HostBackend(), torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "smaller"), [("float32", "model, or --dtype bfloat16"), ("bfloat16", "model")])
+def test_a_model_too_large_says_what_is_smaller(dtype: str, smaller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "available_bytes", lambda: 1000)
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=1, dtype=dtype)
+    with pytest.raises(UserError, match=f"choose a smaller {smaller}$"):
+        DeviceMemory(config, open_model(config.model).config, HostBackend(), getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(("times", "fits"), [(1, False), (2, True)])
+def test_a_pool_must_fit_beside_the_parameters(times: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=FREE)
+    model = open_model(config.model).config
+    monkeypatch.setattr(backend, "available_bytes", lambda: FREE + times * model.shape.param_bytes(4))
+    wanted = "--kv-memory 1MiB is more than the .* free beside the model's parameters: lower it"
+    with nullcontext() if fits else pytest.raises(UserError, match=wanted):
+        DeviceMemory(config, model, HostBackend(), torch.float32).close()
 
 
 # -- available host memory ---------------------------------------------------------------------------------------------

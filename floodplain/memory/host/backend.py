@@ -47,7 +47,7 @@ class HostBackend:
         """Open memory for one engine, and let the process keep the memory of freed activations."""
         keep_activation_pages()
         kv_bytes = kv_bytes or DEFAULT_KV_BYTES
-        _expect_available(kv_bytes, param_bytes)
+        _expect_available(kv_bytes, param_bytes, layout.dtype)
         quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
         capacity_bytes = kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES
         if shared_name is None:
@@ -97,16 +97,20 @@ class HostBackend:
         return SlotMover(host, peer, HostTransferEngine(SlotStore(host), peer, links)).start()
 
 
-def _expect_available(kv_bytes: int, param_bytes: int) -> None:
+def _expect_available(kv_bytes: int, param_bytes: int, dtype: torch.dtype) -> None:
     available = available_bytes()
     if param_bytes > available:
+        smaller = "" if dtype == torch.bfloat16 else ", or --dtype bfloat16"
         raise UserError(
             f"the model's parameters take {show_size(param_bytes)}, more than the {show_size(available)} that this "
-            "machine has free: choose a smaller model, or --dtype bfloat16"
+            f"machine has free: choose a smaller model{smaller}"
         )
-    if kv_bytes > available:
-        asked, free = format_size(kv_bytes), show_size(available)
-        raise UserError(f"--kv-memory {asked} is more than the {free} that this machine has free: lower it")
+    if kv_bytes > available - param_bytes:
+        asked, left = format_size(kv_bytes), show_size(available - param_bytes)
+        raise UserError(
+            f"--kv-memory {asked} is more than the {left} that this machine has free beside the model's parameters: "
+            "lower it, or choose a smaller model"
+        )
 
 
 def _processor() -> str:
