@@ -67,6 +67,11 @@ def test_rope_is_read_as_old_and_new_versions_of_transformers_write_it(
     assert parse(LLAMA, **changes).rope == rope
 
 
+def test_null_is_an_absent_key() -> None:
+    rope = {"rope_theta": 5e5, "rope_type": "default", "type": None, "partial_rotary_factor": None}
+    assert parse(LLAMA, rope_theta=None, rope_parameters=rope) == parse(LLAMA, rope_theta=5e5)
+
+
 def test_families_differ_where_they_should() -> None:
     assert parse(LLAMA, architectures=["Qwen2ForCausalLM"]).shape.qkv_bias
     assert parse(LLAMA, architectures=["Qwen3ForCausalLM"], head_dim=32).qk_norm

@@ -65,7 +65,7 @@ class Fields:
 
     def number_or_none(self, key: str) -> float | None:
         """A finite number above 0, or None if the key is absent or ``null``."""
-        return None if self.value(key, None) is None else self.number(key)
+        return None if self.value(key, None) is None else self.number(key, None)
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """``length`` finite numbers above 0."""

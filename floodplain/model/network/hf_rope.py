@@ -26,8 +26,8 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
     scaling, parameters = config.child("rope_scaling"), config.child("rope_parameters")
     rope = scaling or parameters or Fields({}, config.where)
     kind, original = _read_kind(rope), config.whole_or_none("original_max_position_embeddings")
-    rope.require("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    rope.require("partial_rotary_factor", 1.0, None)
+    theta = rope.number("rope_theta", config.number_or_none("rope_theta") or 10_000.0)
     if kind in _SCALED_TYPES:
         inner = rope.whole("original_max_position_embeddings", max_position, least=2)
         found = _parse_scaled(kind, rope, theta, head_dim, (original or inner, max_position))
@@ -48,7 +48,7 @@ def _read_kind(rope: Fields) -> str:
     kind = rope.text("rope_type", rope.value("type", "default"))
     rope.require("rope_type" if "rope_type" in rope else "type", *_TYPES)
     if "type" in rope:
-        rope.require("type", kind)
+        rope.require("type", kind, None)
     return kind
 
 
