@@ -103,7 +103,7 @@ def test_families_differ_where_they_should() -> None:
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
             "rope_parameters.rope_theta=500000.0",
         ),
-        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported: use a .gguf"),
         (LLAMA, {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
         (LLAMA, {"head_dim": 15}, "head_dim=15 must be even"),
         (LLAMA, {"vocab_size": 0}, "vocab_size=0 must be a whole number"),

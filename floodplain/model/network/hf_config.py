@@ -110,7 +110,8 @@ def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.j
     Raises UserError if a key is missing, malformed or unknown here, or asks for something that is not supported.
     """
     fields = Fields(config, where)
-    fields.require("quantization_config", None)
+    if fields.value("quantization_config", None) is not None:
+        raise fields.refusal("quantization_config", "is not supported: use a .gguf file or unquantised weights")
     model_type = _model_type(fields)
     parsed = _parse_opt(fields, name) if model_type == "opt" else _parse_llama(fields, name, _LLAMA_LIKE[model_type])
     for key in TOKEN_IDS:
