@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
-from floodplain.model.weights.peek import is_hub_id
+from floodplain.model.weights.peek import hub_folder, is_hub_id
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -64,11 +66,39 @@ def peek(model: str, cache: Path) -> str:
             "'org/other' is no file or folder here, and as a model of the Hugging Face hub: it is not in the",
         ),
         ("org/tiny@v3", "'org/tiny@v3' is no file or folder here"),
+        ("org/model--x", "'org/model--x' is no file or folder here, and as a model of the Hugging Face hub: it is not"),
     ],
 )
 def test_a_model_of_the_hub_comes_from_the_cache(cache: Path, model: str, shown: str) -> None:
     found = peek(model, cache)
     assert found.startswith(shown) and "\n" not in found
+
+
+def test_a_snapshot_without_files_that_are_not_needed_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Incomplete(FileNotFoundError):
+        snapshot_path = str(tmp_path)
+
+    def download(name: str, **_: object) -> str:
+        raise Incomplete("LICENSE.txt is missing")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub_folder("org/tiny") == tmp_path
+
+
+def test_weights_that_are_not_read_are_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    published = [
+        "config.json", "tokenizer.json", "additional_chat_templates/tool_use.jinja", "model-00001-of-00002.safetensors",
+        "consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "onnx/model.safetensors", "model.bin",
+    ]  # fmt: skip
+    seen: list[str] = []
+
+    def download(name: str, revision: str | None, **patterns: list[str]) -> str:
+        seen.extend(filter_repo_objects(published, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub_folder("mistralai/Mistral-7B-Instruct-v0.3") == tmp_path
+    assert seen == published[:4]
 
 
 @pytest.mark.parametrize("model", ["a", "/a/b", "./a/b", "../a", "a/b/c", "a/b@", "a b/c", "~/a", "dummy:a/b"])

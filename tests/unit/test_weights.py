@@ -216,6 +216,8 @@ def test_names_that_cannot_be_looked_up_are_no_model(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     for name in ("x" * 300, "a\0b", str(loop), "/dev/zero"):
         assert "there is no model" in refusal(name)
+    blob = write_gguf(tmp_path / "sha256-1")
+    assert "/sha256-1' does not end in .gguf; MODEL is" in refusal(blob)
 
 
 # -- former module names can still be imported -------------------------------------------------------------------------

@@ -20,13 +20,12 @@ from floodplain.model.network.hf_config import TOKEN_IDS, parse_hf_config
 from floodplain.model.network.load import HEAD_NAME, parameter_parts
 from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
+from floodplain.model.weights.peek import SAME_WEIGHTS, find_config
 
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SAME_WEIGHTS = "consolidated*.safetensors"
-"""Mistral publishes the weights a second time, under the names of its own code."""
 _OTHER_WEIGHTS = {
     "hf_quant_config.json": "quantised weights",
     "quant_config.json": "quantised weights",
@@ -86,7 +85,7 @@ class HfFolder:
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name
         self._folder = folder
-        config = self._parse_config(folder / "config.json")
+        config = self._parse_config(find_config(folder))
         for file, kind in _OTHER_WEIGHTS.items():
             if is_file(folder / file):
                 raise UserError(f"{folder / file}: {kind} is not supported; use merged, unquantised weights")
@@ -107,8 +106,6 @@ class HfFolder:
         return HfTokenizer.from_folder(self._folder, self._eos_token_ids)
 
     def _parse_config(self, path: Path) -> ModelConfig:
-        if not is_file(path):
-            raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
         content = read_json_object(path, keys_once=False)  # the last one counts, as in transformers
         with parsing(path):
             self._eos_token_ids = Fields(content, str(path)).token_ids("eos_token_id")
@@ -187,7 +184,7 @@ class _SafetensorsFiles:
 
     def _refuse_other_files(self, files: list[str]) -> None:
         for path in sorted(self._folder.glob("*.safetensors")):
-            if path.name not in files and not path.match(_SAME_WEIGHTS):
+            if path.name not in files and not path.match(SAME_WEIGHTS):
                 listed = f"is not in {_INDEX}" if files != [_SINGLE] else f"is not read beside {_SINGLE}"
                 raise UserError(f"{path}: this file of weights {listed}; remove it, or list its tensors there")
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from pathlib import Path
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape, shape_named
-from floodplain.files.parsing import parsing, read_json_object
+from floodplain.files.parsing import parsing, read_json_object, reason_of
 from floodplain.files.reading import is_file, is_folder
 from floodplain.model.tokenizer_view import VOCABULARIES
+
+logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 """What a model needs: configuration, weights, tokenizer. Weights in other formats are not read."""
+
+SAME_WEIGHTS = "consolidated*.safetensors"
+"""Mistral publishes the weights a second time, under the names of its own code."""
+_OTHER_WEIGHTS = [SAME_WEIGHTS, "*/*.safetensors"]
+"""Files of weights that are not read."""
 
 
 def is_hub_id(model: str) -> bool:
@@ -36,7 +44,7 @@ def hub_folder(model: str) -> Path:
     assert found is not None
     name, revision = found["name"], found["revision"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES, ignore_patterns=_OTHER_WEIGHTS))
     except GatedRepoError:
         problem = f"it wants its licence accepted at https://huggingface.co/{name}, and HF_TOKEN set"
     except RepositoryNotFoundError:
@@ -45,8 +53,12 @@ def hub_folder(model: str) -> Path:
         problem = f"it has no revision {revision!r}"
     except HfHubHTTPError as error:
         problem = f"the hub answered {str(error).splitlines()[0]}"
-    except OSError as error:  # not reachable, or HF_HUB_OFFLINE is set
-        problem = f"it is not in the cache, and cannot be downloaded ({(str(error).splitlines() or ['no reason'])[0]})"
+    except Exception as error:  # not reachable, HF_HUB_OFFLINE is set, a proxy fails, or it is no name of the hub
+        cached = getattr(error, "snapshot_path", None)
+        if cached is not None:  # files are missing that another program did not need
+            logger.warning("%s: %s", model, reason_of(error))
+            return Path(cached)
+        problem = f"it is not in the cache, and cannot be downloaded ({reason_of(error)})"
     raise UserError(f"{model!r} is no file or folder here, and as a model of the Hugging Face hub: {problem}")
 
 
@@ -80,12 +92,20 @@ def find_model(model: str) -> Path:
     return path
 
 
+def find_config(folder: Path) -> Path:
+    """The ``config.json`` of a model's folder. Raises UserError if it is missing."""
+    path = folder / "config.json"
+    if not is_file(path):
+        raise UserError(
+            f"{path} is missing; MODEL must be a folder with a complete Hugging Face model, or a .gguf file"
+        )
+    return path
+
+
 def _shape_of_folder(folder: Path) -> ModelShape:
     from floodplain.model.network.hf_config import parse_hf_config
 
-    path = folder / "config.json"
-    if not is_file(path):
-        raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
+    path = find_config(folder)
     if not any(is_file(folder / file) for file in VOCABULARIES):
         raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
     content = read_json_object(path)
@@ -113,5 +133,8 @@ def packaged_smollm2() -> Path:
 
 
 def unknown_model(model: str) -> UserError:
-    """The error for a name that is no model's."""
-    return UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")
+    """The error for a name that is no model's, or of a file of another kind."""
+    fault = (
+        f"the name of {model!r} does not end in .gguf" if is_file(Path(model)) else f"there is no model at {model!r}"
+    )
+    return UserError(f"{fault}; MODEL is {_FORMS}")
