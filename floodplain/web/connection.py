@@ -79,17 +79,29 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
-        if self._reading is Reading.HEAD:
-            self._num_raw_bytes += len(data)
+        self._num_raw_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return  # RFC 9110, 7.8: a server may ignore the header
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._is_parsed_again:
+                self._parse_without_upgrade(data[upgrade.args[0] :])
+            return
         except httptools.HttpParserError:
             self._refuse(*(self._problem or (400, "the request is not valid HTTP/1.1")))
             return
-        if self._reading is Reading.HEAD and self._num_raw_bytes > self._limits.max_head_bytes:
+        if self._reading is not Reading.NOTHING and self._num_raw_bytes > self._limits.max_head_bytes:
             self._refuse(*self._head_problem())
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request anew without its ``Upgrade``, which a server may ignore. Source: RFC 9110, 7.8.
+
+        The parser takes the ``rest`` after such a head for another protocol, and finds no body in it.
+        """
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     # -- the parser's side -----------------------------------------------------------------------------------------
 
@@ -100,7 +112,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_begin()
         self._turn(Reading.HEAD)
         self._has_begun = True
-        self._num_headers = self._num_head_bytes = self._num_raw_bytes = 0
+        self._num_headers = self._num_head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request line."""
@@ -108,20 +120,32 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
+        """One header, or a trailer after the body, which is not merged into the headers (RFC 9110, 6.5.1)."""
         self._num_headers += 1
         self._count_head(len(name) + len(value) + len(b": \r\n"))
-        super().on_header(name, value)
+        if self._reading is Reading.HEAD:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The headers are complete; uvicorn calls the application."""
-        self._turn(Reading.BODY)
-        super().on_headers_complete()
+        if not self._is_parsed_again:
+            self._turn(Reading.BODY)
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body. Between two parts there are at most as many bytes as in a head."""
+        self._num_raw_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request is complete."""
-        self._turn(Reading.NOTHING)
-        super().on_message_complete()
+        if not self._is_parsed_again:
+            self._turn(Reading.NOTHING)
+            super().on_message_complete()
+
+    @property
+    def _is_parsed_again(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         cycle.scope[ABORT_SCOPE_KEY] = self.transport.abort  # type: ignore[literal-required]
@@ -205,7 +229,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Disables uvicorn's deadline for an idle connection, which may lose a request; ``check`` has its own."""
 
     def _turn(self, reading: Reading) -> None:
-        self._reading, self._since_s = reading, self._clock()
+        self._reading, self._since_s, self._num_raw_bytes = reading, self._clock(), 0
 
     def _give_up(self) -> None:
         if self._reading is Reading.NOTHING or not self._has_begun:

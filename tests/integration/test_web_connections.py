@@ -51,8 +51,8 @@ class Clock:
 class LimitedServer(StoppableServer):
     """Responds with the length of the body.
 
-    ``/hold`` responds when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB, and
-    ``/abort`` does too, but closes the connection when ``release`` is set.
+    ``/hold`` responds when ``release`` is set, ``/deaf`` does not even read before that, ``/early`` responds without,
+    ``/flood`` sends 64 MiB, and ``/abort`` does too, but closes the connection when ``release`` is set.
     """
 
     failure = None
@@ -60,6 +60,7 @@ class LimitedServer(StoppableServer):
     def __init__(self, limits: ConnectionLimits = LIMITS, sock: socket.socket | None = None) -> None:
         self.clock = Clock()
         self.paths: list[str] = []
+        self.headers: list[tuple[bytes, bytes]] = []
         self.release = asyncio.Event()
         self.port = 0
         self._is_ready = threading.Event()
@@ -127,11 +128,12 @@ class LimitedServer(StoppableServer):
         if scope["path"] == "/deaf":
             await self.release.wait()
         num_bytes, has_more = 0, True
-        while has_more:
+        while has_more and scope["path"] != "/early":
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             num_bytes, has_more = num_bytes + len(message["body"]), message["more_body"]
+        self.headers = scope["headers"]
         if scope["path"] == "/hold":
             await self.release.wait()
         if scope["path"] == "/abort":
@@ -245,6 +247,37 @@ def test_a_request_of_two_lengths_is_refused(lengths: bytes, server: LimitedServ
     assert "/y" not in server.paths[before:]
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(("length", "body"), [(b"Content-Length: 3\r\n", b"abc"), (CHUNKED, b"3\r\nabc\r\n0\r\n\r\n")])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_body_arrives_although_its_client_offers_http_2(
+    length: bytes, body: bytes, is_split: bool, server: LimitedServer
+) -> None:
+    """Java's client offers it with every request. What follows is a request of the same connection."""
+    head = b"POST /x HTTP/1.1\r\nHost: a\r\n" + UPGRADE + length + b"\r\n"
+    parts = [head, body[:1], body[1:]] if is_split else [head + body]
+    with server.connect() as client:
+        for _ in range(2):
+            for part in parts:
+                client.sendall(part)
+                server.settle(1)
+            assert read_answer(client).endswith(b"1\r\n3\r\n0\r\n\r\n")
+        client.sendall((head + body) * 2 + HEAD + b"\r\nabc")
+        answers = b""
+        while answers.count(b"\r\n0\r\n\r\n") < 3:
+            answers += read_answer(client)
+        assert answers.count(b"HTTP/1.1 200") == answers.count(b"1\r\n3\r\n0\r\n\r\n") == 3
+
+
+def test_a_tunnel_is_answered_as_any_other_request(server: LimitedServer) -> None:
+    for target, status in ((b"a:443", b"HTTP/1.1 400"), (b"http://a/b", b"HTTP/1.1 ")):
+        with server.connect(b"CONNECT " + target + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\nabc") as client:
+            assert read_all(client).startswith(status)
+
+
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_connection_with_an_unread_request_is_not_closed(is_stopping: bool, server: LimitedServer) -> None:
     """The request is in the kernel when the idle time is over, or the server stops."""
@@ -343,6 +376,29 @@ def test_an_endless_head_is_not_kept(endless: bytes, server: LimitedServer) -> N
         assert read_all(client).startswith(b"HTTP/1.1 431")
     server.pass_time(LIMITS.linger_s + 1)
     server.settle(0)
+
+
+@pytest.mark.parametrize("endless", [b"3\r\nabc\r\n0\r\nX: ", b"3\r\nabc\r\n0\r\n", b"3;x="])
+@pytest.mark.parametrize("path", [b"/x", b"/early"])
+def test_endless_trailers_are_not_kept(path: bytes, endless: bytes, server: LimitedServer) -> None:
+    """Nor endless extensions of a chunk; also after the answer, as if no key was given."""
+    more = b"X: a\r\n" * 40_000 if endless.endswith(b"0\r\n") else b"a" * 250_000
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\n%b\r\n" % (path, CHUNKED)
+    with server.connect(head) as client:
+        if path == b"/early":
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            client.sendall(endless + more)
+            assert read_all(client)[:12] == (b"" if path == b"/early" else b"HTTP/1.1 431")
+    server.pass_time(LIMITS.linger_s + 1)
+    server.settle(0)
+
+
+def test_bytes_between_chunks_have_no_bound_together(server: LimitedServer) -> None:
+    body = b"1\r\na\r\n" * LIMITS.max_head_bytes + b"0\r\nX-Trailer: a\r\n\r\n"
+    with server.connect(b"POST /x HTTP/1.1\r\nHost: a\r\n" + CHUNKED + b"\r\n" + body) as client:
+        assert read_answer(client).endswith(b"\r\n%d\r\n0\r\n\r\n" % LIMITS.max_head_bytes)
+    assert b"x-trailer" not in [name for name, _ in server.headers]
 
 
 def test_a_pipeline_is_answered_in_order_up_to_its_limit(server: LimitedServer) -> None:
