@@ -20,7 +20,8 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
     """(line number, words) of every line of a file of secrets that is neither blank nor a ``#`` comment.
 
     Its mode must be 0600 or stricter, or 0440 with a group of this process's, as Kubernetes mounts secrets
-    (``fsGroup``). Raises UserError, which names it as ``kind``, if it is unreadable or others may use it.
+    (``fsGroup``). Raises UserError, which names it as ``kind``, if it is unreadable, others may use it, or a comment
+    follows other words: one of those would count as the secret.
     """
     content = read_file(path, MAX_SECRETS_BYTES, f"the {kind}")
     text = decode(content.data, path, f"the {kind}")
@@ -28,7 +29,11 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
         told = f"others may use the {kind} {path} (mode {content.mode:04o}, group {content.gid})"
         raise UserError(f"{told}: run chmod 600 {path}, or chmod 440 if its group is one of this process's")
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]
-    return [(number, words) for number, words in lines if words and not words[0].startswith("#")]
+    found = [(number, words) for number, words in lines if words and not words[0].startswith("#")]
+    for number, words in found:
+        if any(word.startswith("#") for word in words):
+            raise UserError(f"{path}, line {number}: a comment needs a line of its own, and no word begins with #")
+    return found
 
 
 def read_secret(path: Path, kind: str) -> str:

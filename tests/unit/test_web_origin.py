@@ -113,6 +113,15 @@ def test_a_secret_is_the_last_word_of_the_first_line_that_is_one(tmp_path: Path)
         read_secret(secret_file(tmp_path, "# nothing\n"), "token file")
 
 
+@pytest.mark.parametrize("line", ["s3cret # of bob", "s3cret #bob", "bob s3cret #", "consumer gpu-* s3cret # bob"])
+def test_a_comment_behind_a_secret_is_refused(line: str, tmp_path: Path) -> None:
+    """Its last word would be the secret, and anything before it a name, which logs and metrics show."""
+    path = secret_file(tmp_path, f"other\n{line}\n")
+    for read in (read_secret_lines, read_secret):
+        with pytest.raises(UserError, match=f"{path}, line 2: a comment needs a line of its own"):
+            read(path, "token file")
+
+
 def test_an_unreadable_file_is_refused_by_its_kind(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "none", tmp_path, tmp_path / "bytes"):
