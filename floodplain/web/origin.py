@@ -77,10 +77,13 @@ class OriginGate:
 
 
 def expect_own_names(scope: Scope, names: OwnNames) -> None:
-    """Raise ApiError 403 if ``Host`` or ``Origin`` is not this service's."""
+    """Raise ApiError 403 if ``Host`` or ``Origin`` is not this service's.
+
+    Without ``Host`` the sender is no browser: it may be the health check of a balancer that speaks HTTP/1.0.
+    """
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     host = hosts[0] if len(hosts) == 1 else ""
-    if not names.has_host(host):
+    if hosts and not names.has_host(host):
         told = f"this service is not {_shown(host)}: ask it by the name in its --host, or in a coordinator's --url"
         raise ApiError(403, told, code="wrong_host")
     wrong = next((origin for origin in origins if not names.has_origin(origin, host)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.files.reading import FileContent
 from floodplain.web.bearer import find_bearer, read_secret, read_secret_lines
-from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
+from floodplain.web.errors import ApiError
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_own_names
 from tests.support.secret_files import secret_file
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1:8100", "127.9.9.9:1", "localhost", "LOCALHOST:8100", "[::1]", "[::1]:8100"]
@@ -67,6 +69,23 @@ def test_an_origin_is_where_the_request_went_or_the_url(origin: str, host: str, 
 def test_no_other_text_is_a_name_of_ours(host: str, origin: str) -> None:
     assert not LOOPBACK_ONLY.has_host(f"evil.{host}")
     assert not LOOPBACK_ONLY.has_origin(f"evil.{origin}", "127.0.0.1:8100")
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_own"),
+    [
+        ([], True),
+        ([(b"host", b"127.0.0.1")], True),
+        ([(b"host", b"")], False),
+        ([(b"host", b"evil.example")], False),
+        ([(b"host", b"127.0.0.1"), (b"host", b"127.0.0.1")], False),
+        ([(b"origin", b"http://127.0.0.1")], False),
+    ],
+)
+def test_a_request_without_host_is_of_no_page(headers: list[tuple[bytes, bytes]], is_own: bool) -> None:
+    """Balancers' checks over HTTP/1.0 have none; browsers send one."""
+    with nullcontext() if is_own else pytest.raises(ApiError):
+        expect_own_names({"headers": headers}, LOOPBACK_ONLY)
 
 
 # -- bearer tokens -----------------------------------------------------------------------------------------------------
