@@ -217,7 +217,7 @@ class DeadlineConnection:
     def __init__(self, scheme: str, host: str, port: int | None) -> None:
         self._context = ssl.create_default_context() if scheme == "https" else None
         kind = http.client.HTTPConnection if self._context is None else http.client.HTTPSConnection
-        self._http: Any = kind(host, port)
+        self._http: Any = kind(f"[{host}]" if ":" in host else host, port)
         self._socket: _DeadlineSocket | None = None
         self._has_hung_up = False
 

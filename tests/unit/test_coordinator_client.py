@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from contextlib import closing
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -316,6 +316,20 @@ def test_an_address_may_have_spaces_around_it_and_a_slash_behind(url: str) -> No
 def test_an_address_of_ipv6_is_shown_in_brackets() -> None:
     with pytest.raises(CoordinatorUnreachable, match=r"http://\[::1\]:1 does not answer"):
         CoordinatorClient("http://[::1]:1").list_leases()
+
+
+@pytest.mark.parametrize(("url", "port"), [("http://[2001:db8::7]", 80), ("https://[::1]", 443), ("http://[::1]:9", 9)])
+def test_an_address_of_ipv6_may_lack_its_port(url: str, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def note(host: str, port: int, **_: object) -> NoReturn:
+        asked.append((host, port))
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", note)
+    with pytest.raises(CoordinatorUnreachable, match="no network"):
+        CoordinatorClient(url).list_leases()
+    assert asked == [(url.partition("[")[2].partition("]")[0], port)]
 
 
 # -- the agent with peers that answer wrongly or not at all ------------------------------------------------------------
