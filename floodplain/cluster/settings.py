@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_args
@@ -273,7 +274,11 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not host or not port.isascii() or not port.isdigit() or int(port) >= 2**16:
+    try:
+        host.encode("idna")  # as the system's resolver will be asked
+    except UnicodeError:
+        host = ""
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 2**16:
         raise UserError(f"{flag} must be HOST:PORT, not {text!r}")
     return host, int(port)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
@@ -41,10 +42,18 @@ def shown(url: str) -> str:
     return f"{head.partition('//')[0]}//{tail}" if head else url
 
 
+def resolve(host: str, port: int, kind: socket.SocketKind) -> Any:
+    """The first address of a name as ``getaddrinfo`` has it, one of IPv4 if there is one. Raises OSError if none is.
+
+    ``localhost`` is ``127.0.0.1`` even where ``::1`` comes first: on some machines without IPv6, too.
+    """
+    return min(socket.getaddrinfo(host, port, type=kind), key=lambda one: one[0] != socket.AF_INET)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket that refuses clients until the service listens. Raises UserError if it cannot be bound."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = resolve(host, port, socket.SOCK_STREAM)
         sock = socket.socket(family, kind, proto)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -212,8 +212,9 @@ def test_flags_that_contradict_are_one_line_with_the_reason() -> None:
     ):
         with pytest.raises(UserError, match=words):
             ClusterConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="--join must be HOST:PORT"):
-        InstanceConfig(join="host:99999", instance_token_file="f")
+    for join in ("host:99999", f"host:{'9' * 5000}", "a..b:1", f"{'a' * 64}:1", ":1", "host:+1"):
+        with pytest.raises(UserError, match="--join must be HOST:PORT"):
+            InstanceConfig(join=join, instance_token_file="f")
     with pytest.raises(UserError, match="--device-name gpu is for one engine, and --instances 2 gives the same"):
         config_of_instance(replace(engine, device_name="gpu"), 2, 0)
     with pytest.raises(UserError, match="--coordinator http://c is for one engine"):

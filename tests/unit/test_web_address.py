@@ -44,6 +44,17 @@ def test_a_port_that_is_taken_is_refused_in_one_line() -> None:
             bind("127.0.0.1", port)
 
 
+def test_a_name_of_both_kinds_of_address_is_bound_to_that_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that are told 127.0.0.1 reach ``--host localhost``."""
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    with closing(bind("localhost", 0)) as sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
 def test_this_machine_alone_is_loopback(host: str) -> None:
     assert is_loopback(host)

@@ -19,6 +19,7 @@ from floodplain.cluster.wire.messages import Denied, Hello, InstanceFacts, Welco
 from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.web.address import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ def find_own_host(router_host: str) -> str:
     Raises ``UserError`` if there is none.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(router_host, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, proto, _, address = resolve(router_host, 9, socket.SOCK_DGRAM)
         with socket.socket(family, kind, proto) as sock:
             sock.connect(address)  # of a datagram socket: nothing is sent
             return str(sock.getsockname()[0])
