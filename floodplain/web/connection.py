@@ -127,10 +127,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The headers are complete; uvicorn calls the application."""
+        """The headers are complete; uvicorn calls the application, or raises for a target that is none."""
         if not self._is_parsed_again:
-            self._turn(Reading.BODY)
             super().on_headers_complete()
+            self._turn(Reading.BODY)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body. Between two parts there are at most as many bytes as in a head."""

@@ -412,7 +412,12 @@ def test_a_pipeline_is_answered_in_order_up_to_its_limit(server: LimitedServer) 
 
 
 @pytest.mark.parametrize(
-    "sent", [b"NONSENSE\r\n\r\n", b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n"]
+    "sent",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"GET http://a HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+    ],
 )
 def test_what_is_not_http_is_refused_in_our_words(sent: bytes, server: LimitedServer) -> None:
     with server.connect(sent) as client:
