@@ -204,7 +204,7 @@ def _one_line(text: str) -> str:
 
 
 MAX_ANSWER_BYTES = 2**24
-"""A longer answer is refused once so many bytes have arrived."""
+"""A longer answer is refused once so many bytes of it have arrived, or twice as many with its head and sizes."""
 
 
 class AnswerTooLong(Exception):
@@ -217,7 +217,7 @@ class DeadlineConnection:
     def __init__(self, scheme: str, host: str, port: int | None) -> None:
         self._context = ssl.create_default_context() if scheme == "https" else None
         kind = http.client.HTTPConnection if self._context is None else http.client.HTTPSConnection
-        self._http: Any = kind(f"[{host}]" if ":" in host else host, port)
+        self._http: Any = kind(host, port or kind.default_port)  # without a port, a part of ::1 would be one
         self._socket: _DeadlineSocket | None = None
         self._has_hung_up = False
 
@@ -240,10 +240,13 @@ class DeadlineConnection:
         assert self._socket is not None
         if self._has_hung_up:  # checked once there is a socket for ``hang_up`` to find
             raise ConnectionAbortedError("it is to end")
-        self._socket.deadline_s = deadline_s
+        self._socket.deadline_s, self._socket.num_left_bytes = deadline_s, 2 * MAX_ANSWER_BYTES
         self._http.request(method, path, body, headers)
         response = self._http.getresponse()
-        text = response.read(MAX_ANSWER_BYTES + 1)
+        try:
+            text = response.read(MAX_ANSWER_BYTES + 1)
+        except ValueError as error:  # http.client takes a negative size of a chunk
+            raise http.client.HTTPException(str(error)) from error
         if len(text) > MAX_ANSWER_BYTES:
             raise AnswerTooLong
         if response.length:  # of a cut answer, ``read(amount)`` returns what there is
@@ -268,10 +271,10 @@ class DeadlineConnection:
 
 
 class _DeadlineSocket:
-    """As much of a socket as ``http.client`` uses, with one deadline over all calls."""
+    """As much of a socket as ``http.client`` uses, with one deadline, and one bound of bytes read, over all calls."""
 
     def __init__(self, sock: socket.socket, deadline_s: float) -> None:
-        self._socket, self.deadline_s = sock, deadline_s
+        self._socket, self.deadline_s, self.num_left_bytes = sock, deadline_s, 0
 
     def sendall(self, data: bytes) -> None:
         self.allow_the_rest()
@@ -300,9 +303,12 @@ class _Reader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int | None:
+    def readinto(self, buffer: Any) -> int:
         self._owner.allow_the_rest()
-        num_read: int | None = self._raw.readinto(buffer)
+        num_read: int = self._raw.readinto(buffer)
+        self._owner.num_left_bytes -= num_read
+        if self._owner.num_left_bytes < 0:
+            raise AnswerTooLong
         return num_read
 
     def close(self) -> None:

@@ -154,11 +154,14 @@ def test_an_answer_that_drips_costs_the_timeout_once(begun: bytes) -> None:
 def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("floodplain.lending.client.MAX_ANSWER_BYTES", 1000)
     fits, too_long = (answer(b" " * (size - 2) + b"{}") for size in (1000, 1001))
-    chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n"
-    with answering(fits, too_long, chunks + DRIP) as peer, closing(CoordinatorClient(peer.url)) as client:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks, endless = (
+        head + rest + DRIP for rest in (b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n", b"-1\r\n" + b" " * 9000)
+    )
+    with answering(fits, too_long, chunks, endless) as peer, closing(CoordinatorClient(peer.url)) as client:
         with pytest.raises(NotACoordinator, match="the answer lacks ttl_s"):
             client.send([BEAT])
-        for _ in range(2):
+        for _ in range(3):
             with pytest.raises(NotACoordinator, match="sends too much"):
                 client.send([BEAT])
 
@@ -245,7 +248,14 @@ def test_a_refusal_without_a_reason_is_one_all_the_same(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"garbage\r\n\r\n", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", b"\0" * 70_000]
+    "text",
+    [
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 200",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabcde",
+        b"\0" * 70_000,
+    ],
 )
 def test_text_that_is_not_http_is_no_answer(text: bytes) -> None:
     with (
