@@ -39,9 +39,9 @@ class Workers:
     def _start(self) -> None:
         with self._lock:
             if not self._is_started:
-                self._is_started = True
                 for number in range(self._num_threads):
                     threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True).start()
+                self._is_started = True  # not if no thread could be started: the next call tries again
 
     def _work(self) -> None:
         while True:
@@ -49,6 +49,6 @@ class Workers:
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(work())
-                except Exception as error:  # raised where the result is awaited
+                except BaseException as error:  # raised where the result is awaited, such as a panic of Rust code
                     result.set_exception(error)
             del result, work  # waiting for the next job must not keep them alive

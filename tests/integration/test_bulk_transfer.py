@@ -193,6 +193,18 @@ def test_a_peer_that_cannot_be_reached_is_one_line() -> None:
                 BulkClient(address, SECRET).start()
 
 
+def test_a_thread_that_does_not_start_costs_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving(kv=KV) as server:
+        with monkeypatch.context() as patched, pytest.raises(PeerLost):
+            patched.setattr(threading.Thread, "start", refuse)
+            BulkClient(server.address, SECRET, LONG_S).start()
+        with connected(server.address, SECRET) as client:
+            assert client.fetch([whole()], Received()) == [OK]
+
+
 def test_a_closed_server_loses_its_clients() -> None:
     with serving(kv=KV) as server, connected(server.address, SECRET, LONG_S) as client:
         server.close()

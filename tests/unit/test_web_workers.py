@@ -17,6 +17,26 @@ async def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
         await workers.run({}.__getitem__, 1)
 
 
+class Panic(BaseException):
+    """As pyo3 makes of a panic of Rust code."""
+
+
+async def test_a_panic_or_a_thread_that_does_not_start_costs_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic() -> None:
+        raise Panic
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers(1, "test")
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start"):
+        patched.setattr(threading.Thread, "start", refuse)
+        await workers.run(len, "a")
+    with pytest.raises(Panic):
+        await workers.run(panic)
+    assert await asyncio.wait_for(workers.run(len, "ab"), HANG_S) == 2
+
+
 async def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
     lock, now, most = threading.Lock(), [0], [0]
 

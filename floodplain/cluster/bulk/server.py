@@ -202,12 +202,18 @@ class BulkServer:
                     return
                 self._make_way()
                 self._hello_of[sock] = None
-            self._begin(threading.Thread(target=self._talk, args=(sock,), name="floodplain-bulk", daemon=True))
+            try:
+                self._begin(threading.Thread(target=self._talk, args=(sock,), name="floodplain-bulk", daemon=True))
+            except RuntimeError as error:  # the system has no thread now
+                logger.warning("a connection for bulk data could not be served (%s)", error)
+                with self._lock:
+                    self._hello_of.pop(sock)
+                sock.close()
 
     def _begin(self, thread: threading.Thread) -> None:
         with self._lock:
-            self._threads.add(thread)
             thread.start()
+            self._threads.add(thread)
 
     def _talk(self, sock: socket.socket) -> None:
         try:
