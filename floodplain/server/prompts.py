@@ -1,4 +1,4 @@
-"""Reads the prompts of bodies on workers' threads: texts become tokens there."""
+"""Reads the prompts of bodies on workers' threads: texts become tokens there, and tokens texts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from floodplain.server.requests import ChatRequest, PromptLimit, templated
 from floodplain.web.workers import Workers
 
 LONG_TEXTS = Workers(1, "long-texts")
-"""Tokenises large bodies, which may take seconds, one at a time."""
+"""Reads large bodies, which may take seconds, one at a time."""
 
 SHORT_TEXTS = Workers(1, "short-texts")
-"""Tokenises all other bodies, so that they do not wait for large ones."""
+"""Reads all other bodies, so that they do not wait for large ones."""
 
 
 class PromptReader:
@@ -50,6 +50,15 @@ class PromptReader:
     async def read_turns(self, turns: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         """The tokens of a conversation in the form of chat templates. Raises as ``read_chat``."""
         return await self._workers.run(self._encode_turns, turns, tools)
+
+    async def write_texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """The texts of prompts: as they were given, or of their tokens."""
+        decode = self._tokenizer.decode
+        return await self._workers.run(lambda: [one if isinstance(one, str) else decode(one) for one in prompts])
+
+    async def spell(self, tokens: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return await self._workers.run(lambda: list(map(self._tokenizer.token_text, tokens)))
 
     async def _read(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -15,7 +15,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.server.answering import CLIENT_CLOSED_REQUEST, ERRORS, STREAMED, Answering, name_of
 from floodplain.server.counts import RequestCounts
 from floodplain.server.fields import Body, IgnoredFields, Off
-from floodplain.server.prompts import SHORT_TEXTS, PromptReader
+from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import ChatReply, CompletionReply
 from floodplain.server.requests import ChatRequest, CompletionRequest, Message, PromptLimit, TokenId, templated
@@ -82,7 +82,8 @@ class OpenAIRoutes:
         """Complete one prompt, or several."""
         check_model(body.model, self._names)
         params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
-        prompts = await unless_hung_up(request.receive, self._answering.reader(request).read_prompts(body.prompts()))
+        reader = self._answering.reader(request)
+        prompts = await unless_hung_up(request.receive, reader.read_prompts(body.prompts()))
         if prompts is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         self._ignored_fields.note(body.ignored_fields)
@@ -92,12 +93,9 @@ class OpenAIRoutes:
         if body.prompt_logprobs is not None:
             reply.scored_prompts = prompts
         if body.echo:
-            texts = [self._text_of(*pair) for pair in zip(body.prompts(), prompts, strict=True)]
+            texts = await reader.write_texts(body.prompts())
             reply.echoed = [pair for pair in zip(texts, prompts, strict=True) for _ in range(params.n)]
         return await self._answering.answer(request, body, prompts, params, reply)
-
-    def _text_of(self, prompt: str | list[int], tokens: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._engine.tokenizer.decode(tokens)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -222,25 +220,28 @@ class TextRoutes:
         check_model(body.model or self._names[0], self._names)
         if (body.prompt is None) == (body.messages is None):
             raise UserError("prompt or messages: give one of them")
-        engine = self._engine
-        limit = PromptLimit(engine.max_model_len)
-        reader = PromptReader(engine.tokenizer, limit, is_long=is_large_body(request))
+        reader = self._reader(request)
         if body.messages is not None:
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
             tokens = await reader.read_turns(templated(body.messages), tools)
         else:
             tokens = await reader.read_text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        texts = [engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return Tokenized(count=len(tokens), max_model_len=engine.max_model_len, tokens=tokens, token_strs=texts)
+        texts = await reader.spell(tokens) if body.return_token_strs else None
+        return Tokenized(count=len(tokens), max_model_len=self._engine.max_model_len, tokens=tokens, token_strs=texts)
 
-    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Detokenized:
         """The text of tokens."""
         check_model(body.model or self._names[0], self._names)
         too_high = [token for token in body.tokens if token >= self._engine.vocab_size]
         if too_high:
             last = self._engine.vocab_size - 1
             raise UserError(f"tokens: {too_high[0]} is not in the vocabulary: ids go from 0 to {last}")
-        return Detokenized(prompt=await SHORT_TEXTS.run(self._engine.tokenizer.decode, body.tokens))
+        (text,) = await self._reader(request).write_texts([body.tokens])
+        return Detokenized(prompt=text)
+
+    def _reader(self, request: Request) -> PromptReader:
+        limit = PromptLimit(self._engine.max_model_len)
+        return PromptReader(self._engine.tokenizer, limit, is_long=is_large_body(request))
 
     async def embed(self) -> Any:
         """Refuse: this server generates text."""

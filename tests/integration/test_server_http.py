@@ -202,6 +202,30 @@ def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None
         assert asked and running.thread_id not in asked
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "texts"),
+    [
+        ("/v1/completions", {"prompt": [104, 105], "max_tokens": 1, "echo": True}, ["hih"]),
+        ("/tokenize", {"prompt": "hi", "return_token_strs": True}, ["h", "i"]),
+        ("/detokenize", {"tokens": [104, 105]}, ["hi"]),
+    ],
+)
+def test_tokens_of_a_request_are_decoded_off_the_event_loop(path: str, body: dict[str, Any], texts: list[str]) -> None:
+    """There may be a million of them."""
+    engine = FakeEngine()
+    decode, threads = engine.tokenizer.decode, set[int]()
+
+    def decode_noted(token_ids: list[int], /) -> str:
+        threads.add(threading.get_ident())
+        return decode(token_ids)
+
+    engine.tokenizer.decode = decode_noted  # type: ignore[method-assign]
+    with serving(engine) as running:
+        answer = httpx.post(f"{running.url}{path}", json={"model": "fake", **body}).json()
+        assert (answer.get("token_strs") or [answer.get("prompt") or answer["choices"][0]["text"]]) == texts
+        assert threads and running.thread_id not in threads
+
+
 @pytest.mark.parametrize("num_more", [0, 100_000])
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_too_many_token_ids_are_refused_before_one_is_looked_at(
