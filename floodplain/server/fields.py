@@ -183,6 +183,10 @@ def is_off(off: Off, name: str, value: object) -> bool:
     )
 
 
+MAX_LOGGED = 256
+"""Most fields that are logged: clients choose the names of a template's variables."""
+
+
 class IgnoredFields:
     """Logs each ignored field once."""
 
@@ -191,6 +195,6 @@ class IgnoredFields:
 
     def note(self, names: Iterable[str]) -> None:
         """Log the names that are new."""
-        for name in sorted({*names} - self._logged):
+        for name in sorted({*names} - self._logged)[: MAX_LOGGED - len(self._logged)]:
             self._logged.add(name)
             logger.info("the field %s of requests is accepted and ignored: it does not change tokens", name)

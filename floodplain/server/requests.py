@@ -388,7 +388,7 @@ RESERVED_NAMES = frozenset(
         "tokenizer_kwargs", "tools", "truncation",
     }
 )  # fmt: skip
-TemplateName = Annotated[str, AfterValidator(_check_template_name)]
+TemplateName = Annotated[str, Field(max_length=64), AfterValidator(_check_template_name)]
 
 
 class ChatRequest(GenerationRequest):

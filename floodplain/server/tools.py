@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +11,8 @@ from floodplain.core.errors import UserError
 from floodplain.core.sampling import Structure
 from floodplain.model.structure import structure_of_schema
 from floodplain.server.fields import Body
+from floodplain.web.bodies import parse_json
+from floodplain.web.errors import ApiError
 
 MAX_TOOLS = 128
 """The most functions of a request, as in the OpenAI API."""
@@ -52,11 +53,15 @@ class ToolCall(Body):
     function: CalledFunction
 
     def templated(self, place: str) -> dict[str, Any]:
-        """The call in the form of chat templates, whose arguments are not text. UserError unless they are JSON."""
+        """The call in the form of chat templates, whose arguments are not text. UserError unless they are JSON.
+
+        The JSON is bounded as a body is: its text was one string there.
+        """
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
-            raise UserError(f"{place}.tool_calls: the arguments of the call {self.id!r} are not JSON") from None
+            arguments = parse_json((self.function.arguments or "{}").encode())
+        except ApiError as error:
+            problem = f"are not JSON ({error.detail.replace('the body', 'the text')})"
+            raise UserError(f"{place}.tool_calls: the arguments of the call {self.id!r} {problem}") from None
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

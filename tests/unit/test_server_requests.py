@@ -17,6 +17,7 @@ from floodplain.server.fields import (
     IGNORED,
     IGNORED_IN_MESSAGES,
     IGNORED_IN_PARTS,
+    MAX_LOGGED,
     OFF,
     OFF_IN_CHATS,
     OFF_IN_COMPLETIONS,
@@ -40,6 +41,7 @@ from floodplain.server.requests import (
     UsageDetail,
 )
 from floodplain.server.response_requests import ResponseRequest
+from floodplain.web.bodies import MAX_PARTS
 from floodplain.web.errors import error_body
 
 ROOT = Path(__file__).parent.parent.parent
@@ -135,6 +137,9 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     for names in ({"store", "user"}, {"user"}, set(), {"store", "metadata"}):
         ignored.note(names)
     assert [record.args for record in caplog.records] == [("store",), ("user",), ("metadata",)]
+    for number in range(2 * MAX_LOGGED):  # clients choose the names of a template's variables
+        ignored.note({f"chat_template_kwargs.v{number}"})
+    assert len(caplog.records) == len(ignored._logged) == MAX_LOGGED
 
 
 @pytest.mark.parametrize(
@@ -256,9 +261,17 @@ CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
             {"role": "user", "content": "x", "tool_calls": [CALL]},
             "messages.3.tool_calls: only an assistant makes calls, not the role user",
         ),
-        (
-            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
-            "messages.3.tool_calls: the arguments of the call 'c' are not JSON",
+        *(
+            (
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": text}}]},
+                f"messages.3.tool_calls: the arguments of the call 'c' are not JSON .the text {problem}",
+            )
+            for text, problem in (
+                ("{", "is not valid JSON"),
+                ("[" * 100_000, "is not valid JSON"),
+                ('{"a": NaN}', "is not valid JSON"),
+                (f"[{'[],' * MAX_PARTS}1]", "holds over 262144 lists, objects and members"),
+            )
         ),
     ],
 )
@@ -284,7 +297,7 @@ def test_a_template_gets_the_variables_that_it_has(fields: dict[str, Any], optio
     assert chat.template_options("{{ enable_thinking }}") == options
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "a b"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "a b", "a" * 65])
 def test_arguments_of_the_renderer_are_no_variables(name: str) -> None:
     assert error_of(ChatRequest, {**CHAT, "chat_template_kwargs": {name: 1}})["param"] == "chat_template_kwargs"
 
