@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,29 +46,29 @@ _SETTINGS = frozenset((
 def view_of_folder(folder: Path) -> Iterator[Path]:
     """A view of the tokenizer in a Hugging Face folder, while the context is open.
 
-    Raises UserError if the folder names an unsupported tokenizer class, or a file is malformed or too large.
+    Raises UserError if the folder names an unsupported tokenizer class, a file is malformed or too large, or there is
+    no room for the view.
     """
-    with _temporary_folder() as view:
-        for name in _DATA:
-            _link(folder / name, view / name)
-        for template in (folder / _TEMPLATES).glob("*.jinja"):
-            (view / _TEMPLATES).mkdir(exist_ok=True)
-            _link(template, view / _TEMPLATES / template.name)
-        for name, select in ((_TOKENIZER_CONFIG, _tokenizer_settings), (_MODEL_CONFIG, _model_settings)):
-            if is_file(folder / name):
-                settings = select(read_json_object(folder / name, keys_once=False), folder / name)
-                (view / name).write_text(json.dumps(settings), encoding="utf-8")
+    with ExitStack() as stack:
+        try:
+            view = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="floodplain-tokenizer-")))
+            _fill(view, folder)
+        except OSError as error:
+            why = f"no temporary folder can be made ({error.strerror})"
+            raise UserError(f"{why}: set TMPDIR to one that can be") from error
         yield view
 
 
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="floodplain-tokenizer-")
-    except OSError as error:
-        raise UserError(f"no temporary folder can be made ({error.strerror}): set TMPDIR to one that can be") from error
-    with folder as name:
-        yield Path(name)
+def _fill(view: Path, folder: Path) -> None:
+    for name in _DATA:
+        _link(folder / name, view / name)
+    for template in (folder / _TEMPLATES).glob("*.jinja"):
+        (view / _TEMPLATES).mkdir(exist_ok=True)
+        _link(template, view / _TEMPLATES / template.name)
+    for name, select in ((_TOKENIZER_CONFIG, _tokenizer_settings), (_MODEL_CONFIG, _model_settings)):
+        if is_file(folder / name):
+            settings = select(read_json_object(folder / name, keys_once=False), folder / name)
+            (view / name).write_text(json.dumps(settings), encoding="utf-8")
 
 
 def _link(path: Path, link: Path) -> None:

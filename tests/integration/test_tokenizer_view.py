@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gguf
 import pytest
@@ -297,8 +298,18 @@ def test_a_view_holds_data_alone_and_is_gone_afterwards(tmp_path: Path) -> None:
     assert not view.exists()
 
 
-def test_without_a_temporary_folder_the_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_temporary_folder_the_error_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FAMILIES["opt"](tmp_path)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", refuse)
+        with pytest.raises(UserError, match=r"no temporary folder can be made \(No space left .* set TMPDIR"):
+            HfTokenizer.from_folder(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"no temporary folder can be made .* set TMPDIR"):
         HfTokenizer.from_folder(tmp_path)
