@@ -10,7 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -22,6 +24,7 @@ from floodplain import __version__
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import EndedRequest
 from floodplain.server.request_spans import RequestSpan, root_span, spans_of
+from floodplain.web.client import is_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +91,17 @@ class RequestTracer:
 def open_tracer(endpoint: str, model_name: str) -> RequestTracer:
     """A tracer that exports in batches to an OTLP receiver, such as http://localhost:4318/v1/traces.
 
-    Raises UserError if the SDK's variables ask for another protocol.
+    It uses the proxies of the environment, except for this machine. Raises UserError if the SDK's variables ask for
+    another protocol.
     """
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     if protocol != "http/protobuf":
         raise UserError(
             f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol}, and traces are sent over http/protobuf only: unset it"
         )
-    return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
+    session = requests.Session()
+    session.trust_env = not is_this_machine(urlsplit(endpoint).hostname or "")
+    return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, session=session)), model_name)
 
 
 def _ns(seconds: float) -> int:

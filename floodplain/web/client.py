@@ -223,7 +223,7 @@ class HttpClient:
             json=body,
             extensions={"timeout": {"connect": connect_s}},
         )
-        may_use_proxy = not _is_this_machine(request.url.host)
+        may_use_proxy = not is_this_machine(request.url.host)
         async with _client(request.url.scheme, trust_env=may_use_proxy) as client:
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -280,7 +280,7 @@ def _names_proxies() -> bool:
     return bool(getproxies())
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Whether a host is this machine by its address or as ``localhost``; other names are not looked up."""
     try:
         address = ipaddress.ip_address(host)

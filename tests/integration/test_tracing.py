@@ -31,7 +31,7 @@ SAMPLED, NOT_SAMPLED = (f"00-{TRACE_ID}-{SPAN_ID}-{flags}" for flags in ("01", "
 
 def complete(url: str, model: str, headers: dict[str, str] | None = None, max_tokens: int = 4) -> None:
     body = {"model": model, "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "request_id": "mine"}
-    assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, trust_env=False).status_code == 200
 
 
 def trace_swapped_request() -> tuple[AsyncEngine, Sequence[ReadableSpan]]:
@@ -119,7 +119,9 @@ def receiving() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
             thread.join()
 
 
-def test_spans_arrive_at_a_receiver_of_otlp_when_the_server_ends() -> None:
+def test_spans_arrive_at_a_receiver_of_otlp_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies are for other machines."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with receiving() as (url, got), serving(FakeEngine(), tracer=open_tracer(url, "fake")) as running:
         complete(running.url, "fake", {"traceparent": SAMPLED})
         complete(running.url, "fake", {"traceparent": NOT_SAMPLED})
