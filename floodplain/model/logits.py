@@ -111,15 +111,21 @@ def _add_biases(
     logits.index_put_((rows, token_ids), values, accumulate=True)
 
 
+def _bounded(factor: float) -> float:
+    """The factor within bounds where no product or quotient with a logit of float32 is infinite, or no number."""
+    return min(max(factor, 1e-30), 1e30)
+
+
 class _Penalties:
     """Repetition, frequency and presence penalties of all rows that have one, in one gather and one scatter."""
 
     def __init__(self, params: Sequence[SamplingParams], rows: list[int], device: torch.device) -> None:
         self._rows, self._device = rows, device
-        chosen = [params[row] for row in rows]
-        self._of_rows = np.array(
-            [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in chosen], dtype=np.float32
-        )
+        numbers = [
+            (_bounded(one.repetition_penalty), one.frequency_penalty, one.presence_penalty)
+            for one in (params[row] for row in rows)
+        ]
+        self._of_rows = np.array(numbers, dtype=np.float32)
 
     def __call__(self, logits: torch.Tensor, num_generated: IntArray, histories: Histories) -> None:
         found = [histories[row] for row in self._rows]

@@ -87,6 +87,17 @@ def test_a_batch_has_the_logits_of_transformers(requests: list[Request]) -> None
     torch.testing.assert_close(ours(requests, logits.clone()), expected)
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-320, 1e-45, 1e-38, 1e38, 1e39, 1e308])
+def test_an_extreme_penalty_leaves_numbers(penalty: float) -> None:
+    """Of others no token could be drawn."""
+    params = SamplingParams(repetition_penalty=penalty)
+    prompt = Request(request_id="", prompt_token_ids=tuple(range(VOCAB)), params=params, arrival_s=0.0)
+    logits = torch.linspace(-3e4, 3e4, VOCAB)[None]
+    logits[0, 5] = 0.0
+    found = ours([prompt], logits.clone())[0]
+    assert found.isfinite().all() and found.argsort(stable=True).tolist()[6:] == list(range(6, VOCAB))
+
+
 def test_a_word_of_several_tokens_is_excluded_where_its_beginning_stands() -> None:
     params = SamplingParams(bad_token_ids=((2, 3), (1, 2, 4), (1, 5), (9, 2, 6), (7,)))
     request_ = Request(request_id="", prompt_token_ids=(9,), params=params, arrival_s=0.0, known_token_ids=(1, 2))
