@@ -123,5 +123,6 @@ class Request:
                 "alternatives, or send a shorter prompt",
                 field="prompt_logprobs",
             )
-        if not self.params.leaves_a_token(eos_token_ids):
-            raise RequestRefused("min_tokens and bad_words exclude all allowed_token_ids", field="allowed_token_ids")
+        if not self.params.leaves_a_token(eos_token_ids, vocab_size):
+            field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
+            raise RequestRefused("min_tokens and bad_words exclude all allowed_token_ids, or all tokens", field=field)

@@ -215,10 +215,12 @@ class SamplingParams:
             return frozenset()
         return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
 
-    def leaves_a_token(self, eos_token_ids: Iterable[int]) -> bool:
-        """Whether ``allowed_token_ids`` has one that no other field can exclude."""
+    def leaves_a_token(self, eos_token_ids: Iterable[int], vocab_size: int) -> bool:
+        """Whether ``allowed_token_ids``, or the vocabulary, has one that no other field can exclude."""
         excluded = self.held_back(eos_token_ids) | {word[-1] for word in self.bad_token_ids}
-        return self.allowed_token_ids is None or not excluded.issuperset(self.allowed_token_ids)
+        if self.allowed_token_ids is None:
+            return len(excluded) < vocab_size
+        return not excluded.issuperset(self.allowed_token_ids)
 
     @property
     def named_token_ids(self) -> Mapping[str, Sequence[int]]:

@@ -79,10 +79,12 @@ def test_a_mapping_of_biases_becomes_pairs_also_with_keys_of_json() -> None:
         ({"allowed_token_ids": (7, 9), "min_tokens": 1, "stop_token_ids": (9,)}, False),
         ({"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (1, 4))}, False),
         ({"allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4, 1))}, True),
+        ({"stop_token_ids": tuple(range(9)), "min_tokens": 1, "bad_token_ids": ((9,),)}, False),
+        ({"stop_token_ids": tuple(range(9)), "min_tokens": 1, "bad_token_ids": ((8,),)}, True),
     ],
 )
 def test_allowed_tokens_that_others_exclude_are_noticed(fields: dict[str, Any], leaves: bool) -> None:
-    assert SamplingParams(**fields).leaves_a_token({7}) is leaves
+    assert SamplingParams(**fields).leaves_a_token({7}, vocab_size=10) is leaves
 
 
 def test_one_string_and_lists_become_tuples() -> None:
