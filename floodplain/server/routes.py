@@ -151,7 +151,8 @@ class OpenAIRoutes:
                 form = form_of(self._tool_call_parser, self._engine.tokenizer.chat_template)
                 if form.opens in self._engine.tokenizer.special_tokens:
                     params = replace(params, skip_special_tokens=False)
-                return params, lambda: Turn(CallParser(form), max_calls)
+                names = {tool.function.name for tool in body.tools or ()}
+                return params, lambda: Turn(CallParser(form, names), max_calls)
             case named:
                 return params, lambda: Turn(ForcedCall(named.function.name), max_calls)
 

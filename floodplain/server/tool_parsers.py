@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -91,14 +92,20 @@ _NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\]|(?=\{))")
 
 
 class CallParser:
-    """Reads the calls in one answer."""
+    """Reads the calls in one answer.
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
+    Args:
+        names: An object without a marker is a call only if it names one of these functions; None: any.
+    """
+
+    def __init__(self, form: Form, names: Collection[str] | None = None) -> None:
+        self._form, self._names = form, names
         self._place = _Place.TEXT
         self._rest = ""
         self._call = _Call()
         self._is_start = True
+        self._is_blank = True  # since the last call there was no text but whitespace, which is held back
+        self._passed: str | None = None  # markers and separators that are text unless a call follows; None: one came
 
     def feed(self, text: str) -> list[Piece]:
         """Return what is certain after more text."""
@@ -110,9 +117,11 @@ class CallParser:
 
     def end(self) -> list[Piece]:
         """Return what is left when the text has ended: text that looked like a marker or a call."""
-        if self._place is _Place.CALL and not self._call.has_name:
-            return [Text(self._call.raw + self._rest)]
-        return [Text(self._rest)] if self._rest and self._place is _Place.TEXT else []
+        if self._place is _Place.TEXT:
+            return _texts(self._rest)
+        if self._place is _Place.BETWEEN:
+            return [] if self._passed is None else _texts(self._passed + self._rest)
+        return [] if self._call.has_name else _texts((self._passed or "") + self._call.raw + self._rest)
 
     def _step(self) -> list[Piece] | None:
         """Read on; None if it takes more text."""
@@ -132,53 +141,74 @@ class CallParser:
                 return None
             self._is_start = False
             if begin[0] in "{[":
-                self._place = _Place.BETWEEN
+                self._place, self._passed = _Place.BETWEEN, ""
                 return []
         before, marker, after = self._rest.partition(form.opens)
         if marker:
-            self._rest, self._place = after, _Place.BETWEEN
-            return [Text(before)] if before.strip() else []
-        held = _begun_marker(self._rest, form.opens)
-        text, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
-        return [Text(text)] if text else None
+            self._rest, self._place, self._names = after, _Place.BETWEEN, None
+            text = "" if self._is_blank and before.isspace() else before
+            self._passed, self._is_blank = before[len(text) :] + marker, True
+            return _texts(text)
+        end = len(self._rest) - _begun_marker(self._rest, form.opens)
+        text = self._rest[:end]
+        if not text or (self._is_blank and text.isspace()):
+            return None
+        self._rest, self._is_blank = self._rest[end:], False
+        return [Text(text)]
 
     def _read_between(self) -> list[Piece] | None:
         form = self._form
         for marker, place in ((form.opens, _Place.BETWEEN), (form.closes, _Place.TEXT)):
             begin = self._rest.lstrip(" \t\r\n,;")
             if marker and begin.startswith(marker):
-                self._rest, self._place = begin[len(marker) :], place
+                self._pass(begin[len(marker) :])
+                if place is _Place.TEXT:
+                    return self._leave()
+                self._passed = marker if self._passed is None else self._passed
                 return []
             if begin and marker.startswith(begin):
                 return None
-        self._rest = self._rest.lstrip(_SEPARATORS)
+        self._pass(self._rest.lstrip(_SEPARATORS))
         if not self._rest:
             return None
         if self._rest[0] == "{":
-            self._call, self._place = _Call(), _Place.CALL
+            self._call, self._place = _Call(names=self._names), _Place.CALL
             return []
         return self._read_name() if form.has_names else self._leave()
+
+    def _pass(self, rest: str) -> None:
+        """Go on to ``rest``, the end of what is to be read."""
+        if self._passed is not None:
+            self._passed += self._rest[: len(self._rest) - len(rest)]
+        self._rest = rest
 
     def _read_name(self) -> list[Piece] | None:
         found = _NAME.match(self._rest)
         if found is None:
-            is_begun = re.fullmatch(r"[\w.-]+(\[[ARGS]*)?", self._rest) is not None
+            is_begun = re.fullmatch(r"[\w.-]+\s*(\[[ARGS]*)?", self._rest) is not None
             return None if is_begun else self._leave()
         self._rest, self._call, self._place = self._rest[found.end() :], _Call(has_name=True), _Place.CALL
+        self._passed = None
         return [Begin(found[1])]
 
     def _leave(self) -> list[Piece]:
-        self._place = _Place.TEXT
-        return []
+        self._place, self._is_blank = _Place.TEXT, not self._passed
+        return _texts(self._passed or "")
 
     def _read_call(self) -> list[Piece] | None:
         if not self._rest:
             return None
         self._rest, pieces = self._call.feed(self._rest)
-        if self._call.is_done:
-            self._place = _Place.BETWEEN
-            return pieces if self._call.has_name else [Text(self._call.raw)]
-        return pieces
+        if self._call.has_name:
+            self._passed = None
+        if not self._call.is_done:
+            return pieces
+        self._place = _Place.BETWEEN
+        if self._call.has_name:
+            return pieces
+        text = (self._passed or "") + self._call.raw
+        self._passed = None if self._passed is None else ""
+        return [Text(text)]
 
 
 class ForcedCall:
@@ -206,8 +236,9 @@ class _Call:
     ``raw`` is its text so far.
     """
 
-    def __init__(self, *, has_name: bool = False) -> None:
+    def __init__(self, *, has_name: bool = False, names: Collection[str] | None = None) -> None:
         self.raw, self.has_name, self.is_done = "", has_name, False
+        self._names = names
         self._is_arguments = has_name  # the whole object is the arguments
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._begin = 0  # of the string or value that is read
@@ -261,7 +292,7 @@ class _Call:
         """A string of the outermost object has ended: a key, or a value."""
         if self._is_key:
             self._key = value
-        elif self._key == "name" and value and not self.has_name:
+        elif self._key == "name" and value and not self.has_name and (self._names is None or value in self._names):
             self.has_name = True
             return [Begin(value), *self._pass_held()]
         return []
@@ -293,6 +324,10 @@ class _Call:
         begin, end = self._held
         self._has_sent = True
         return [Arguments(self.raw[begin:end].strip())]
+
+
+def _texts(text: str) -> list[Piece]:
+    return [Text(text)] if text else []
 
 
 def _string(raw: str) -> str:

@@ -60,7 +60,7 @@ class Turn:
                 calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
         for call in calls:
             del call["index"]
-        return {"content": found.get("content"), "tool_calls": calls or None}
+        return {"content": found.get("content", None if calls else ""), "tool_calls": calls or None}
 
 
 def _call(piece: Begin | Arguments) -> dict[str, Any]:

@@ -94,15 +94,25 @@ def test_a_forced_list_is_read(calls: Calls, cuts: list[int]) -> None:
     assert [(name, json.loads(arguments)) for name, arguments in found] == list(calls) and not content
 
 
+PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"a": [1]}', '{"name": "f"}']
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text("af <|[{\"',}]>\n", max_size=3), max_size=9).map("".join)
+
+
 @pytest.mark.parametrize("form", FORMS)
-@given(text=st.text("ab <|[{\"':,}]>\n" + "tool_caPARGS", max_size=60), cuts=st.lists(st.integers(0, 60), max_size=20))
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 99), max_size=20))
 def test_text_without_a_call_stays_text(form: str, text: str, cuts: list[int]) -> None:
-    marker = FORMS[form].opens
     content, calls = read(CallParser(FORMS[form]), text, cuts)
-    whole = read(CallParser(FORMS[form]), text, ())
-    assert (content, calls) == whole
-    if marker not in text and text.lstrip()[:1] not in ("{", "["):
-        assert (content, calls) == (text, [])
+    assert (content, calls) == read(CallParser(FORMS[form]), text, ())
+    if not calls:
+        assert content == text
+
+
+def test_an_object_without_a_marker_is_a_call_only_if_it_names_a_tool() -> None:
+    person = '{"name": "John", "age": 3}'
+    assert read(CallParser(FORMS["llama3_json"], {"f"}), person, (9,)) == (person, [])
+    for text in ('{"name": "f"}', '<|python_tag|>{"name": "f"}'):
+        assert read(CallParser(FORMS["llama3_json"], {"f"}), text, (9,)) == ("", [("f", "{}")])
+    assert read(CallParser(FORMS["hermes"], {"f"}), f"<tool_call>{person}", ()) == ("", [("John", "{}")])
 
 
 @pytest.mark.parametrize(
@@ -110,13 +120,17 @@ def test_text_without_a_call_stays_text(form: str, text: str, cuts: list[int]) -
     [
         ("hermes", 'I look. <tool_call>{"name": "f", "arguments": {}}</tool_call>', "I look. ", [("f", "{}")]),
         ("hermes", 'a <tool_call>{"name": "f"}</tool_call> b', "a  b", [("f", "{}")]),
-        ("hermes", "a <tool_call> never closed", "a never closed", []),
+        ("hermes", "a <tool_call> never closed", "a <tool_call> never closed", []),
+        ("hermes", '<tool_call>\n{"a": 1}\n</tool_call>', '<tool_call>\n{"a": 1}\n</tool_call>', []),
         ("hermes", 'x<tool_call>{"name": "f", "arguments": {"a": "b', "x", [("f", '{"a": "b')]),
-        ("hermes", 'x<tool_call>{"nam', 'x{"nam', []),
+        ("hermes", 'x<tool_call>{"nam', 'x<tool_call>{"nam', []),
         ("llama3_json", '{"answer": 5}', '{"answer": 5}', []),
+        ("llama3_json", '{"a": 1}\n\nis an object', '{"a": 1}\n\nis an object', []),
+        ("llama3_json", '[{"x": 1}, [2]]', '[{"x": 1}, [2]]', []),
         ("llama3_json", 'Say {"name": "f", "parameters": {}}', 'Say {"name": "f", "parameters": {}}', []),
         ("mistral", "see [TOOL", "see [TOOL", []),
         ("mistral", '[TOOL_CALLS]get{"a": 1}', "", [("get", '{"a": 1}')]),
+        ("mistral", '[TOOL_CALLS]get {"a": 1}', "", [("get", '{"a": 1}')]),
     ],
 )
 def test_examples(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
