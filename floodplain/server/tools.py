@@ -98,23 +98,34 @@ def call_structure(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool)
         return structure_of_schema(found.parameters or {"type": "object"})
     if choice != "required":
         return None
-    definitions: dict[str, Any] = {}
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": [_call(t, definitions) for t in tools]},
-    }
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in tools]}}
     if not is_parallel:
         schema["maxItems"] = 1
-    return structure_of_schema(schema | ({"$defs": definitions} if definitions else {}))
+    return structure_of_schema(schema | {"$defs": {tool.function.name: _parameters(tool) for tool in tools}})
 
 
-def _call(tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a call. Definitions move to where references of the whole schema find them."""
-    parameters = dict(tool.function.parameters or {"type": "object"})
-    definitions.update(parameters.pop("$defs", {}))
-    properties = {"name": {"const": tool.function.name}, "parameters": parameters}
+def _call(tool: Tool) -> dict[str, Any]:
+    properties = {"name": {"const": tool.function.name}, "parameters": {"$ref": _place(tool)}}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _parameters(tool: Tool) -> Any:
+    return _moved(tool.function.parameters or {"type": "object"}, _place(tool))
+
+
+def _place(tool: Tool) -> str:
+    return f"#/$defs/{tool.function.name}"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own parts are right at a place in another one."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, place) for key, part in schema.items()}
+    target = schema.get("$ref")
+    return moved | ({"$ref": place + target[1:]} if isinstance(target, str) and target.startswith("#") else {})
 
 
 def check_choice(tools: Sequence[Tool], choice: ToolChoice) -> None:

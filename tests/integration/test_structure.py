@@ -158,6 +158,7 @@ def test_an_answer_whose_grammar_is_given_up_is_an_error(monkeypatch: pytest.Mon
             client.completions.create(model=MODEL, prompt="x", extra_body=structure, max_tokens=99)
 
 
+SIDES = {"turn": ["left", "right"], "go": ["up", "down"]}
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -168,11 +169,11 @@ TOOLS: list[Any] = [
                 "properties": {"side": {"$ref": "#/$defs/Side"}},
                 "required": ["side"],
                 "additionalProperties": False,
-                "$defs": {"Side": {"enum": ["left", "right"]}},
+                "$defs": {"Side": {"enum": sides}},
             },
         },
     }
-    for name in ("turn", "go")
+    for name, sides in SIDES.items()
 ]
 
 
@@ -194,7 +195,7 @@ def test_calls_that_must_be_made_are_made_streamed_or_not(choice: Any) -> None:
         done = client.chat.completions.create(**how, parallel_tool_calls=False)
         (call,) = done.choices[0].message.tool_calls or ()
         assert call.type == "function" and (choice == "required" or call.function.name == "go")
-        assert json.loads(call.function.arguments)["side"] in ("left", "right")
+        assert json.loads(call.function.arguments)["side"] in SIDES[call.function.name]
         assert (done.choices[0].message.content, done.choices[0].finish_reason) == (None, "tool_calls")
         names, arguments, reasons = list[str](), "", list[str]()
         for chunk in client.chat.completions.create(**how, parallel_tool_calls=False, stream=True):
