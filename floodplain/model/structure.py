@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import Structure, StructureKind
+from floodplain.files.parsing import parsing
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.tokenizer import Tokenizer, reachable
 
@@ -57,12 +58,16 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structure masks")
         self._llguidance_tokenizer: Any = None
 
-    def check(self, structure: Structure) -> None:
-        """Compile a structure, in up to a second. Raises UserError, with llguidance's message, if it cannot."""
-        self._compiled(structure)
+    def check(self, structure: Structure, field: str = "structure") -> None:
+        """Compile a structure, in up to a second.
+
+        Raises UserError, with the ``field`` that has it and llguidance's message, if it cannot be compiled.
+        """
+        with parsing(field, f"its {structure.kind.value} cannot be followed"):  # llguidance may also panic
+            self._compiled(structure)
 
     def begin(self, structure: Structure, output: Sequence[int]) -> StructureState:
-        """The state of a checked structure after some tokens of output. The same errors as ``check``."""
+        """The state of a structure that ``check`` has accepted, after some tokens of output."""
         matcher = self._compiled(structure).deep_copy()
         return StructureState(matcher, self._vocab_size, self._ends, self._thread, output)
 
@@ -81,12 +86,9 @@ class Grammars:
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = _llguidance_tokenizer(self._tokenizer, self._vocab_size, sorted(self._ends))
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        try:
-            matcher = LLMatcher(self._llguidance_tokenizer, _grammar(structure), log_level=0, limits=limits)
-        except ValueError as error:
-            raise _refusal(structure, str(error)) from None
+        matcher = LLMatcher(self._llguidance_tokenizer, _grammar(structure), log_level=0, limits=limits)
         if matcher.is_error():
-            raise _refusal(structure, matcher.get_error())
+            raise ValueError(_first_line(matcher.get_error()))
         return matcher
 
 
@@ -128,6 +130,7 @@ class StructureState:
 def _grammar(structure: Structure) -> str:
     """The structure in llguidance's form. ValueError if its content is malformed."""
     from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
     content = structure.content
     match structure.kind:
@@ -136,14 +139,9 @@ def _grammar(structure: Structure) -> str:
         case StructureKind.REGEX:
             return str(LLMatcher.grammar_from_regex(content))
         case StructureKind.GRAMMAR:
-            return str(LLMatcher.grammar_from_lark(content))
+            return str(LLMatcher.grammar_from_lark(any_to_lark(content)))
         case StructureKind.CHOICE:
             return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(content)))}"))
-
-
-def _refusal(structure: Structure, problem: str) -> UserError:
-    fields = "response_format" if structure.kind is StructureKind.JSON_SCHEMA else "structured_outputs"
-    return UserError(f"{fields} has a {structure.kind.value} that cannot be followed: {_first_line(problem)}")
 
 
 def _first_line(text: str) -> str:

@@ -105,7 +105,7 @@ class Answering:
     ) -> Response:
         """Generate for prompts of one body, and answer as a stream or as a whole."""
         if params.structure is not None:
-            await STRUCTURES.run(self._grammars().check, params.structure)
+            await STRUCTURES.run(self._grammars().check, params.structure, body.structure_field)
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority, goals = client.priority(body.priority), client.goals(body.goals)
         acceptance = Acceptance(len(prompts))

@@ -335,6 +335,11 @@ class GenerationRequest(Body):
             max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=of_prompt, structure=structure, **chosen
         )
 
+    @property
+    def structure_field(self) -> str:
+        """The field that asks for a structure, if one does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def _structure(self) -> Structure | None:
         asked = [one.structure for one in (self.response_format, self.structured_outputs) if one is not None]
         found = [one for one in asked if one is not None]
@@ -449,6 +454,11 @@ class ChatRequest(GenerationRequest):
         if len(limits) > 1:
             raise UserError("max_tokens and max_completion_tokens mean the same: give one of them")
         return self._sampling(limits.pop() if limits else None, (self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def structure_field(self) -> str:
+        """As for completions; ``tools`` if calls must be made."""
+        return super().structure_field if self.calls in ("none", "auto") else "tools"
 
     def _structure(self) -> Structure | None:
         """As for completions; calls that must be made are one, too."""

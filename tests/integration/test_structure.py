@@ -43,13 +43,17 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-CHOICES = ["yes", 'n"o', "a|b", "\\d+"]
+CHOICES = ["yes", 'n"o', "a|b", "\\d+", "\u00e9\U0001f600"]
 STRUCTURES: dict[str, tuple[Structure, Callable[[str], bool]]] = {
     "schema": (structure_of_schema(SCHEMA), lambda text: jsonschema_rs.is_valid(SCHEMA, json.loads(text))),
     "choice": (structure_of_choices(CHOICES), lambda text: text in CHOICES),
     "regex": (
         Structure(StructureKind.REGEX, r"(ab|[0-9]{2}x){1,3}"),
         lambda text: re.fullmatch(r"(ab|[0-9]{2}x){1,3}", text) is not None,
+    ),
+    "gbnf": (
+        Structure(StructureKind.GRAMMAR, 'root ::= "<" word+ ">"\nword ::= [a-c] | "\u00e9"'),
+        lambda text: re.fullmatch(r"<[a-c\u00e9]+>", text) is not None,
     ),
     "grammar": (
         Structure(StructureKind.GRAMMAR, 'start: "<" word ">"\nword: /[a-c]{1,4}/'),
@@ -89,15 +93,16 @@ def test_a_state_that_begins_with_known_tokens_has_the_masks_of_one_that_grew(na
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        (structure_of_schema({"type": "foo"}), "response_format has a json_schema that cannot be followed: .*foo"),
-        (Structure(StructureKind.REGEX, "a(b"), "structured_outputs has a regex that cannot be followed: "),
-        (Structure(StructureKind.GRAMMAR, "start: foo"), "cannot be followed: .*foo"),
-        (Structure(StructureKind.JSON_SCHEMA, "{"), "response_format has a json_schema"),
+        (structure_of_schema({"type": "foo"}), "field: its json_schema cannot be followed .*foo"),
+        (Structure(StructureKind.REGEX, "a(b"), "field: its regex cannot be followed "),
+        (Structure(StructureKind.GRAMMAR, "start: foo"), "cannot be followed .*foo"),
+        (Structure(StructureKind.GRAMMAR, 'start: / "test"\n'), "field: its grammar cannot be followed"),  # a panic
+        (Structure(StructureKind.JSON_SCHEMA, "{"), "field: its json_schema cannot be followed"),
     ],
 )
 def test_a_structure_that_cannot_be_followed_is_one_line(structure: Structure, message: str) -> None:
     with pytest.raises(UserError, match=message) as problem:
-        Grammars(ByteTokenizer(VOCAB), VOCAB).check(structure)
+        Grammars(ByteTokenizer(VOCAB), VOCAB).check(structure, "field")
     assert "\n" not in str(problem.value)
 
 
@@ -137,8 +142,11 @@ def test_clients_get_objects_of_their_classes_and_errors_that_name_the_field() -
         parsed = client.chat.completions.parse(model=MODEL, messages=chat, response_format=Person, n=2, seed=1)
         assert all(isinstance(choice.message.parsed, Person) for choice in parsed.choices)
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
-        with pytest.raises(openai.BadRequestError, match="response_format has a json_schema"):
-            client.chat.completions.create(model=MODEL, messages=chat, response_format=bad)
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}
+        for asked in ({"response_format": bad}, {"tools": [tool], "tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.chat.completions.create(model=MODEL, messages=chat, **asked)
+            assert refused.value.param == next(iter(asked)) and "json_schema cannot be followed" in str(refused.value)
         for extra, expected in (({"choice": ["up", "down"]}, {"up", "down"}), ({"regex": "[ab]"}, {"a", "b"})):
             done = client.completions.create(
                 model=MODEL, prompt="x", extra_body={"structured_outputs": extra}, max_tokens=9, stream=True
