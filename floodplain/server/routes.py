@@ -223,6 +223,8 @@ class TextRoutes:
             raise UserError("prompt or messages: give one of them")
         reader = self._reader(request)
         if body.messages is not None:
+            if body.add_special_tokens:
+                raise UserError("add_special_tokens: the chat template writes special tokens itself: leave it out")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
             tokens = await reader.read_turns(templated(body.messages), tools)
         else:
@@ -241,8 +243,8 @@ class TextRoutes:
         return Detokenized(prompt=text)
 
     def _reader(self, request: Request) -> PromptReader:
-        limit = PromptLimit(self._engine.max_model_len)
-        return PromptReader(self._engine.tokenizer, limit, is_long=is_large_body(request))
+        """A reader without a limit: clients count the tokens of texts that are too long."""
+        return PromptReader(self._engine.tokenizer, PromptLimit(sys.maxsize), is_long=is_large_body(request))
 
     async def embed(self) -> Any:
         """Refuse: this server generates text."""

@@ -42,7 +42,8 @@ def test_texts_and_conversations_become_tokens_and_text_again(server: RunningSer
     found = post(server, "/tokenize", prompt="abc", return_token_strs=True).json()
     assert found == {"count": 3, "max_model_len": 4096, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
     assert post(server, "/detokenize", tokens=found["tokens"], model="big").json() == {"prompt": "abc"}
-    assert post(server, "/tokenize", prompt="").json()["count"] == 0
+    for length in (0, 5000):  # more than max_model_len, too: clients count to know
+        assert post(server, "/tokenize", prompt="a" * length).json()["count"] == length
     chat = post(server, "/tokenize", messages=CHAT).json()["tokens"]
     shown = post(server, "/v1/chat/completions", model="big", messages=CHAT, max_tokens=1, return_token_ids=True)
     assert chat == shown.json()["prompt_token_ids"]
@@ -54,7 +55,7 @@ def test_texts_and_conversations_become_tokens_and_text_again(server: RunningSer
         ("/tokenize", {}, 400, "prompt or messages: give one of them"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, 400, "prompt or messages: give one of them"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
-        ("/tokenize", {"prompt": "a" * 5000}, 400, "max_model_len"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens: the chat template"),
         ("/detokenize", {"tokens": [7, 300]}, 400, "300 is not in the vocabulary: ids go from 0 to 299"),
         ("/v1/embeddings", {"model": "big", "input": "a"}, 404, "makes no embeddings"),
     ],
