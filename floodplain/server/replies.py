@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
+from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.server.requests import UsageDetail
 from floodplain.server.responses import (
@@ -67,6 +68,28 @@ class ApiReply(ABC):
         """The JSON of a whole answer, from one joined delta for each choice."""
 
 
+class _Offsets:
+    """The characters of a choice's text before each of its tokens, which come in order.
+
+    Args:
+        echoed: The text of the prompt if the choice's text begins with it; else None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], echoed: str | None, *, skips_special: bool) -> None:
+        self._output = StreamDecoder(tokenizer, prompt, skip_special_tokens=skips_special)
+        self._echo = StreamDecoder(tokenizer, skip_special_tokens=False)
+        self._num_echoed = 0 if echoed is None else len(prompt)
+        # A prompt that was a text lacks what the tokenizer put before it.
+        self._next = 0 if echoed is None else min(0, len(echoed) - len(tokenizer.decode(prompt)))
+
+    def take(self, token_id: int) -> int:
+        """The characters before the next token."""
+        found, decoder = max(0, self._next), self._echo if self._num_echoed > 0 else self._output
+        self._num_echoed -= 1
+        self._next += len(decoder.push(token_id))
+        return found
+
+
 class ChoicesReply(ApiReply):
     """Writes the answers to request ``name``; ``detail`` says which events of a stream carry a usage.
 
@@ -101,7 +124,7 @@ class ChoicesReply(ApiReply):
         self._prompts = shown_prompts
         self._told: set[int] = set()
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _Offsets] = {}
 
     @abstractmethod
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
@@ -187,19 +210,23 @@ class CompletionReply(ChoicesReply):
     """The answers of ``/v1/completions``.
 
     Attributes:
-        echoed: The prompts of the choices, as texts and tokens, which come before the answers; None: they do not.
+        prompts: The tokens of the choices' prompts.
+        echoed: Their texts, which come before the answers; None: they do not.
+        skips_special: Whether special tokens have no text.
     """
 
     prefix = "cmpl"
     event_kind = "text_completion"
-    echoed: Sequence[tuple[str, Sequence[int]]] | None = None
+    prompts: Sequence[Sequence[int]] = ()
+    echoed: Sequence[str] | None = None
+    skips_special = True
 
     def _shown(self, index: int, delta: OutputDelta) -> OutputDelta:
         """The delta, behind its choice's prompt if that is echoed and this is its first one."""
         if self.echoed is None or index in self._begun:
             return delta
         self._begun.add(index)
-        text, token_ids = self.echoed[index]
+        text, token_ids = self.echoed[index], self.prompts[index]
         logprobs = None
         if delta.logprobs is not None:
             logprobs = (NO_LOGPROBS, *(delta.prompt_logprobs or ()), *delta.logprobs)
@@ -235,13 +262,16 @@ class CompletionReply(ChoicesReply):
         tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
         pairs = zip(tokens, delta.logprobs, strict=True)
         tops = [None if entry is NO_LOGPROBS else self._top(token, entry) for token, entry in pairs]
-        offsets, offset = [], self._offsets.get(index, 0)
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
+        offsets = list(map(self._offsets_of(index).take, delta.token_ids))
         chosen = [None if entry is NO_LOGPROBS else entry.chosen for entry in delta.logprobs]
         return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
+
+    def _offsets_of(self, index: int) -> _Offsets:
+        if index not in self._offsets:
+            prompt = self.prompts[index] if self.prompts else ()
+            echoed = None if self.echoed is None else self.echoed[index]
+            self._offsets[index] = _Offsets(self._tokenizer, prompt, echoed, skips_special=self.skips_special)
+        return self._offsets[index]
 
     def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float]:
         """Log-probabilities by text. Of tokens with the same text the chosen one is kept, else the likeliest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -87,14 +88,15 @@ class OpenAIRoutes:
         if prompts is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         self._ignored_fields.note(body.ignored_fields)
-        shown = [prompt for prompt in prompts for _ in range(params.n)] if body.return_token_ids else None
+        of_choices = [prompt for prompt in prompts for _ in range(params.n)]
+        shown = of_choices if body.return_token_ids else None
         reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
-        reply.num_choices = params.n
+        reply.num_choices, reply.prompts, reply.skips_special = params.n, of_choices, params.skip_special_tokens
         if body.prompt_logprobs is not None:
             reply.scored_prompts = prompts
         if body.echo:
             texts = await reader.write_texts(body.prompts())
-            reply.echoed = [pair for pair in zip(texts, prompts, strict=True) for _ in range(params.n)]
+            reply.echoed = [text for text in texts for _ in range(params.n)]
         return await self._answering.answer(request, body, prompts, params, reply)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:

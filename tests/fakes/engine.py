@@ -38,6 +38,7 @@ class ByteTokenizer:
     has_chat_template = True
     chat_template = "<tool_call>"
     special_tokens: Mapping[str, int] = MappingProxyType({})
+    special_token_ids: frozenset[int] = frozenset()
     is_byte_level = True
 
     def __init__(self) -> None:

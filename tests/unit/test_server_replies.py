@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
+from floodplain.model.tokenizer import ByteTokenizer as ModelTokenizer
 from floodplain.server import replies
 from floodplain.server.replies import DONE, ChatReply, CompletionReply
 from floodplain.server.requests import UsageDetail
@@ -77,6 +78,21 @@ def test_the_bytes_of_half_characters_put_together_are_the_text() -> None:
     assert bytes(value for entry in content for value in entry.bytes or ()).decode() == "€!"
     assert [entry.token for entry in content] == ["\ufffd", "\ufffd", "\ufffd", "!"]
     assert [entry.top_logprobs[0].bytes for entry in content] == [entry.bytes for entry in content]
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    """Also behind characters of several tokens, and behind tokens without text: special ones, one before a prompt."""
+    score, usage = TokenLogprobs(-0.1), Tally(1).usage()
+    tokens = (*"é".encode(), 256, *"€!".encode())
+    scores = CompletionReply("m", ModelTokenizer(257), "r").logprobs(
+        0, OutputDelta("é€!", tokens, "stop", (score,) * 7)
+    )
+    assert scores is not None and scores.text_offset == [0, 0, 1, 1, 1, 1, 2]
+    for text, offsets in (("é", [0, 0, 0, 1]), ("<eos>é", [0, 5, 5, 6])):
+        reply = CompletionReply("m", ModelTokenizer(257), "r")
+        reply.prompts, reply.echoed = [[256, *"é".encode()]], [text]
+        delta = OutputDelta("b", (98,), "stop", (score,), prompt_logprobs=(score, score))
+        assert json.loads(reply.whole([delta], usage))["choices"][0]["logprobs"]["text_offset"] == offsets
 
 
 def test_a_token_whose_bytes_depend_on_its_neighbours_reports_none() -> None:
