@@ -47,6 +47,8 @@ def render(
     if not messages:
         raise ValueError("the conversation has no message")
     chat = [_with_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]
+    if _reads_parts(template):
+        chat = [{**one, "content": _parts(one["content"])} if "content" in one else one for one in chat]
     if continue_final_message:
         chat[-1], ending = _marked(chat[-1], template)
     text = _compile(template).render(
@@ -56,6 +58,25 @@ def render(
         add_generation_prompt=add_generation_prompt,
     )
     return _cut(text, ending) if continue_final_message else text
+
+
+@lru_cache(maxsize=16)
+def _reads_parts(template: str) -> bool:
+    """Whether a template shows a content that is a list of parts, and drops one that is a text (Llama Guard 3 1B)."""
+
+    def shows(content: Any) -> bool:
+        chat, names = [{"role": "user", "content": content}], dict.fromkeys(("bos_token", "eos_token"), "")
+        try:
+            text = _compile(template).render(messages=chat, documents=None, tools=None, **names)
+        except Exception:  # a template may raise anything: then it does not say which form it reads
+            return False
+        return _MARK.strip() in text
+
+    return not shows(_MARK) and shows(_parts(_MARK))
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

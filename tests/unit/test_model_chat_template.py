@@ -65,6 +65,16 @@ def outcome(call: Any) -> str:
         return "refused by the template" if isinstance(error, jinja2.TemplateError) else "refused"
 
 
+def test_a_template_that_reads_only_lists_of_parts_gets_texts_as_such() -> None:
+    """That of Llama Guard 3 1B shows nothing of a content that is a text."""
+    loop = "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    template = "{% for m in messages %}<" + loop + ">{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant"}, *CHATS[3]]
+    assert render(template, chat, (), {}) == "<a><><one two >"
+    continued = render(template, chat[:1], (), {}, add_generation_prompt=False, continue_final_message=True)
+    assert continued == "<a"
+
+
 def test_a_conversation_has_the_text_of_transformers() -> None:
     seen = []
     for template, chat, tools, ways in product(
