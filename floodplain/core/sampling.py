@@ -86,7 +86,7 @@ class SamplingParams:
         bad_token_ids: Sequences of tokens that the output must not have. The engine adds those of ``bad_words``.
         structure: What the output must look like up to its end-of-sequence token. Fields that forbid that end, or
             tokens by their ids, do not go with it.
-        seed: Makes the request's own samples reproducible, however it is batched or preempted.
+        seed: Makes the request's own samples reproducible, however it is batched or preempted; -1 is None.
         stop: The request ends before the first of these strings in its text.
         ignore_eos: Go on past end-of-sequence tokens (to replay a trace at its own length).
         logprobs: Report the chosen token's log-probability and this many alternatives; None reports none.
@@ -122,6 +122,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", tuple(self.bad_words))

@@ -60,6 +60,11 @@ def test_the_borders_of_a_range_belong_to_it(field: str, good: list[object]) -> 
         assert getattr(SamplingParams(**{field: value}), field) == value  # type: ignore[arg-type]
 
 
+def test_the_seed_minus_one_is_none() -> None:
+    """As in vLLM and llama.cpp."""
+    assert SamplingParams(seed=-1).seed is None
+
+
 def test_min_tokens_may_stand_without_an_upper_limit() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
 
