@@ -27,6 +27,8 @@ IGNORED = frozenset(
 )  # fmt: skip
 """Fields of a request that cannot change tokens."""
 
+OTHERS = "*"
+"""Stands for unknown fields that are ignored: clients choose their names. OpenAI and vLLM ignore those of messages."""
 IGNORED_IN_MESSAGES = frozenset({"name"})
 IGNORED_IN_PARTS = frozenset({"cache_control"})
 
@@ -84,8 +86,8 @@ OFF_IN_MESSAGES: Off = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
+    "partial": (False,),
+    "prefix": (False,),
     "refusal": (),
 }
 OFF_IN_STRUCTURES: Off = {
@@ -131,11 +133,13 @@ class Body(BoundedModel):
     Attributes:
         off: The refused fields.
         ignores: The fields that are accepted at any value and not looked at.
+        ignores_others: Whether unknown fields are ignored, too, as ``OTHERS``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     off: ClassVar[Off] = {}
     ignores: ClassVar[frozenset[str]] = frozenset()
+    ignores_others: ClassVar[bool] = False
     _ignored: frozenset[str] = PrivateAttr(frozenset())
 
     @property
@@ -158,9 +162,12 @@ class Body(BoundedModel):
         kept = {name: fields[name] for name in cls.model_fields if name in fields}
         known = {*hints, *cls.model_fields}
         for name, value in fields.items():
-            if name not in known and not is_off(cls.off, name, value):
+            if name in known or is_off(cls.off, name, value):
+                continue
+            if name in cls.off or not cls.ignores_others:
                 kept[name] = value  # validation refuses it by name
                 break
+            given.add(OTHERS)
         body = validate(kept)
         body._ignored = frozenset(given)
         return body
@@ -171,7 +178,7 @@ class Body(BoundedModel):
         properties = schema.setdefault("properties", {})
         properties |= {name: {"enum": [None, *values]} for name, values in cls.off.items()}
         properties |= {name: {} for name in sorted(cls.ignores)}
-        return schema
+        return schema | ({"additionalProperties": True} if cls.ignores_others else {})
 
 
 def is_off(off: Off, name: str, value: object) -> bool:

@@ -121,6 +121,7 @@ class TextPart(Body):
     """A piece of a message."""
 
     ignores: ClassVar[frozenset[str]] = IGNORED_IN_PARTS
+    ignores_others: ClassVar[bool] = True
 
     type: Literal["text"]
     text: str
@@ -139,11 +140,14 @@ class Message(Body):
 
     off: ClassVar[Off] = OFF_IN_MESSAGES
     ignores: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+    ignores_others: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @property
     def ignored_fields(self) -> set[str]:
@@ -163,8 +167,9 @@ class Message(Body):
         parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts}
         if self.tool_calls:
-            fields["tool_calls"] = [call.templated(place) for call in self.tool_calls]
-        return fields | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+            fields["tool_calls"] = [call.templated() for call in self.tool_calls]
+        more = {"tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content or self.reasoning}
+        return fields | {name: value for name, value in more.items() if value}
 
 
 def templated(messages: Sequence[Message]) -> list[dict[str, Any]]:

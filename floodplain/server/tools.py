@@ -39,6 +39,8 @@ class Tool(Body):
 class CalledFunction(Body):
     """A function's name, and its arguments as JSON."""
 
+    ignores_others: ClassVar[bool] = True
+
     name: ToolName
     arguments: str
 
@@ -46,22 +48,22 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call in an earlier turn of the model."""
 
-    ignores: ClassVar[frozenset[str]] = frozenset({"index"})
+    ignores_others: ClassVar[bool] = True
 
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def templated(self, place: str) -> dict[str, Any]:
-        """The call in the form of chat templates, whose arguments are not text. UserError unless they are JSON.
+    def templated(self) -> dict[str, Any]:
+        """The call in the form of chat templates, whose arguments are an object.
 
-        The JSON is bounded as a body is: its text was one string there.
+        Others, such as those of a call that ``max_tokens`` cut, are none, as in vLLM: each later turn has them again.
         """
         try:
-            arguments = parse_json((self.function.arguments or "{}").encode())
-        except ApiError as error:
-            problem = f"are not JSON ({error.detail.replace('the body', 'the text')})"
-            raise UserError(f"{place}.tool_calls: the arguments of the call {self.id!r} {problem}") from None
+            arguments = parse_json(self.function.arguments.encode())
+        except ApiError:
+            arguments = None
+        arguments = arguments if isinstance(arguments, dict) else {}
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
