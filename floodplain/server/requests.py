@@ -224,12 +224,22 @@ class ResponseFormat(Body):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
+OBJECT = f"{BRANCH} object"
+BY_SCHEMA = Discriminator(
+    lambda value: TEXT if isinstance(value, str) else OBJECT if isinstance(value, dict) else None,
+    custom_error_type="schema",
+    custom_error_message="should be a JSON schema, as an object or a text",
+)
+
+
 class StructuredOutputs(Body):
     """vLLM's spelling of a structure: one of its fields."""
 
     off: ClassVar[Off] = OFF_IN_STRUCTURES
 
-    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_schema: Annotated[Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[str, Tag(TEXT)], BY_SCHEMA] | None = (
+        Field(None, alias="json")
+    )
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
@@ -434,7 +444,8 @@ class ChatRequest(GenerationRequest):
     @property
     def calls(self) -> ToolChoice:
         """Which calls the answer may or must have: by default any, if there are tools."""
-        return self.tool_choice or ("auto" if self.tools else "none")
+        choice = self.tool_choice or "auto"
+        return choice if self.tools or choice != "auto" else "none"
 
     @property
     def ignored_fields(self) -> frozenset[str]:

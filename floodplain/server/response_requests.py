@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from floodplain.core.errors import UserError
 from floodplain.server.fields import IGNORED, OFF_IN_RESPONSES, Body, Off
 from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
-from floodplain.server.tools import MAX_TOOLS, ToolName
+from floodplain.server.tools import BY_KIND, FUNCTION, MAX_TOOLS, ChoiceWord, ToolName
 from floodplain.web.errors import BRANCH
 
 _HINTS = frozenset({"annotations", "id", "logprobs", "status"})
@@ -155,7 +155,7 @@ class ResponseRequest(Body):
     stream: bool | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Annotated[ChoiceWord | Annotated[ResponseToolChoice, Tag(FUNCTION)], BY_KIND] | None = None
     parallel_tool_calls: bool | None = None
     priority: Int | None = None
     session_id: SessionName | None = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Discriminator, Field, Tag
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import Structure
 from floodplain.model.structure import structure_of_schema
 from floodplain.server.fields import Body
 from floodplain.web.bodies import parse_json
-from floodplain.web.errors import ApiError
+from floodplain.web.errors import BRANCH, ApiError
 
 MAX_TOOLS = 128
 """The most functions of a request, as in the OpenAI API."""
@@ -80,14 +80,21 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
-def _named(value: object) -> object:
-    """Refuse other texts by what is accepted: a union would list the faults of each branch."""
-    if isinstance(value, str) and value not in ("none", "auto", "required"):
-        raise ValueError('should be "none", "auto", "required" or an object that names a function')
-    return value
+WORD, FUNCTION = f"{BRANCH} word", f"{BRANCH} function"
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_named)]
+def _kind_of_choice(value: object) -> str | None:
+    return WORD if isinstance(value, str) else FUNCTION if isinstance(value, dict | Body) else None
+
+
+BY_KIND = Discriminator(
+    _kind_of_choice,
+    custom_error_type="choice",
+    custom_error_message='should be "none", "auto", "required" or an object that names a function',
+)
+"""Chooses the branch of a choice of tools."""
+ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag(WORD)]
+ToolChoice = Annotated[ChoiceWord | Annotated[NamedChoice, Tag(FUNCTION)], BY_KIND]
 
 
 def call_structure(tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool) -> Structure | None:

@@ -126,6 +126,9 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """The validated value of the body. Raises ApiError, or ``_InvalidBody`` if it does not fit the model."""
+        coding = self.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            raise ApiError(415, f"Content-Encoding {coding[:32]} is not supported: send the body as it is")
         body, context = await self.body(), getattr(self.app.state, CONTEXT, None)
         try:
             if len(body) <= MAX_INLINE_BYTES:

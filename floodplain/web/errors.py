@@ -76,7 +76,7 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
         case RequestRefused():
             return 400, _detail(400, str(error), error.field, None)
         case UserError():
-            word = str(error).partition(" ")[0]
+            word = re.split(r"\W", str(error), maxsplit=1)[0]  # of "messages.0.content: ...", too
             return 400, _detail(400, str(error), word if word in fields.known else None, None)
         case RequestValidationError():
             message, param = first_problem(error.errors(), fields.unsupported)
@@ -162,8 +162,8 @@ def _path_of(problem: Mapping[str, Any]) -> list[str]:
 
 def _complaint(where: str, message: str, given: object) -> str:
     """Pydantic's message as a sentence about the field, with the given value if the message lacks it."""
-    wish = re.sub(r"^(Input|List|String|Dictionary) (?=should )", "", message).replace(" after validation", "")
-    wish = re.sub(r"a valid dictionary or instance of \w+", "an object", wish)
+    wish = re.sub(r"^(Input|List|String|Dictionary|Value error,) (?=should )", "", message)
+    wish = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", wish.replace(" after validation", ""))
     if not wish.startswith("should "):
         return f"{where}: {wish}"
     return f"{where} {wish}" if ", not " in wish else f"{where} {wish}, not {_shown(given)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
@@ -108,6 +109,15 @@ def test_invalid_input_gets_a_400_that_names_the_problem(
     error = response.json()["error"]
     assert message in error["message"]
     assert error["param"] == param
+
+
+def test_a_compressed_body_is_refused_as_such(server: RunningServer) -> None:
+    headers = {**JSON, "Content-Encoding": "gzip"}
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=gzip.compress(json.dumps(BODY).encode()), headers=headers
+    )
+    assert response.status_code == 415
+    assert error_of(response)["message"] == "Content-Encoding gzip is not supported: send the body as it is"
 
 
 def test_another_content_type_is_refused(server: RunningServer) -> None:

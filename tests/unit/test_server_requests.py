@@ -143,7 +143,8 @@ def test_functions_that_must_not_be_called_are_ignored_and_others_refused() -> N
 
 
 def test_the_choice_of_tools_is_any_with_tools_and_none_without() -> None:
-    assert ChatRequest.model_validate(CHAT).calls == "none"
+    for none in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}):
+        assert ChatRequest.model_validate({**CHAT, **none}).calls == "none"
     assert ChatRequest.model_validate({**CHAT, "tools": [TOOL]}).calls == "auto"
     assert ChatRequest.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "none"}).calls == "none"
 
@@ -228,6 +229,8 @@ def test_of_many_unknown_fields_one_is_looked_at() -> None:
         (RequestRefused("too long"), None, "context_length_exceeded"),
         (RequestRefused("leave tpot_goal_ms out", field="tpot_goal_ms"), "tpot_goal_ms", None),
         (UserError("top_p should be below 1"), "top_p", None),
+        (UserError("messages.3.content is required"), "messages", None),
+        (UserError("tools: two functions have the same name"), "tools", None),
         (UserError("nobody knows"), None, None),
     ],
 )
