@@ -6,7 +6,7 @@ import inspect
 import re
 
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from vllm.config import CacheConfig, VllmConfig
 from vllm.v1.metrics import buckets, loggers
@@ -45,7 +45,7 @@ def test_a_histogram_has_the_buckets_of_vllm(family: Metric) -> None:
 
 
 def test_our_counters_in_vllm_begin_at_0_and_a_gauge_is_the_last_value_of_all_servers() -> None:
-    types = {Gauge: Gauge, Counter: Counter}
+    types = {kind: kind for kind in (Gauge, Counter, Histogram)}
     metrics = FloodplainMetrics(VllmConfig(), types, ["model_name", "engine"], {0: ["m", "0"]})
     labels = {"model_name": "m", "engine": "0"}
     failed = "floodplain_failed_transfers_total"
