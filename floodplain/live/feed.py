@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from floodplain.core.errors import UserError
 from floodplain.live.changes import Snapshot, change, encode, whole
@@ -16,11 +15,12 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.2
 """Seconds between two updates."""
 MOST_LISTENERS = 64
+"""One more takes the place of the oldest: one that reads nothing of a quiet service is not seen to be slow."""
 MOST_BEHIND = 10
 """Updates that may wait for a listener, two seconds of them; then it is dropped, and may connect again."""
 
 Drop = Callable[[], object]
-"""Closes the connection of a listener that is too slow: its response may wait for a client that reads nothing."""
+"""Closes the connection of a listener: its response may wait for a client that reads nothing."""
 
 Look = Callable[[], Awaitable[Snapshot]]
 """Returns a snapshot of now; called again and again while there are listeners."""
@@ -64,8 +64,7 @@ class Feed:
     ) -> None:
         self._open_look, self._is_ending = open_look, is_ending
         self._period_s, self._sleep = period_s, sleep
-        self._listeners: set[_Listener] = set()
-        self._num_places = 0
+        self._listeners: dict[_Listener, None] = {}
         self._updating: asyncio.Task[None] | None = None
 
     @property
@@ -73,31 +72,24 @@ class Feed:
         """Listeners now."""
         return len(self._listeners)
 
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """One of ``MOST_LISTENERS`` places; ApiError 503 if all are taken.
-
-        A response holds it until it has ended.
-        """
-        if self._num_places >= MOST_LISTENERS:
-            raise ApiError(503, f"{MOST_LISTENERS} clients watch already: close one")
-        self._num_places += 1
-        try:
-            yield
-        finally:
-            self._num_places -= 1
-
     async def listen(self, drop: Drop = lambda: None) -> AsyncGenerator[bytes]:
-        """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is too slow."""
+        """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is dropped."""
+        if len(self._listeners) >= MOST_LISTENERS:
+            self._drop(next(iter(self._listeners)))
         listener = _Listener(drop)
-        self._listeners.add(listener)
+        self._listeners[listener] = None
         if self._updating is None or self._updating.done():
             self._updating = asyncio.get_running_loop().create_task(self._update())
         try:
             while (message := await listener.messages.get()) is not None:
                 yield message
         finally:
-            self._listeners.discard(listener)
+            self._listeners.pop(listener, None)
+
+    def _drop(self, listener: _Listener) -> None:
+        del self._listeners[listener]
+        listener.end()
+        listener.drop()
 
     async def _update(self) -> None:
         look, last = self._open_look(), Snapshot({})
@@ -122,7 +114,5 @@ class Feed:
         first = encode(whole(now)) if not all(one.has_whole for one in listeners) else b""
         for listener in listeners:
             if not listener.put(update if listener.has_whole else first):
-                self._listeners.discard(listener)
-                listener.end()
-                listener.drop()
+                self._drop(listener)
             listener.has_whole = True

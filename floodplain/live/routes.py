@@ -8,9 +8,8 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from floodplain.live.feed import Drop, Feed
+from floodplain.live.feed import Feed
 from floodplain.web.connection import ABORT_SCOPE_KEY
 from floodplain.web.gate import HEAD_SCOPE_KEY, PAGE_FOLDER
 
@@ -59,21 +58,10 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         if HEAD_SCOPE_KEY in request.scope:  # the stream has no end
             return Response(headers=headers, media_type="text/event-stream")
-        return _Stream(feed, headers, request.scope[ABORT_SCOPE_KEY])
+        events = feed.listen(request.scope[ABORT_SCOPE_KEY])
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
     return routes
-
-
-class _Stream(StreamingResponse):
-    """The events of a feed, in a place that is held from before the first byte until the response ends."""
-
-    def __init__(self, feed: Feed, headers: Mapping[str, str], drop: Drop) -> None:
-        super().__init__(feed.listen(drop), headers=headers, media_type="text/event-stream")
-        self._feed = feed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._feed.place():
-            await super().__call__(scope, receive, send)
 
 
 def _serving(name: str, content: bytes) -> Callable[[], Awaitable[Response]]:

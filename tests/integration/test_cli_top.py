@@ -76,14 +76,6 @@ def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.Cap
     assert main(["top", "ftp://x"]) == 2
 
 
-def test_a_feed_whose_places_are_taken_is_one_line(
-    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("floodplain.live.feed.MOST_LISTENERS", 0)
-    assert main(["top", server.url]) == 1
-    assert "clients watch already" in capsys.readouterr().err
-
-
 def test_names_of_others_cannot_drive_the_terminal() -> None:
     evil = {"name": "a\033[2Jb", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
     head = {"service": "coordinator", "version": "1", "role": "leading", "members": [evil], "leases": [],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from floodplain.live.changes import Snapshot, apply
 from floodplain.live.feed import MOST_BEHIND, MOST_LISTENERS, Feed, Look
 from floodplain.live.rows import Row
-from floodplain.web.errors import ApiError
 
 
 class Service:
@@ -130,11 +128,15 @@ async def test_listeners_end_when_the_service_stops_or_fails(service: Service) -
         await anext(failing)
 
 
-async def test_places_are_bounded_and_taken_before_the_first_event(service: Service) -> None:
-    with ExitStack() as held:
-        for _ in range(MOST_LISTENERS):
-            held.enter_context(service.feed.place())
-        with pytest.raises(ApiError, match="watch already"), service.feed.place():
-            pass
-    with service.feed.place():
-        pass
+async def test_one_listener_more_than_there_may_be_takes_the_place_of_the_oldest(service: Service) -> None:
+    dropped: list[int] = []
+    streams = [service.feed.listen(partial(dropped.append, number)) for number in range(MOST_LISTENERS + 1)]
+    await asyncio.gather(*map(anext, streams[:-1]))
+    assert dropped == []
+    joining = asyncio.ensure_future(next_of(streams[-1]))
+    await service.tick()
+    assert (await joining)["type"] == "whole" and dropped == [0]
+    assert service.feed.num_listeners == MOST_LISTENERS
+    with pytest.raises(StopAsyncIteration):
+        await anext(streams[0])
+    assert (await next_of(streams[1]))["type"] == "change"
