@@ -131,6 +131,9 @@ def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> 
     assert "shape (288, 64), config.json says (289, 64)" in refusal(write_folder(tmp_path, vocab_size=289))
     refused = refusal(write_folder(tmp_path, num_hidden_layers=3))
     assert "no tensor 'model.layers.2.input_layernorm.weight'" in refused
+    save_file({f"module.{name}": one for name, one in dummy_weights().items()}, tmp_path / "model.safetensors")
+    refused = refusal(tmp_path)
+    assert "no tensor 'model.embed_tokens.weight', but 'module.model.embed_tokens.weight': remove the prefix" in refused
 
 
 def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:

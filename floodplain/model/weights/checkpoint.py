@@ -102,8 +102,10 @@ def _refuse_unread(stored: Mapping[str, StoredTensor], read: set[str], shape: Mo
 def _refuse_missing(
     name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, form: Format, model: str
 ) -> NoReturn:
-    layer = form.layer.match(name)
-    if layer is not None and not any(other.startswith(layer[0]) for other in stored):
+    layer, prefixed = form.layer.match(name), next((one for one in stored if one.endswith(f".{name}")), None)
+    if prefixed is not None:
+        why = f", but {prefixed[:_MOST_SHOWN]!r}: remove the prefix from all names"
+    elif layer is not None and not any(other.startswith(layer[0]) for other in stored):
         why = f" ({form.layers_key} is {config.shape.num_layers})"
     else:
         why = _said_by(name, form)

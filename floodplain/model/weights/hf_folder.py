@@ -170,7 +170,8 @@ class _SafetensorsFiles:
         if not is_file(path):
             if not is_file(self._folder / _SINGLE):
                 raise UserError(
-                    f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there; convert the weights to safetensors"
+                    f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there: complete the download, or convert the "
+                    "weights to safetensors"
                 )
             return None
         index = read_json_object(path, keys_once=False).get("weight_map")
