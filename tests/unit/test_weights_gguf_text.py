@@ -95,6 +95,14 @@ def test_answers_end_where_llama_cpp_ends_them() -> None:
     assert tokenizer("qwen2", token_type=types).special_token_ids == by_text  # they are control tokens
 
 
+def test_a_key_that_names_no_token_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:
+    ours = tokenizer("llama", padding_token_id=2**32 - 1, eos_token_id=10_000, eot_token_id=10_000)
+    assert (ours.eos_token_ids, ours.encode("a")) == (tokenizer("llama").eos_token_ids, tokenizer("llama").encode("a"))
+    assert [record.args[1] for record in caplog.records] == [  # type: ignore[index]
+        f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "padding", "eot")
+    ]
+
+
 def test_chat_templates_have_tokens_that_are_not_special() -> None:
     template = "{{ bos_token }}|{{ eos_token }}"
     keys = {**keys_of("qwen2", data()), "tokenizer.ggml.eos_token_id": 3, "tokenizer.chat_template": template}
@@ -118,7 +126,8 @@ def test_a_chat_template_that_is_no_text_is_refused(template: object) -> None:
         ("qwen2", {"merges": ["! !", "!! \u00ff\u00ff"]}, "merges has '!! \u00ff\u00ff', of which a part is no token"),
         ("qwen2", {"merges": None}, "'tokenizer.ggml.merges' is missing"),
         ("qwen2", {"tokens": ["a", "b", "a"], "token_type": None}, "tokens has 'a' more than once"),
-        ("qwen2", {"bos_token_id": 10_000}, "bos_token_id=10000 must be below the number of tokens"),
+        ("qwen2", {"bos_token_id": -1}, "bos_token_id=-1 must be a whole number from 0 on"),
+        ("llama3", {"bos_token_id": 10_000}, "bos_token_id is missing: every text needs that token"),
         ("llama3", {"bos_token_id": None}, "bos_token_id is missing: every text needs that token"),
         ("qwen2", {"token_type": [1]}, "token_type=[1] must be a list of numbers, one for each"),
         ("llama", {"tokens": ["a", "b"], "scores": None, "token_type": None}, "must have all bytes, <0x00> to <0xFF>"),

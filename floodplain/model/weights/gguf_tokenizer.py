@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -114,16 +114,8 @@ class _Vocabulary:
     fields: Fields
     tokens: Sequence[str]
     types: Sequence[int]
-
-    def id_of(self, kind: str) -> int | None:
-        """The token in ``tokenizer.ggml.KIND_token_id``, or llama.cpp's default for it; None if there is none."""
-        key = f"{_KEYS}{kind}_token_id"
-        is_sentencepiece = self.fields.value(f"{_KEYS}model") == "llama"
-        default = SENTENCEPIECE_IDS.get(kind) if is_sentencepiece else None
-        token = self.fields.whole(key, least=0) if key in self.fields else default
-        if token is not None and token >= len(self.tokens):
-            raise self.fields.refusal(key, f"must be below the number of tokens, {len(self.tokens)}")
-        return token
+    ids: Mapping[str, int]
+    """The tokens in the keys ``tokenizer.ggml.KIND_token_id``, by kind."""
 
 
 def check_tokenizer_keys(fields: Fields) -> None:
@@ -147,8 +139,8 @@ def read_gguf_tokenizer(fields: Fields) -> tuple[FastTokenizer, frozenset[int]]:
     vocabulary = _read_vocabulary(fields)
     is_sentencepiece = fields.text(f"{_KEYS}model") == "llama"
     backend = _sentencepiece(vocabulary) if is_sentencepiece else _byte_level(vocabulary)
-    ids = {name: vocabulary.id_of(kind) for name, kind in _NAMED.items()}
-    names = {name: vocabulary.tokens[token] for name, token in ids.items() if token is not None}
+    ids = vocabulary.ids
+    names = {name: vocabulary.tokens[ids[kind]] for name, kind in _NAMED.items() if kind in ids}
     return FastTokenizer(backend, names, fields.value("tokenizer.chat_template", None)), _ends(vocabulary)
 
 
@@ -162,9 +154,21 @@ def _read_vocabulary(fields: Fields) -> _Vocabulary:
         raise UserError(f"{fields.where}: {_KEYS}tokens has {twice[:60]!r} more than once")
     types = _numbers(fields, "token_type", len(tokens), TokenType.NORMAL)
     controls = END_TEXTS.intersection(tokens)
-    return _Vocabulary(
-        fields, tokens, [TokenType.CONTROL if t in controls else kind for t, kind in zip(tokens, types, strict=True)]
-    )
+    types = [TokenType.CONTROL if token in controls else kind for token, kind in zip(tokens, types, strict=True)]
+    return _Vocabulary(fields, tokens, types, _ids(fields, len(tokens)))
+
+
+def _ids(fields: Fields, num_tokens: int) -> dict[str, int]:
+    """The token of each kind, by its key or llama.cpp's default. A key that names no token counts as absent there."""
+    ids = dict(SENTENCEPIECE_IDS) if fields.value(f"{_KEYS}model") == "llama" else {}
+    for kind in dict.fromkeys((*_NAMED.values(), *END_KINDS)):
+        key = f"{_KEYS}{kind}_token_id"
+        token = fields.whole(key, least=0) if key in fields else ids.get(kind, num_tokens)
+        if token < num_tokens:
+            ids[kind] = token
+        elif key in fields:
+            logger.warning("%s: %s is %d, which is no token: it is not used", fields.where, key, token)
+    return ids
 
 
 def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
@@ -179,9 +183,9 @@ def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
 
 def _ends(vocabulary: _Vocabulary) -> frozenset[int]:
     """Tokens that end an answer: those that the keys name, and those that llama.cpp knows by their text."""
-    by_key = {vocabulary.id_of(kind) for kind in END_KINDS}
+    by_key = (vocabulary.ids[kind] for kind in END_KINDS if kind in vocabulary.ids)
     by_text = (number for number, token in enumerate(vocabulary.tokens) if token in END_TEXTS)
-    return frozenset((*(number for number in by_key if number is not None), *by_text))
+    return frozenset((*by_key, *by_text))
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Any:
@@ -297,7 +301,7 @@ def _around(vocabulary: _Vocabulary, kind: str, default: bool) -> dict[str, dict
     """The token before or after every text, if there is one, under its name in a template."""
     if not vocabulary.fields.flag(f"{_KEYS}add_{kind}_token", default):
         return {}
-    token = vocabulary.id_of(kind)
+    token = vocabulary.ids.get(kind)
     if token is None:
         raise UserError(
             f"{vocabulary.fields.where}: {_KEYS}{kind}_token_id is missing: every text needs that token; "
