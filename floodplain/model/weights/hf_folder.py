@@ -186,8 +186,10 @@ class _SafetensorsFiles:
     def _refuse_other_files(self, files: list[str]) -> None:
         for path in sorted(self._folder.glob("*.safetensors")):
             if path.name not in files and not path.match(SAME_WEIGHTS):
-                listed = f"is not in {_INDEX}" if files != [_SINGLE] else f"is not read beside {_SINGLE}"
-                raise UserError(f"{path}: this file of weights {listed}; remove it, or list its tensors there")
+                why = f"not in {_INDEX}: remove it, or that index if it is of other weights"
+                if files == [_SINGLE]:
+                    why = f"not read beside {_SINGLE}: remove it"
+                raise UserError(f"{path}: this file of weights is {why}")
 
     def _open(self, file: str) -> Any:
         from safetensors import safe_open
