@@ -85,6 +85,14 @@ def test_a_stored_head_wins_over_a_tie_as_in_transformers(tmp_path: Path) -> Non
     assert "no tensor 'lm_head.weight'" in refusal(folder_of(tmp_path, {"lm_head.weight": None}))
 
 
+def test_a_table_that_is_stored_as_the_head_is_read_if_they_are_tied(tmp_path: Path) -> None:
+    table = WEIGHTS["model.embed_tokens.weight"]
+    tied = logits_of(HfFolder(folder_of(tmp_path, {"lm_head.weight": None}, tie_word_embeddings=True)))
+    stored: dict[str, torch.Tensor | None] = {"lm_head.weight": table, "model.embed_tokens.weight": None}
+    assert torch.equal(logits_of(HfFolder(folder_of(tmp_path, stored, tie_word_embeddings=True))), tied)
+    assert "no tensor 'model.embed_tokens.weight'" in refusal(folder_of(tmp_path, stored))
+
+
 @pytest.mark.parametrize(
     ("key", "wrong"),
     [("hidden_size", 128), ("num_key_value_heads", 4), ("intermediate_size", 100), ("vocab_size", 300)],

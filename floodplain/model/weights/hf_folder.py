@@ -42,6 +42,11 @@ def _stored_names(name: str) -> tuple[str, ...]:
     return name, name.removeprefix("model.")
 
 
+def _stored_names_if_tied(name: str) -> tuple[str, ...]:
+    """The same if head and embedding are tied: some programs store them once, by the head's name."""
+    return (*_stored_names(name), *([HEAD_NAME] if name.endswith("embed_tokens.weight") else []))
+
+
 _FORMAT = Format(
     config="config.json",
     names=_stored_names,
@@ -91,7 +96,8 @@ class HfFolder:
                 raise UserError(f"{folder / file}: {kind} is not supported; use merged, unquantised weights")
         self._files = _SafetensorsFiles(folder)
         self.config = self._resolve_tied_head(config)
-        self._stored_name = match_tensors(self.config, self._files.tensors, _FORMAT, str(folder))
+        form = replace(_FORMAT, names=_stored_names_if_tied) if self.config.shape.tied_embeddings else _FORMAT
+        self._stored_name = match_tensors(self.config, self._files.tensors, form, str(folder))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write one tensor into ``target``."""
