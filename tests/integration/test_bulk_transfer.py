@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
+from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
 from floodplain.cluster.wire.frames import Frame
 from floodplain.core.errors import PeerLost
 from floodplain.web.address import bind
@@ -212,3 +213,17 @@ def test_a_closed_server_loses_its_clients() -> None:
             client.fetch([whole()], Received())
         with pytest.raises(PeerLost):
             BulkClient(server.address, SECRET).start()
+
+
+def test_a_copy_that_is_ended_here_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As when a request that moves is aborted by its client."""
+    puller, listener = Puller(SECRET), bind("127.0.0.1", 0)
+    listener.listen()
+    host, port = listener.getsockname()
+    with listener, ThreadPoolExecutor(1) as threads:
+        copying = threads.submit(puller.copy, RequestCopy((0,), (0,), {f"{host}:{port}": [0]}), lambda *_: True)
+        peer, _ = listener.accept()
+        puller.close()
+        assert not copying.result(HANG_S)
+        peer.close()
+    assert not caplog.records

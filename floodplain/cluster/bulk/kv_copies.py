@@ -150,7 +150,7 @@ class Puller:
                 return self._client(address).fetch(items, sink)
             except PeerLost as error:
                 self._clients.pop(address).close()
-                if is_new:  # else the server may have closed a connection that was idle for long
+                if is_new and not self._is_closed:  # else the server may have closed a connection that was long idle
                     logger.warning("a copy from %s failed: %s", address, error)
                     self._lost.add(address)
         return [Outcome.MISSING] * len(items)
