@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from floodplain.core.plan import Chunk, Decision, PrefixBackupOrder, Reason, Res
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView
+from floodplain.policy.base import Standing
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 from floodplain.policy.registry import make_policy
@@ -94,6 +96,21 @@ def test_fcfs_lets_no_request_pass_a_fetch_that_finds_no_room() -> None:
     decision = FcfsPolicy().decide(view, 0.0, Random(0))
     assert not decision.resumptions
     assert not decision.admissions
+
+
+def test_fcfs_asks_again_about_a_prompt_that_fits_and_waits_for_a_copy() -> None:
+    """Prices change while a copy is under way: what was not worth computing when it began may be later."""
+    rows = stream(0), knows(1, next_copy=KEY, is_arriving=True)
+    tiers = (host(block_s=0.001, num_inbound_blocks=6),)
+    slow = make_view(*rows, tiers=tiers, prices=PRICES)  # 6 ms for the copy, or 24 to compute, or 2.4
+    fast = make_view(*rows, tiers=tiers, prices=replace(PRICES, prefill_token_s=PRICES.prefill_token_s / 10))
+    waits, starts = (FcfsPolicy().decide(view, 0.0, Random(0)) for view in (slow, fast))
+    assert (waits.resumptions, waits.admissions) == ((), ())
+    assert starts.admissions == (Chunk(SeqId(1), 30),)
+    assert FcfsPolicy().stands(slow) is None
+    for fields in ({"num_available_blocks": 7}, {"max_num_seqs": 1}):
+        stands = FcfsPolicy().stands(make_view(*rows, tiers=tiers, prices=PRICES, **fields))
+        assert stands == Standing(num_at_risk=0)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
