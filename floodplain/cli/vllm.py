@@ -90,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
 def find_server(distribution: str) -> list[str]:
     """The first words of the command of vLLM's server, before the model.
 
-    ``vllm serve`` looks for a distribution named vllm, and fails if vLLM is installed under another name.
+    ``vllm serve`` looks for a distribution named vllm, and fails if vLLM is installed under another name. Its
+    substitute must not import modules from the current folder, either (``-P``).
     """
     script = Path(sys.executable).with_name("vllm")
     if distribution == "vllm" and os.access(script, os.X_OK):
         return [str(script), "serve"]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str]) -> list[str]:

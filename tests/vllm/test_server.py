@@ -40,7 +40,7 @@ def command(model: Path, port: int) -> list[str]:
         "--kv-transfer-config": json.dumps(TRANSFER),
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"]
 
 
 @pytest.fixture(scope="module")
