@@ -59,6 +59,7 @@ class SequenceView:
         next_copy: Waiting or swapped: the first content that a swap-in copies. Requests with the same one can share the
             blocks of the first copy.
         is_arriving: Another sequence's inbound copy of that content is in flight.
+        loses_kv: Running: its KV cannot be restored, so a preemption loses it.
     """
 
     seq_id: SeqId
@@ -88,6 +89,7 @@ class SequenceView:
     first_token_s: float | None = None
     next_copy: BlockKey | None = None
     is_arriving: bool = False
+    loses_kv: bool = False
 
     @property
     def num_remaining(self) -> int:

@@ -32,7 +32,7 @@ class SwapBudget:
         return max(0, row.num_blocks - row.num_backed_blocks)
 
     def loses_kv(self, row: SequenceView) -> bool:
-        """Whether a preemption would drop its KV, because recomputing is cheaper than any copy."""
+        """Whether a preemption would drop its KV: nothing can restore it, or recomputing is cheaper than any copy."""
         return not any(self._copying_pays(row, tier) for tier in self._view.tiers)
 
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
@@ -82,6 +82,8 @@ class SwapBudget:
 
     def _copying_pays(self, row: SequenceView, tier: TierView) -> bool:
         """Whether swapping its KV in from ``tier`` is faster than recomputing it; True while prices are unknown."""
+        if row.loses_kv:
+            return False
         compute_s = num_computed(self._view, row) * self._view.prices.prefill_token_s
         return not compute_s or row.num_blocks * tier.block_s + tier.latency_s < compute_s
 

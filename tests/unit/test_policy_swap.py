@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from floodplain.core.plan import BackupOrder, Decision, Preemption, PreemptionMode, Reason, Resumption
@@ -40,6 +42,13 @@ def test_when_computing_again_is_cheaper_nothing_is_copied() -> None:
     swap = budget(host(block_s=0.0037))
     assert swap.preempt(VICTIM, Reason.SLICE_ENDED) == (BY_COMPUTING, 0)
     assert swap.reason is Reason.SWAP_SLOW
+
+
+def test_kv_that_cannot_be_restored_is_not_copied_whatever_that_costs() -> None:
+    row = replace(VICTIM, loses_kv=True)
+    swap = budget(host(block_s=0.0), prices=Prices())
+    assert swap.loses_kv(row) and not swap.write_behind([row])
+    assert swap.preempt(row, Reason.SLICE_ENDED) == (BY_COMPUTING, 0)
 
 
 def test_the_latency_of_the_link_counts() -> None:

@@ -68,6 +68,7 @@ class World:
             request_id=f"request-{number}", num_prompt_tokens=10, num_tokens=10 + num_output, num_computed_tokens=0,
             num_output_placeholders=0, num_output_tokens=num_output, max_tokens=max_tokens, priority=priority,
             block_hashes=[b"%d" % index for index in range((10 + num_output) // TOKENS)],
+            skip_reading_prefix_cache=False,
         )  # fmt: skip
         return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5, arrival_s=float(number))
 

@@ -108,10 +108,21 @@ GREEDY = {load: Load(load.prompts, load.lengths) for load in SAMPLED.values()}
 ADAPTED = make_load(seed=8, num_requests=12, num_common=40)
 
 
+@dataclass(frozen=True)
+class LoggedLoad(Load):
+    """Requests that return log-probabilities of their prompts."""
+
+    def params(self, index: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.lengths[index], ignore_eos=True, prompt_logprobs=1)
+
+
+LOGGED = LoggedLoad(tuple(tuple(Random(n).choices(range(10, 40_000), k=380)) for n in range(4)), (20,) * 4)
+
+
 @pytest.fixture(scope="module")
 def calm(llama: Path) -> dict[Load, dict[int, list[int]]]:
     """The tokens of stock vLLM: one engine serves all loads of the small Llama."""
-    loads = [*SAMPLED.values(), *GREEDY.values(), SEVERAL, WHOLE, URGENT, ADAPTED]
+    loads = [*SAMPLED.values(), *GREEDY.values(), SEVERAL, WHOLE, URGENT, ADAPTED, LOGGED]
     return serve_all_calmly(llama, loads, skip_tokenizer_init=True)
 
 
@@ -139,6 +150,19 @@ def test_several_answers_to_a_prompt_survive_a_storm(
     flags = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "max_num_batched_tokens": 256}
     assert serve_in_a_storm(llama, SEVERAL, **flags) == calm[SEVERAL]
     assert max(num_choices) == 3
+
+
+def test_prompts_with_log_probabilities_end(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:
+    """vLLM restores nothing of such a prompt: if they lost their KV to each other, none would ever be complete."""
+    flags = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 17, "max_num_batched_tokens": 32}
+    llm = make_crowded(llama, **flags)
+    for policy in ("cfs", "paced"):
+        scheduler_of(llm).policy_object = PluginSettings(policy, {"slice_steps": 2}).make_policy()
+        run = drive(llm, LOGGED)
+        assert run.tokens == calm[LOGGED] and run.num_steps < 400
+        assert all(num_tokens < 40 for num_tokens in run.resumed), "with tokens of their own they are restored"
+        expect_nothing_left(llm)
+    close(llm)
 
 
 def test_whole_prompts_survive_a_storm(llama: Path, calm: dict[Load, dict[int, list[int]]]) -> None:

@@ -322,9 +322,14 @@ class SteeredScheduler(StreamedInputScheduler):
         (AsyncScheduler if self.is_async else Scheduler)._update_after_schedule(self, scheduler_output)
 
     def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
-        """Record a step's tokens; with async scheduling, they replace its placeholders."""
+        """Record a step's tokens; with async scheduling, they replace its placeholders.
+
+        vLLM restores nothing of requests that need their prompts computed, for the log probabilities of its tokens.
+        These are complete when the first token is there.
+        """
         base = AsyncScheduler if self.is_async else Scheduler
         known: tuple[list[int], bool] = base._update_request_with_output(self, request, *args, **kwargs)
+        request.skip_reading_prefix_cache = False
         return known
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:

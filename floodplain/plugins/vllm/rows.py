@@ -113,6 +113,7 @@ class RowMaker:
             block_due_step=self._step + room if is_decoding else _NEVER,
             end_step=self._step + most - tracked.num_expected_tokens if is_decoding else _NEVER,
             num_backed_blocks=len(tracked.backups),
+            loses_kv=request.skip_reading_prefix_cache,
         )
 
     def loading(self, tracked: TrackedRequest) -> SequenceView:
@@ -166,6 +167,7 @@ class RowMaker:
         num_shared_blocks: int = 0,
         num_backed_blocks: int = 0,
         num_restorable_tokens: int = 0,
+        loses_kv: bool = False,
     ) -> SequenceView:
         request = tracked.request
         return SequenceView(
@@ -193,6 +195,7 @@ class RowMaker:
             parent=tracked.account.parent,
             num_ended_tokens=tracked.account.num_ended_tokens,
             is_leaving=tracked.num_leaving > 0 and status is Status.SWAPPED,
+            loses_kv=loses_kv,
         )
 
 

@@ -239,6 +239,7 @@ class FloodplainScheduler(SteeredScheduler):
         is_kept = (
             order.mode is PreemptionMode.SWAP
             and not self.is_resetting
+            and not request.skip_reading_prefix_cache  # vLLM would not restore it
             and books.swap_out(one, tables, num_computed, order.reason, order.tier)
         )
         if not is_kept:
