@@ -181,6 +181,20 @@ def test_others_find_nothing(fresh: Served, turns: list[list[int]]) -> None:
     assert fresh.ask(TEXTS[0], session_id="agent", salt="one") == (turns[0], whole(len(TEXTS[0]) - 1))
 
 
+@pytest.mark.parametrize("stop", [None, ["a stop string"]])
+def test_a_request_is_kept_if_a_stop_string_may_have_ended_it(fresh: Served, stop: list[str] | None) -> None:
+    """vLLM finds stop strings in another process, which aborts the request, as it does if a client goes away."""
+    engine, tokens = fresh.llm.llm_engine, list[int]()
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True, stop=stop)
+    engine.add_request("stopped", {"prompt_token_ids": TEXTS[0]}, params, arrival_time=fresh.clock.wall_s())
+    while len(tokens) < 20:
+        tokens = [token for output in engine.step() for token in output.outputs[0].token_ids]
+    engine.abort_request(["stopped"])
+    fresh.evict()
+    said = [*TEXTS[0], *tokens]
+    assert fresh.ask([*said, *TEXTS[1]])[1] == (whole(len(said) - 1) if stop else 0)
+
+
 def test_a_wrong_block_has_other_tokens(fresh: Served, turns: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the first block is restored from the copy of another request's. (Their order is of no matter.)"""
     find = SavedPrefixes.find

@@ -96,8 +96,8 @@ class SteeredScheduler(StreamedInputScheduler):
         """Called for each new request."""
 
     @abstractmethod
-    def note_finish(self, request: Request) -> None:
-        """Called when a request has ended, or was aborted."""
+    def note_finish(self, request: Request, *, is_loading: bool) -> None:
+        """Called when a request has ended, or was aborted; ``is_loading``: a copy or load still fills its blocks."""
 
     @abstractmethod
     def note_departure(self, request: Request) -> None:
@@ -227,7 +227,7 @@ class SteeredScheduler(StreamedInputScheduler):
         super().add_request(request)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self.note_finish(request)
+        self.note_finish(request, is_loading=delay_free_blocks)
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -385,8 +385,13 @@ def _adapter_of(request: Request) -> int | None:
 
 
 def was_aborted(request: Request) -> bool:
-    """Whether a request's client ended it."""
-    return bool(request.status == RequestStatus.FINISHED_ABORTED)
+    """Whether a request's client ended it; False if it may have been one of its stop strings.
+
+    vLLM finds those in another process, which then aborts the request.
+    """
+    sampling = request.sampling_params
+    may_be_stopped = sampling is not None and sampling.stop and request.num_output_tokens
+    return bool(request.status == RequestStatus.FINISHED_ABORTED) and not may_be_stopped
 
 
 def has_failed(request: Request) -> bool:

@@ -208,17 +208,17 @@ class FloodplainScheduler(SteeredScheduler):
         outputs = [one.num_output_tokens for one in (*self.running, *paused)]
         self._demand.arrive(request.num_prompt_tokens, num_waiting, len(paused), outputs)
 
-    def note_finish(self, request: Request) -> None:
+    def note_finish(self, request: Request, *, is_loading: bool) -> None:
         """Forget a request that has ended, and free its backups."""
         if not was_aborted(request):
             self._ended_outputs.append(request.num_output_tokens)
         one = self._controller.roster.find(request.request_id)
         if one is not None and self._controller.sessions is not None:
-            self._leave_session(one, self._controller.sessions)
+            self._leave_session(one, self._controller.sessions, is_loading=is_loading)
         self._controller.depart(request.request_id)
 
-    def _leave_session(self, one: TrackedRequest, sessions: KeptSessions) -> None:
-        if was_aborted(one.request) or has_failed(one.request):
+    def _leave_session(self, one: TrackedRequest, sessions: KeptSessions, *, is_loading: bool) -> None:
+        if is_loading or was_aborted(one.request) or has_failed(one.request):
             sessions.give_up(one)
             return
         books, block_tokens = self._controller.books, self._limits.block_tokens
