@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.request import RequestStatus
 
 from floodplain.core.plan import Decision
 from floodplain.core.view import View
@@ -239,6 +240,25 @@ def test_a_policy_ends_no_turn_for_an_adapter_that_does_not_fit(llama: Path, tmp
         run = drive(llm, load)
         assert len(run.tokens) == len(load) and run.num_steps < 2_000
         expect_nothing_left(llm)
+    close(llm)
+
+
+def test_a_session_that_waits_for_input_keeps_no_adapter_from_others(llama: Path, tmp_path: Path) -> None:
+    flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    llm = make_crowded(llama, **flags)
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    for number, resumable in ((1, True), (2, False)):
+        prompt, adapter = {"prompt_token_ids": [20 + number] * 40}, write_adapter(tmp_path, number)
+        made = llm.llm_engine.input_processor.process_inputs(
+            f"{number}", prompt, params, ("generate",), lora_request=adapter, resumable=resumable
+        )
+        core.scheduler.add_request(core.preprocess_add_request(made)[0])
+        for _ in range(20):
+            core.step_fn()
+    assert scheduler_of(llm).num_idle == 1 == len(core.scheduler.requests), "the other one has ended"
+    core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    expect_nothing_left(llm)
     close(llm)
 
 

@@ -215,7 +215,7 @@ class SteeredScheduler(StreamedInputScheduler):
         if not self.lora_config:
             return lambda request: True
         most: int = self.lora_config.max_loras
-        adapters = {_adapter_of(request) for request in (*self.running, *self._holding, *others)} - {None}
+        adapters = {_adapter_of(request) for request in (*self.running, *self.holding, *others)} - {None}
         return lambda request: len({*adapters, _adapter_of(request)} - {None}) <= max(most, len(adapters))
 
     # -- what vLLM calls -------------------------------------------------------------------------------------------
