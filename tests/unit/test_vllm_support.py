@@ -39,6 +39,7 @@ DEFAULTS = {
         "is_attention_free": False, "enable_sleep_mode": False,
     },
     "cache_config": {"cache_dtype": "auto", "kv_offloading_size": None},
+    "aux_output_config": {"enabled": False},
     "kv_transfer_config": {
         "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {},
@@ -109,6 +110,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
         ({"speculative_config": SimpleNamespace(method="medusa")}, "speculative decoding with medusa is not supported"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
+        ({"aux_output_config__enabled": True}, "leave --enable-return-routed-experts out"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
@@ -121,6 +123,7 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"kv_transfer_config": several("NixlConnector", CONNECTOR)}, f"name {CONNECTOR} first"),
         ({"kv_transfer_config": several("NixlConnector")}, f"name {CONNECTOR} first"),
         ({"kv_transfer_config": several()}, f"name {CONNECTOR} first"),
+        ({"kv_transfer_config": several(CONNECTOR, "NixlConnector", CONNECTOR)}, f"name {CONNECTOR} first and once"),
         ({"kv_transfer_config": several(CONNECTOR, kv_role="kv_producer")}, 'set "kv_role": "kv_both"'),
         ({"kv_transfer_config": several(CONNECTOR) | {"kv_role": "kv_consumer"}}, 'set "kv_role": "kv_both"'),
         (

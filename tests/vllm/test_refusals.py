@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import importlib
 import tomllib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm import compat, compat_blocks, register, scheduler, surface, versions
+from floodplain.plugins.vllm import compat, compat_blocks, connector_parts, register, scheduler, surface, versions
 from floodplain.plugins.vllm.connector_parts import FloodplainConnector
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
@@ -76,6 +78,34 @@ def test_a_changed_version_is_refused_in_a_line_that_names_the_changes(monkeypat
         "vLLM 0.99.1 has changed what floodplain relies on (Scheduler.a0 is gone; Scheduler.a1 is gone;"
         " Scheduler.a2 is gone; Scheduler.a3 is gone and 2 more): pip install 'vllm==0.33.*'"
     )
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_on_cpu", "splits", "is_refused"),
+    [(40, True, True, True), (40, False, False, True), (40, False, True, False), (0, True, False, False)],
+)
+def test_a_limit_of_prompts_is_refused_where_some_are_not_split(
+    limit: int, is_on_cpu: bool, splits: bool, is_refused: bool
+) -> None:
+    config = SimpleNamespace(long_prefill_token_threshold=limit, enable_chunked_prefill=splits)
+    made: Any = SimpleNamespace(scheduler_config=config, _is_on_cpu=is_on_cpu)
+    with (
+        pytest.raises(UserError, match="--long-prefill-token-threshold: leave it out") if is_refused else nullcontext()
+    ):
+        compat.SteeredScheduler._expect_whole_prompts(made)
+
+
+def test_swap_space_must_hold_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_parts, "check_config", lambda config: None)
+    monkeypatch.setattr(connector_parts, "find_groups", lambda config: ())
+    cache = SimpleNamespace(num_blocks=10, kv_cache_tensors=[SimpleNamespace(size=1000)])
+    found = []
+    for num_bytes in (0, 99, 100):
+        extra = {"kv_connector_extra_config": {"swap_memory": num_bytes}}
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(**extra))
+        found.append(connector_parts._find_problem(config, cache))
+    line = "swap_memory is less than one KV block of 100 bytes: raise it, or leave FloodplainConnector out"
+    assert found == [line, line, None]
 
 
 def test_the_surface_has_every_name_that_the_plug_in_uses() -> None:

@@ -44,6 +44,7 @@ class SteeredScheduler(StreamedInputScheduler):
         with refusals_in_one_line():
             self.groups = find_groups(self.kv_cache_config)
             self._expect_whole_hits()
+            self._expect_whole_prompts()
             self._expect_room_for_drafts()
         self._spec_decode_step_blocks = 0  # a policy has left room for drafts
         self.finder = BlockFinder(self.kv_cache_manager, self.groups, self.hash_block_size)
@@ -56,6 +57,15 @@ class SteeredScheduler(StreamedInputScheduler):
             raise UserError(
                 "hits of the prefix cache within a block are not supported: leave --prefix-match-unit out,"
                 " or pass --no-enable-prefix-caching"
+            )
+
+    def _expect_whole_prompts(self) -> None:
+        """Refuse a limit on prompts' tokens in a step where some prompts are not split: these would wait for ever."""
+        config = self.scheduler_config
+        if config.long_prefill_token_threshold and (self._is_on_cpu or not config.enable_chunked_prefill):
+            raise UserError(
+                "prompts that may not be split (without chunked prefill, or with a seed on CPUs) do not go with"
+                " --long-prefill-token-threshold: leave it out"
             )
 
     def _expect_room_for_drafts(self) -> None:
@@ -210,7 +220,8 @@ class SteeredScheduler(StreamedInputScheduler):
     def find_fitting(self, others: Sequence[Request] = ()) -> Callable[[Request], bool]:
         """Return a check whether a request's LoRA adapter fits beside those of ``others`` and on the device.
 
-        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step.
+        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step. Requests that wait for
+        input take no place: vLLM checks again when they go on.
         """
         if not self.lora_config:
             return lambda request: True

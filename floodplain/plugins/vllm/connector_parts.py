@@ -14,12 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.compat_names import count_block_bytes, find_groups
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
+from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.plugins.vllm.settings import read_settings
 from floodplain.plugins.vllm.swap_controller import SwapController
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
@@ -245,6 +247,10 @@ def _find_problem(vllm_config: Any, kv_cache_config: Any) -> str | None:
     try:
         check_config(vllm_config)
         find_groups(kv_cache_config)
+        block_bytes = count_block_bytes(kv_cache_config)
+        if read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).swap_bytes < block_bytes:
+            least = show_size(block_bytes)
+            raise UserError(f"swap_memory is less than one KV block of {least}: raise it, or leave {CONNECTOR} out")
     except UserError as error:
         return str(error)
     return None

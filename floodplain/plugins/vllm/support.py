@@ -33,8 +33,9 @@ def _connector(vllm_config: Any) -> str | None:
 
 
 def _is_first(vllm_config: Any) -> bool:
-    """Whether our connector is the first, or the only one."""
-    return any(one.get("kv_connector") == CONNECTOR for one in list_connectors(vllm_config)[:1])
+    """Whether our connector is the first, or the only one, and no other."""
+    names = [one.get("kv_connector") for one in list_connectors(vllm_config)]
+    return names[:1] == [CONNECTOR] and CONNECTOR not in names[1:]
 
 
 def _splits(vllm_config: Any) -> bool:
@@ -81,6 +82,10 @@ _CHECKS: tuple[Check, ...] = (
         "the transfer of encoder outputs is not supported: leave --ec-transfer-config out",
     ),
     (
+        lambda c: names_connector(c) and c.aux_output_config.enabled,
+        "the routed experts of restored tokens would be missing: leave --enable-return-routed-experts out",
+    ),
+    (
         lambda c: (
             c.cache_config.kv_offloading_size is not None
             and (names_connector(c) or getattr(c.kv_transfer_config, "kv_connector_module_path", None) is not None)
@@ -89,7 +94,7 @@ _CHECKS: tuple[Check, ...] = (
     ),
     (
         lambda c: _connector(c) == MULTI and not _is_first(c),
-        f"of the connectors of {MULTI}, the first that has KV of a request restores it: name {CONNECTOR} first",
+        f"of the connectors of {MULTI}, the first that has a request's KV restores it: name {CONNECTOR} first and once",
     ),
     (
         lambda c: _connector(c) not in (None, CONNECTOR, MULTI, NATIVE),

@@ -159,8 +159,8 @@ SURFACE = (
     Used("vllm.distributed.kv_transfer.kv_connector.v1.metrics", "KVConnectorPromMetrics"),
     Used(
         "vllm.config", "VllmConfig",
-        attributes="additional_config cache_config ec_transfer_config kv_transfer_config lora_config model_config"
-        " parallel_config scheduler_config speculative_config",
+        attributes="additional_config aux_output_config cache_config ec_transfer_config kv_transfer_config lora_config"
+        " model_config parallel_config scheduler_config speculative_config",
     ),
 )  # fmt: skip
 """Without what only some of the accepted versions have; ``compat_names`` asks for that by name."""
