@@ -286,6 +286,36 @@ def test_a_row_keeps_the_focus_while_others_come_and_end(page: Page, url: str) -
     ]
 
 
+PRESSED = """
+async () => {
+  const { showStrip } = await import("/page/strip.js");
+  const [strip, ...rest] = ["main", "p", "p", "p"].map((name) => document.createElement(name));
+  const [more, hint, axis] = rest;
+  strip.id = "pressed";
+  document.body.prepend(strip);
+  const row = (number, state) => [number, { number, state, tokens: 1, blocks: 0, prompt: 1, where: null,
+    events: [[0, "arrived", 0]], first_token_s: null, reason: null }];
+  window.clicked = [];
+  window.show = (first, second) => showStrip({ strip, more, hint, axis },
+    { head: { now_s: 1, block_bytes: 1 }, rows: new Map([row(1, first), row(2, second)]) }, 20, null,
+    (number) => window.clicked.push(number));
+  window.show("running", "waiting");
+}
+"""
+
+
+def test_a_row_stays_under_the_pressed_pointer(page: Page, url: str) -> None:
+    page.goto(url)
+    page.evaluate(PRESSED)
+    page.locator("#pressed [data-number='1']").hover()
+    page.mouse.down()
+    page.evaluate("window.show('waiting', 'running')")
+    page.mouse.up()
+    assert page.evaluate("window.clicked") == [1]
+    page.evaluate("window.show('waiting', 'running')")
+    assert [line.get_attribute("data-number") for line in page.query_selector_all("#pressed button")] == ["2", "1"]
+
+
 def test_the_burst_button_works_again_after_a_failure(browser: Browser, url: str) -> None:
     with opened(browser, expected="ERR_FAILED") as page:
         page.goto(url)

@@ -20,6 +20,7 @@ export function choose(rows, nowS, windowS) {
 }
 
 export function showStrip({ strip, more, hint, axis }, state, windowS, shownNumber, onClick) {
+  if (strip.matches(":active")) return; // a row that moves from under the pressed pointer gets no click
   const { head, rows } = state;
   const chosen = choose(rows, head.now_s, windowS);
   const live = chosen.filter((row) => row.reason === null).length;
@@ -40,10 +41,10 @@ export function showStrip({ strip, more, hint, axis }, state, windowS, shownNumb
   more.textContent = hidden > 0 ? `and ${hidden} more` : live ? "" : "No request is live.";
 }
 
-// A row that is moved loses the focus, and a click that has begun: such a row stays, and the others move around it.
+// A row that is moved loses the focus: the others move around the row that has it.
 function arrange(strip, lines) {
   if (lines.every((line, place) => strip.children[place] === line)) return;
-  const still = Math.max(0, lines.findIndex((line) => line.matches(":active, :focus")));
+  const still = Math.max(0, lines.findIndex((line) => line.matches(":focus")));
   if (!lines[still].isConnected) strip.prepend(lines[still]);
   lines[still].before(...lines.slice(0, still));
   lines[still].after(...lines.slice(still + 1));
