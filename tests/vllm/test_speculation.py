@@ -1,7 +1,8 @@
 """Speculative decoding: tokens are those of stock vLLM without it, whichever requests are preempted at any time.
 
-The draft model is the served model with noise, so that some of its drafts are right. The EAGLE head has a layer of the
-served model behind random weights, so that hardly any are. No request samples: vLLM's kernel for CPUs that spreads
+The draft model is the served model with noise, so that some of its drafts are right. The heads (EAGLE, EAGLE 3, MTP)
+have a layer of the served model behind random weights, so that hardly any are. The model with an MTP module is MiMo:
+the served Llama with biases of zero. No request samples: vLLM's kernel for CPUs that spreads
 temperatures over drafts loses them, so that with one sampled request in a step all others get wrong tokens.
 """
 
@@ -28,6 +29,7 @@ from tests.vllm.shards import LLAMA
 from tests.vllm.storm import StormPolicy
 
 NUM_DRAFTS, NUM_WORDS = 3, 200
+WIDE = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 def few_words(load: Load) -> Load:
@@ -40,35 +42,58 @@ LOAD = few_words(make_load(seed=5, num_requests=12, num_common=40))
 
 def save(folder: Path, weights: dict[str, torch.Tensor], **facts: Any) -> Path:
     folder.mkdir()
-    save_file({name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: one.clone().contiguous() for name, one in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 10 + NUM_WORDS} | facts))
     return folder
 
 
 @pytest.fixture(scope="module")
 def folder(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small Llama with few words; a draft model and an EAGLE head are beside it."""
+    """The small Llama with few words; a draft model, heads, and the model with an MTP module are beside it."""
     served = load_file(llama / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         served[name] = served[name][: 10 + NUM_WORDS]
     generator, hidden = torch.Generator().manual_seed(1), LLAMA["hidden_size"]
     noisy = {name: one * (1 + 0.02 * torch.randn(one.shape, generator=generator)) for name, one in served.items()}
     last = f"model.layers.{LLAMA['num_hidden_layers'] - 1}."
-    head = {name.replace(last, "layers.0."): one for name, one in served.items() if name.startswith(last)}
-    del head["layers.0.input_layernorm.weight"]
-    head["fc.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) / hidden**0.5
+    layer = {name.removeprefix(last): one for name, one in served.items() if name.startswith(last)}
+
+    def draw(num_inputs: int) -> torch.Tensor:
+        """Weights from so many hidden states to one."""
+        return torch.randn((hidden, num_inputs * hidden), generator=generator) / hidden**0.5
+
     home = tmp_path_factory.mktemp("drafts")
     save(home / "draft_model", noisy)
-    save(home / "eagle", head, num_hidden_layers=1)
+    eagle = {f"layers.0.{name}": one for name, one in layer.items() if name != "input_layernorm.weight"}
+    save(home / "eagle", eagle | {"fc.weight": draw(2)}, num_hidden_layers=1)
+    third = {
+        f"midlayer.{name}": torch.cat([one, one], 1) if name.endswith(WIDE) else one for name, one in layer.items()
+    }
+    third |= {
+        "midlayer.hidden_norm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "fc.weight": draw(3),
+    }
+    third["lm_head.weight"] = served["lm_head.weight"]
+    save(home / "eagle3", third, num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    module = {name: torch.ones(hidden) for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    module = {f"{name}.weight": one for name, one in module.items()} | layer | {"input_proj.weight": draw(2)}
+    own = served | {f"model.mtp_layers.0.{name}": one for name, one in module.items()}
+    own |= {name.replace("weight", "bias"): one.new_zeros(len(one)) for name, one in own.items() if name.endswith(WIDE)}
+    save(home / "mtp", own, architectures=["MiMoForCausalLM"], model_type="qwen2", num_nextn_predict_layers=1)
     return save(home / "served", served)
 
 
 def speculate(method: str, folder: Path) -> dict[str, Any]:
     """Flags for a method."""
-    drafter: dict[str, Any] = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
+    drafter: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else NUM_DRAFTS}
     if method == "ngram":
         drafter |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    else:
+    elif method != "mtp":
         drafter["model"] = str(folder.with_name(method))
     return {
         "speculative_config": drafter, "skip_tokenizer_init": True, "enable_prefix_caching": True,
@@ -77,13 +102,14 @@ def speculate(method: str, folder: Path) -> dict[str, Any]:
 
 
 # The last one imports Numba, and this process can then make no further engine: vLLM fails as it registers kernels.
-@pytest.fixture(scope="module", params=["draft_model, async", "draft_model", "eagle", "ngram"])
+@pytest.fixture(scope="module", params=["draft_model, async", "draft_model", "eagle", "eagle3", "mtp", "ngram"])
 def engine(request: pytest.FixtureRequest, folder: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     method, _, is_async = request.param.partition(", ")
     with pytest.MonkeyPatch.context() as patch:
         if is_async:
             plan_ahead(patch)
-        llm = make_crowded(folder, **speculate(method, folder), async_scheduling=bool(is_async))
+        served = folder.with_name("mtp") if method == "mtp" else folder
+        llm = make_crowded(served, **speculate(method, folder), async_scheduling=bool(is_async))
         yield llm
         close(llm)
 
@@ -162,8 +188,9 @@ def test_copies_of_drafts_spoil_tokens(
 
 def test_steps_too_small_for_the_drafts_of_all_requests_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = scheduler_of(llm)
-    monkeypatch.setattr(scheduler, "max_num_active_reqs", 100)
-    with pytest.raises(UserError, match=r"100 requests with 3 drafts each need steps of \d+ tokens: pass --max-num-b"):
+    monkeypatch.setattr(scheduler, "max_num_active_reqs", 200)
+    refusal = rf"200 requests with {scheduler.num_spec_tokens} drafts each need steps of \d+ tokens: pass --max-num-b"
+    with pytest.raises(UserError, match=refusal):
         scheduler._expect_room_for_drafts()
 
 
