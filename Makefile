@@ -1,5 +1,5 @@
 # make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
-# make test-vllm sets up .venv-vllm, 3.5 GB, and with VLLM=0.33 .venv-vllm-0.33, 0.2 GB. make test-clients sets up
+# make test-vllm sets up .venv-vllm, 3.9 GB, and with VLLM=0.33 .venv-vllm-0.33, 0.2 GB. make test-clients sets up
 # .venv-vllm and .venv-clients, 2 GB. make test-cluster sets up .venv-cluster, 0.3 GB. make docs sets up .venv-docs,
 # 0.2 GB. make test-page sets up .venv-page, 0.2 GB.
 PYTHON ?= python3
