@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -33,6 +34,9 @@ NUM_KEPT = 64
 MAX_LEXER_STATES = 20_000
 """A state takes up to 2 KB. The other limits of llguidance bound a mask to about 15 ms."""
 
+STACK_BYTES = 2**28
+"""llguidance recurses from rule to rule: 2,000 take 8 MiB, and a grammar may have 9,000. Only used pages are memory."""
+
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One line, as ``json.dumps`` writes: where whitespace is free, small models write it without end."""
 
@@ -54,7 +58,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)  # llguidance takes no tokenizer with more tokens
         self._ends = reachable(tokenizer.eos_token_ids, vocab_size)
-        self._compiled = lru_cache(NUM_KEPT)(self._compile)
+        self._compiled = lru_cache(NUM_KEPT)(lambda structure: _compiler().submit(self._compile, structure).result())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="structure masks")
         self._llguidance_tokenizer: Any = None
 
@@ -90,6 +94,18 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
         return matcher
+
+
+@lru_cache(maxsize=1)
+def _compiler() -> ThreadPoolExecutor:
+    """The thread that compiles. Beyond the end of its stack the process would end."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="structures")
+        pool.submit(int).result()  # starts the thread
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 @lru_cache(maxsize=8)

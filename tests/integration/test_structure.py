@@ -117,6 +117,19 @@ def test_tokens_without_logits_and_ends_that_are_none_are_left_out_of_masks() ->
     assert np.unpackbits(state.mask().view(np.uint8), bitorder="little")[:257].nonzero()[0].tolist() == [256]
 
 
+def test_rules_that_lead_to_each_other_do_not_end_the_process() -> None:
+    """Of a grammar and of a schema, as many as there may be; with a stack of 8 MiB 3,000 were too many."""
+    rules = "".join(f"r{number:x}:r{number + 1:x}\n" for number in range(5000))
+    schemas = {f"{number:x}": {"items": {"$ref": f"#/$defs/{number + 1:x}"}} for number in range(1600)}
+    schema = {"$ref": "#/$defs/0", "$defs": {**schemas, f"{1600:x}": {}}}
+    for kind, content in (
+        (StructureKind.GRAMMAR, f'start:r0\n{rules}r{5000:x}:"a"'),
+        (StructureKind.JSON_SCHEMA, schema),
+    ):
+        text = content if isinstance(content, str) else json.dumps(content, separators=(",", ":"))
+        Grammars(ByteTokenizer(VOCAB), VOCAB).check(Structure(kind, text))
+
+
 def test_a_structure_has_a_bounded_size() -> None:
     with pytest.raises(UserError, match="more than 65536: simplify it"):
         Structure(StructureKind.REGEX, "a" * (MAX_STRUCTURE_CHARS + 1))
