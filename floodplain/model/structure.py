@@ -34,6 +34,9 @@ NUM_KEPT = 64
 MAX_LEXER_STATES = 20_000
 """A state takes up to 2 KB. The other limits of llguidance bound a mask to about 15 ms."""
 
+FIRST_FUEL = 100_000
+"""Of the first mask, for which all requests wait. With llguidance's million, nested repetitions took seconds."""
+
 STACK_BYTES = 2**28
 """llguidance recurses from rule to rule: 2,000 take 8 MiB, and a grammar may have 9,000. Only used pages are memory."""
 
@@ -89,7 +92,7 @@ class Grammars:
             raise UserError("response_format and structured_outputs need a model with an end-of-sequence token")
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = _llguidance_tokenizer(self._tokenizer, self._vocab_size, sorted(self._ends))
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=FIRST_FUEL, verbose_errors=False)
         matcher = LLMatcher(self._llguidance_tokenizer, _grammar(structure), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(_first_line(matcher.get_error()))
