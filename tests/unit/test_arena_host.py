@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -68,6 +71,22 @@ def _rights(address: int) -> str | None:
         if first <= address < end:
             return rights
     return None
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "told"),
+    [
+        ("os.ftruncate", errno.EFBIG, r"no device of 4.062 MiB can be made \(File too large\): raise ulimit -f"),
+        ("floodplain.memory.host.libc.reserve_range", errno.ENOMEM, r"no 4 MiB of addresses can .*: raise ulimit -v"),
+    ],
+)
+def test_a_limit_of_the_shell_is_one_line(name: str, number: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(name, refuse)
+    with pytest.raises(UserError, match=told), open_private_device(64 * PAGE_BYTES) as device:
+        device.reserve(64)
 
 
 def test_closing_releases_what_is_still_mapped(device: HostDevice) -> None:

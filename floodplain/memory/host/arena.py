@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.sizes import show_size
 from floodplain.memory.arena import Page
 from floodplain.memory.host import libc
 from floodplain.memory.host.device_file import PAGE_BYTES
@@ -73,12 +74,16 @@ class HostArena:
         self._is_reserved = is_reserved
         self._release = release
         self._table = np.full(num_pages, _HOLE, dtype=np.int64)  # place -> page
-        budget.add(1)
         num_bytes = num_pages * PAGE_BYTES
-        self._address: int | None = libc.reserve_range(num_bytes)
+        try:
+            self._address: int | None = libc.reserve_range(num_bytes)
+        except OSError as error:
+            told = f"no {show_size(num_bytes)} of addresses can be reserved ({error.strerror})"
+            raise UserError(f"{told}: raise ulimit -v, or use a smaller KV pool") from error
         # Views keep this alive, and it keeps the addresses reserved: a stale view faults, and never shows other bytes.
         self._memory: ctypes.Array[ctypes.c_uint8] | None = (ctypes.c_uint8 * num_bytes).from_address(self._address)
         weakref.finalize(self._memory, libc.free_range, self._address, num_bytes).atexit = False
+        budget.add(1)
 
     @property
     def is_open(self) -> bool:

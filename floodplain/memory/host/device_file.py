@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import show_size
 from floodplain.memory.host import named_file
 
 PAGE_BYTES = 64 * 1024
@@ -24,9 +25,14 @@ def count_pages(capacity_bytes: int) -> int:
 
 
 def create_anonymous(num_pages: int) -> int:
-    """Create a file without a name; returns its descriptor."""
-    fd = os.memfd_create("floodplain", os.MFD_CLOEXEC)
-    os.ftruncate(fd, (1 + num_pages) * PAGE_BYTES)
+    """Create a file without a name; returns its descriptor. Raises ``UserError`` if a limit is lower."""
+    fd, num_bytes = os.memfd_create("floodplain", os.MFD_CLOEXEC), (1 + num_pages) * PAGE_BYTES
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        os.close(fd)
+        told = f"no device of {show_size(num_bytes)} can be made ({error.strerror})"
+        raise UserError(f"{told}: raise ulimit -f, or use a smaller KV pool") from error
     return fd
 
 
