@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,7 +259,8 @@ class LeaseService:
         self.on_change(None)
         if tenure is not None:
             try:
-                self._store.resign(tenure.epoch)
+                with suppress(DamagedStore):  # which has ended this coordinator
+                    self._store.resign(tenure.epoch)
             except StoreError as error:
                 logger.warning("the store does not answer, so the next coordinator waits for a while: %s", error.orig)
 

@@ -24,7 +24,7 @@ _SQLITE_DAMAGE = frozenset({1, 11, 26})
 
 
 class DamagedStore(UserError):
-    """The store holds what no coordinator writes, or lacks tables or columns."""
+    """The store holds what no coordinator writes, lacks tables or columns, or is gone."""
 
 
 @contextmanager

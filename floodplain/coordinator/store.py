@@ -21,7 +21,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from floodplain.coordinator import schema
 from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
-from floodplain.coordinator.soundness import check_value, intact, sound, to_row
+from floodplain.coordinator.soundness import DamagedStore, check_value, intact, sound, to_row
 from floodplain.core.errors import UserError
 from floodplain.files.extras import missing, require
 from floodplain.leases.rows import Member
@@ -73,10 +73,10 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
         raise UserError("--store without a file would lose every lease with the process: give sqlite:///FILE")
     if url.query:
         raise UserError(f"--store {hide_password(url)} has options, and SQLite takes none: give sqlite:///FILE")
-    folder = Path(url.database).parent
-    if not folder.is_dir():
-        raise UserError(f"--store: folder {folder} does not exist: create it")
-    _make_private(Path(url.database))
+    path = Path(url.database)
+    if not path.parent.is_dir():
+        raise UserError(f"--store: folder {path.parent} does not exist: create it")
+    opened = _make_private(path)
     engine = sql.create_engine(url, pool_size=1, max_overflow=0, connect_args={"timeout": STATEMENT_TIMEOUT_S})
 
     @sql.event.listens_for(engine, "connect")
@@ -86,20 +86,31 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
         _use_wal(connection)
         connection.execute("PRAGMA synchronous=FULL").close()
 
+    @sql.event.listens_for(engine, "begin")
+    def expect_in_place(_: Any) -> None:
+        """Rows in a file without a name are lost with this process, and another may lead in the file of that name."""
+        if not (path.exists() and os.path.samestat(opened, path.stat())):
+            shown = hide_password(url)
+            raise DamagedStore(f"--store {shown} was removed or replaced while it was used: start again with one file")
+
     return engine
 
 
-def _make_private(path: Path) -> None:
-    """Create the file, if it is new, for its owner alone: SQLite's other files get the same mode."""
+def _make_private(path: Path) -> os.stat_result:
+    """Create the file, if it is new, for its owner alone: SQLite's other files get the same mode. Returns its status.
+
+    Raises UserError if it cannot be opened, or is no regular file.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        status = os.fstat(fd)
         os.close(fd)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--store: cannot open {str(path)!r} ({reason}): give another sqlite:///FILE") from error
-    if not is_file:
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"--store: {str(path)!r} is no regular file: give another sqlite:///FILE")
+    return status
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from floodplain.coordinator.schema import BOOK, LEASES, MEMBERS
+from floodplain.coordinator.soundness import DamagedStore
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError, hide_password
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
@@ -336,6 +337,21 @@ def test_a_locked_file_is_an_error_until_it_is_unlocked(tmp_path: Path, monkeypa
         assert store.look().leader == "me"
         other.rollback()
         assert store.write(epoch, SOME, 1.0, TTL_S)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_removed_or_replaced_is_written_no_more(is_replaced: bool, tmp_path: Path) -> None:
+    """Its rows would be lost with the process, and another coordinator could grant the same memory."""
+    path = tmp_path / "leases.db"
+    with closing(Store.open(f"sqlite:///{path}")) as store:
+        epoch, _ = lead(store)
+        assert store.write(epoch, SOME, 0.0, TTL_S)
+        path.unlink()
+        if is_replaced:
+            Store.open(f"sqlite:///{path}").close()
+        for use in (lambda: store.write(epoch, Changes((), ()), 0.0, TTL_S), store.look, lambda: store.resign(epoch)):
+            with pytest.raises(DamagedStore, match="was removed or replaced while it was used"):
+                use()
 
 
 def test_closing_twice_is_closing_once(store: Store) -> None:
