@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,13 +25,19 @@ MAX_PARTS = 2**18
 """Most lists, objects and members of a body. The parser cannot be interrupted: so many take it 0.1 s."""
 
 
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
+"""The first bytes of gzip and zstd."""
+
+
 def parse_json(body: bytes) -> Any:
-    """The value of a JSON body. Raises ApiError if it is not JSON, or has too many parts."""
+    """The value of a JSON body, perhaps behind a byte order mark. ApiError if it is not JSON, or has too many parts."""
     if _may_exceed_parts(body) and count_parts(body) > MAX_PARTS:
         raise ApiError(400, f"the body holds over {MAX_PARTS} lists, objects and members: send fewer")
     try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
+        return pydantic_core.from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
+        if body.startswith(COMPRESSED):
+            raise ApiError(415, "the body is compressed: send it as it is, without Content-Encoding") from None
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 

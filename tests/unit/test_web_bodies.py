@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import gzip
 import json
 import threading
 from typing import Annotated, Any, Literal
@@ -141,6 +143,16 @@ def test_what_is_no_json_is_a_400_in_one_line(body: bytes) -> None:
     with pytest.raises(ApiError, match="not valid JSON") as caught:
         parse_json(body)
     assert caught.value.status_code == 400 and "\n" not in str(caught.value.detail)
+
+
+def test_a_byte_order_mark_is_skipped_and_compression_is_named() -> None:
+    """Files that PowerShell writes begin with the mark."""
+    body = b'{"a": 1}'
+    assert parse_json(codecs.BOM_UTF8 + body) == {"a": 1}
+    for compressed in (gzip.compress(body), b"\x28\xb5\x2f\xfd" + body):
+        with pytest.raises(ApiError, match="the body is compressed: send it as it is") as caught:
+            parse_json(compressed)
+        assert caught.value.status_code == 415
 
 
 @pytest.mark.parametrize("is_large", [False, True])
