@@ -32,7 +32,9 @@ Points = dict[tuple[float, ...], float]
 def read_points(path: Path, gpu: str, axes: Sequence[str], **only: int) -> Points:
     """Seconds by the values of ``axes``."""
     _, rows = read_csv(path)
-    chosen = (row for row in rows if row["gpu"] == gpu and all(int(row[key]) == value for key, value in only.items()))
+    chosen = (
+        row for _, row in rows if row["gpu"] == gpu and all(int(row[key]) == value for key, value in only.items())
+    )
     return {tuple(float(row[axis]) for axis in axes): float(row["lat_us"]) * 1e-6 for row in chosen}
 
 

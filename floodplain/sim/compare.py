@@ -168,7 +168,8 @@ def _differences(run: RealRun, prediction: Prediction) -> dict[str, float] | Non
 def _read_series(path: Path) -> dict[str, list[float]]:
     if not path.exists():
         return {}
-    header, rows = read_csv(path)
+    header, lines = read_csv(path)
+    rows = [row for _, row in lines]
     if missing := [name for name in ("t", "running", "waiting") if name not in header]:
         raise UserError(f"{path} has no column {', '.join(missing)}")
     try:

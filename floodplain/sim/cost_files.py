@@ -78,7 +78,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     header, rows = read_csv(path)
     if missing := [name for name in columns if name not in header]:
         raise UserError(f"{path} has no column {', '.join(missing)}")
-    return rows
+    return [row for _, row in rows]
 
 
 def _count(path: Path, text: str) -> int:

@@ -111,8 +111,8 @@ def load_lengths(path: Path) -> Lengths:
     prompt_column = find_column(path, header, PROMPT_COLUMNS)
     output_column = find_column(path, header, OUTPUT_COLUMNS)
     pairs = [
-        (parse_count(path, prompt_column, row[prompt_column]), parse_count(path, output_column, row[output_column]))
-        for row in rows
+        (parse_count(where, prompt_column, row[prompt_column]), parse_count(where, output_column, row[output_column]))
+        for where, row in rows
     ]
     usable = np.array([pair for pair in pairs if min(pair) > 0], dtype=np.int64).reshape(-1, 2)
     if not len(usable):

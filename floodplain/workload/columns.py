@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,37 @@ MOST_TOKENS = 10**9
 """Most tokens of one prompt or output: more is a mistake in the file."""
 
 
-def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """The column names (lower case, stripped) and rows of a CSV file. Raises UserError if it is not a whole table."""
-    lines = csv.reader(read_text(path, MAX_TABLE_BYTES).splitlines(), strict=True)
-    try:
-        found = [(lines.line_num, values) for values in lines if any(map(str.strip, values))]
-    except csv.Error as error:
-        raise UserError(f"{path} line {lines.line_num} is not CSV: {error}") from error
-    if not found:
+def read_csv(path: Path) -> tuple[tuple[str, ...], Iterator[tuple[str, dict[str, str]]]]:
+    """The column names (lower case, stripped) of a CSV file, and (where, row) of its lines, one by one.
+
+    Raises UserError if it is not a whole table: the second part when that line is read.
+    """
+    lines = csv.reader(io.StringIO(read_text(path, MAX_TABLE_BYTES), newline=""), strict=True)
+    found = _read_lines(path, lines)
+    header = tuple(name.strip().lower() for name in next(found, []))
+    if not header:
         raise UserError(f"{path} is empty: expected a line with column names")
-    header = tuple(name.strip().lower() for name in found[0][1])
     if twice := [name for name in header if name and header.count(name) > 1]:
         raise UserError(f"{path} has two columns {twice[0]}: leave one of them out")
-    for number, values in found[1:]:
+    return header, _read_rows(path, lines, found, header)
+
+
+def _read_lines(path: Path, lines: Any) -> Iterator[list[str]]:
+    """The values of each line that is not blank; ``lines`` is a ``csv.reader``."""
+    try:
+        yield from (values for values in lines if any(map(str.strip, values)))
+    except csv.Error as error:
+        raise UserError(f"{path} line {lines.line_num} is not CSV: {error}") from error
+
+
+def _read_rows(
+    path: Path, lines: Any, found: Iterable[list[str]], header: Sequence[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    for values in found:
+        where = f"{path} line {lines.line_num}"
         if len(values) != len(header):
-            raise UserError(f"{path} line {number}: {len(values)} values under {len(header)} column names")
-    return header, [dict(zip(header, values, strict=True)) for _, values in found[1:]]
+            raise UserError(f"{where}: {len(values)} values under {len(header)} column names")
+        yield where, dict(zip(header, values, strict=True))
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -71,7 +87,7 @@ def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
     raise UserError(f"{path} has columns {listed(header)}; it needs one of: {', '.join(names)}")
 
 
-def parse_count(path: Path, name: str, value: object) -> int:
+def parse_count(where: str, name: str, value: object) -> int:
     """A token count, at most ``MOST_TOKENS`` (``12``, ``"12"``, ``"12.0"``). Raises UserError for other values."""
     if not isinstance(value, bool) and isinstance(value, int | float | str):
         try:
@@ -81,4 +97,4 @@ def parse_count(path: Path, name: str, value: object) -> int:
         if 0 <= count <= MOST_TOKENS and count.is_integer():
             return int(count)
     shown = reprlib.repr(value)
-    raise UserError(f"{path}: {name} must be a whole number of tokens, 0 or more (at most {MOST_TOKENS}), not {shown}")
+    raise UserError(f"{where}: {name} must be a whole number of tokens, 0 or more (at most {MOST_TOKENS}), not {shown}")

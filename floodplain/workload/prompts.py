@@ -51,7 +51,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     """
     prompts, num_left_out = [], 0
     for where, row in read_json_rows(path):
-        prompt = _first_turns(where, row["conversations"]) if "conversations" in row else _prompt_of(path, where, row)
+        prompt = _first_turns(where, row["conversations"]) if "conversations" in row else _prompt_of(where, row)
         num_left_out += prompt is None
         prompts += [prompt] if prompt else []
     if num_left_out:
@@ -61,14 +61,14 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _prompt_of(path: Path, where: str, row: Mapping[str, Any]) -> Prompt:
+def _prompt_of(where: str, row: Mapping[str, Any]) -> Prompt:
     text = next((row[key] for key in TEXT_KEYS if row.get(key) is not None), None)
     if not isinstance(text, str) or not text.strip():
         is_trace = "timestamp" in row and "input_length" in row
         hint = " (is it a trace? give it as --trace)" if is_trace else ""
         raise UserError(f'{where} has keys {listed(row)}; it needs a text under "prompt"{hint}')
     output = next(((key, row[key]) for key in OUTPUT_KEYS if row.get(key) is not None), None)
-    return Prompt(text, None if output is None else parse_count(path, *output), prefix_ids_of(row, where))
+    return Prompt(text, None if output is None else parse_count(where, *output), prefix_ids_of(row, where))
 
 
 def _first_turns(where: str, turns: object) -> Prompt | None:

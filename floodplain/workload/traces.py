@@ -50,12 +50,11 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class TraceClock:
     """Reads a trace's times, in ``units_per_s`` or as dates, as seconds from one origin; refuses both in one file."""
 
-    def __init__(self, path: Path, units_per_s: int = 1) -> None:
-        self._path = path
+    def __init__(self, units_per_s: int = 1) -> None:
         self._units_per_s = units_per_s
         self._has_dates: bool | None = None
 
-    def seconds(self, value: object) -> float:
+    def seconds(self, value: object, where: str) -> float:
         """Seconds; dates without an offset are in UTC. Raises UserError for other text, or the other kind of time."""
         text = str(value).strip()
         is_date = False
@@ -65,9 +64,9 @@ class TraceClock:
             is_date, seconds = True, _seconds_of_date(text)
         if not math.isfinite(seconds):
             shown = reprlib.repr(value)
-            raise UserError(f"{self._path}: a timestamp must be a number or an ISO date, not {shown}")
+            raise UserError(f"{where}: a timestamp must be a number or an ISO date, not {shown}")
         if self._has_dates not in (None, is_date):
-            raise UserError(f"{self._path}: some timestamps are numbers and some are dates: write all in one way")
+            raise UserError(f"{where}: some timestamps are numbers and some are dates: write all in one way")
         self._has_dates = is_date
         return seconds
 
@@ -160,24 +159,24 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
     time_column = find_column(path, header, TIME_COLUMNS)
     prompt_column = find_column(path, header, PROMPT_COLUMNS)
     output_column = find_column(path, header, OUTPUT_COLUMNS)
-    clock = TraceClock(path)
-    for row in rows:
+    clock = TraceClock()
+    for where, row in rows:
         yield TraceRow(
-            clock.seconds(row[time_column]),
-            parse_count(path, prompt_column, row[prompt_column]),
-            parse_count(path, output_column, row[output_column]),
+            clock.seconds(row[time_column], where),
+            parse_count(where, prompt_column, row[prompt_column]),
+            parse_count(where, output_column, row[output_column]),
         )
 
 
 def _json_rows(path: Path) -> Iterator[TraceRow]:
     """The rows of a JSONL file or of a JSON list. A turn of a session with a ``timestamp`` arrives then."""
-    clock = TraceClock(path, units_per_s=1000)
+    clock = TraceClock(units_per_s=1000)
     for where, row in read_json_rows(path):
         _check_keys(where, row)
         yield TraceRow(
-            clock.seconds(row["timestamp"]),
-            parse_count(path, "input_length", row["input_length"]),
-            parse_count(path, "output_length", row["output_length"]),
+            clock.seconds(row["timestamp"], where),
+            parse_count(where, "input_length", row["input_length"]),
+            parse_count(where, "output_length", row["output_length"]),
             prefix_ids_of(row, where),
         )
 
