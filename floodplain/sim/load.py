@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from heapq import merge
 
@@ -45,7 +46,7 @@ class Load:
             raise UserError("workload: there is no request")
 
     def __len__(self) -> int:
-        return sum(len(part.rows) for part in self._parts.values())
+        return sum(len(part.arrivals_s) for part in self._parts.values())
 
     def __iter__(self) -> Iterator[Request]:
         return (part.make(number) for _, part, number in self._order())
@@ -61,7 +62,7 @@ class Load:
 
     def arrival_of(self, request: Request) -> float:
         """When a request arrives by the workload; it may have been sent later."""
-        return self._parts[request.client].rows[int(request.request_id.rpartition("-")[2])].arrival_s
+        return self._parts[request.client].arrivals_s[int(request.request_id.rpartition("-")[2])]
 
     def sample(self, num_requests: int) -> list[Request]:
         """At most so many requests, evenly over the load."""
@@ -73,31 +74,36 @@ class Load:
 
 
 class _Part:
+    """Requests of one load, in columns: 32 bytes each, and their prefixes."""
+
     def __init__(self, name: str, place: int, block_tokens: int, rows: Sequence[TraceRow]) -> None:
-        self.rows = rows
-        self._order = np.argsort([row.arrival_s for row in rows], kind="stable")
+        self.arrivals_s = array("d", (row.arrival_s for row in rows))
+        self._prompts = array("q", (row.prompt_tokens for row in rows))
+        self._outputs = array("q", (row.output_tokens for row in rows))
+        self._prefixes = {number: row.prefix_ids for number, row in enumerate(rows) if row.prefix_ids}
+        self._order = np.argsort(self.arrivals_s, kind="stable")
         self.name, self._place, self._block_tokens = name, place, block_tokens
 
     def arrivals(self) -> Iterator[tuple[float, _Part, int]]:
         for number in map(int, self._order):
-            yield self.rows[number].arrival_s, self, number
+            yield self.arrivals_s[number], self, number
 
     def id_of(self, number: int) -> str:
         return f"{self.name}-{number}" if self.name else str(number)
 
     def make(self, number: int) -> Request:
-        row = self.rows[number]
+        prefixes, own = self._prefixes.get(number, ()), self._place * 2**24 + number
         return Request(
             request_id=self.id_of(number),
-            prompt_token_ids=_tokens(row, self._block_tokens, self._place * 2**24 + number),
-            params=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True, temperature=0.0),
-            arrival_s=row.arrival_s,
+            prompt_token_ids=_tokens(self._prompts[number], prefixes, self._block_tokens, own),
+            params=SamplingParams(max_tokens=self._outputs[number], ignore_eos=True, temperature=0.0),
+            arrival_s=self.arrivals_s[number],
             client=self.name,
         )
 
 
-def _tokens(row: TraceRow, block_tokens: int, number: int) -> tuple[int, ...]:
+def _tokens(num_tokens: int, prefix_ids: Sequence[int], block_tokens: int, number: int) -> tuple[int, ...]:
     """One token for each shared prefix, repeated, and one for the rest: block keys depend on all tokens before."""
-    ids = row.prefix_ids[: -(-row.prompt_tokens // block_tokens)]
-    shared = sum(((prefix % _OWN_TOKENS,) * block_tokens for prefix in ids), ())[: row.prompt_tokens]
-    return shared + (_OWN_TOKENS + number,) * (row.prompt_tokens - len(shared))
+    ids = prefix_ids[: -(-num_tokens // block_tokens)]
+    shared = sum(((prefix % _OWN_TOKENS,) * block_tokens for prefix in ids), ())[:num_tokens]
+    return shared + (_OWN_TOKENS + number,) * (num_tokens - len(shared))
