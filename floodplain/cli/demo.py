@@ -100,13 +100,15 @@ def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
 
 async def _serve_ways(demo: DemoConfig, meter: LoadMeter, *, progress: bool) -> tuple[Scale, list[Run]]:
     from floodplain.demo.alternation import repeated, serve_alternately
-    from floodplain.demo.burst import burst, engine_config, fit_pool, measure_machine, sample_spec
+    from floodplain.demo.burst import burst, check_part, engine_config, fit_pool, measure_machine, sample_spec
     from floodplain.demo.ways import WAYS, expansion_ways
     from floodplain.workload.goals import describe_goals
 
     scale = _scale(demo)
     sample = sample_spec(demo.seed, scale)
     base = engine_config(demo.model, sample, scale)
+    if demo.expansion:
+        check_part(base, scale)
     with meter.part("calibration"):
         capacity, goals = await measure_machine(base, replace(sample, num_prompts=scale.num_resident))
     if progress:

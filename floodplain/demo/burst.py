@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 
 from floodplain.bench.engine_target import EngineTarget, started
+from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.registry import make_policy
 from floodplain.workload.client import run_load
@@ -102,6 +105,22 @@ def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfi
         max_model_len=scale.max_input + scale.max_output,
         seed=sample.seed,
     )
+
+
+def check_part(base: EngineConfig, scale: Scale) -> None:
+    """UserError if the small pool of ``--expansion``, in whole pages for each layer, is too small for a request."""
+    model = open_model(base.model).config
+    block_bytes = kv_bytes_per_token(model, base.dtype) * base.block_tokens
+    layer_bytes = block_bytes // model.shape.num_layers
+    quantum_blocks = math.lcm(layer_bytes, PAGE_BYTES) // layer_bytes
+    assert base.kv_memory is not None and base.max_model_len is not None
+    num_blocks = -(-base.kv_memory // scale.pool_part // block_bytes)
+    num_tokens = num_blocks // quantum_blocks * quantum_blocks * base.block_tokens
+    if num_tokens < base.max_model_len:
+        raise UserError(
+            f"--expansion: KV of {base.model} is so small that its pool would have room for {num_tokens} tokens in "
+            "whole pages: name a larger model, or leave --model out"
+        )
 
 
 CALIBRATION_TOKENS = 32

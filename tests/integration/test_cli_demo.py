@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from floodplain.core.errors import UserError
 from floodplain.demo.alternation import repeated, serve_alternately
-from floodplain.demo.burst import FULL, QUICK, Scale, engine_config, fit_pool, measure_machine, sample_spec
+from floodplain.demo.burst import FULL, QUICK, Scale, check_part, engine_config, fit_pool, measure_machine, sample_spec
 from floodplain.demo.leases import QUICK_SCENE
 from floodplain.demo.other_load import LoadMeter, Reading
 from floodplain.demo.page import print_summary, write_files
@@ -122,6 +123,13 @@ def test_slow_machines_outgrow_the_pool_and_it_holds_the_longest_request(scale: 
     source = open_model("dummy:tiny-llama")
     pool_tokens = (base.kv_memory or 0) / kv_bytes_per_token(source.config, base.dtype)
     assert pool_tokens - base.block_tokens > scale.max_input + scale.max_output
+
+
+def test_a_model_whose_kv_fills_no_page_of_a_layer_cannot_stream() -> None:
+    for scale in (FULL, QUICK):
+        check_part(engine_config("dummy:smollm2-135m", sample_spec(0, scale), scale), scale)
+    with pytest.raises(UserError, match=r"--expansion: KV of dummy:tiny-deep is so small .* leave --model out"):
+        check_part(engine_config("dummy:tiny-deep", sample_spec(0, QUICK), QUICK), QUICK)
 
 
 def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -> None:
