@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     config = dataclass_from(args, PlaceConfig)
     for name, path in (("--out", config.out), ("--plot", config.plot)):
         if path is not None:
-            check_writable(path, name)
+            check_writable(path, name, config.cluster)
     require("place", "highspy")
     if config.plot is not None:
         require("--plot", "matplotlib")

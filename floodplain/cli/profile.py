@@ -78,7 +78,7 @@ def _run_llm(args: argparse.Namespace) -> int:
     config.check_engine(engine)
     check_load(spec)
     if config.out is not None:
-        check_writable(config.out)
+        check_writable(config.out, "--out", config.steps, spec.trace)
     if config.base_url is not None:
         check_server(config.base_url)  # before the imports, which take longer
     else:
@@ -96,7 +96,7 @@ def _run_swap(args: argparse.Namespace) -> int:
     config.check_engine(engine)
     config.check_load(spec)
     if config.out is not None:
-        check_writable(config.out)
+        check_writable(config.out, "--out", config.steps, config.llm_profile, spec.trace)
 
     from floodplain.profiler.swap_profile import run_profile
 

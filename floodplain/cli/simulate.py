@@ -71,9 +71,9 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate; 0 if every request could be served."""
     config = dataclass_from(args, SimulateConfig)
-    for flag, path in (("--out", config.out), ("--trace-out", config.trace_out)):
+    for flag, path, other in (("--out", config.out, config.trace_out), ("--trace-out", config.trace_out, None)):
         if path is not None:
-            check_writable(path, flag)
+            check_writable(path, flag, config.scenario, other)
     if config.plot:
         require("--plot", "matplotlib")
     runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)

@@ -18,9 +18,15 @@ _PART = ".floodplain-{}.part"
 _held_pipes: list[int] = []
 
 
-def check_writable(path: Path, flag: str = "--out") -> None:
-    """Make a result's folder, and check that the file can be written. Raises UserError, with ``flag``, if not."""
+def check_writable(path: Path, flag: str = "--out", *others: Path | None) -> None:
+    """Make a result's folder, and check that the file can be written. Raises UserError, with ``flag``, if not.
+
+    It is none of ``others``, which are read or written, too: a file would lose what it holds.
+    """
     try:
+        is_kept = path.is_file() or not path.exists()  # a device keeps nothing
+        if is_kept and os.path.realpath(path) in [os.path.realpath(other) for other in others if other is not None]:
+            raise UserError(f"{flag} {path} is read, or written to, as another file: give another name")
         path.parent.mkdir(parents=True, exist_ok=True)
         old, target = _look_up(path)
         if old is not None:

@@ -394,3 +394,13 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused_at_once(
     with pytest.raises(UserError, match=r"^--out .*out\.json cannot be written: Permission denied$"):
         check_writable(out)
     assert out.read_bytes() == OLD
+
+
+def test_a_result_is_no_file_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "in.yaml").write_text("a: 1")
+    (tmp_path / "link.yaml").symlink_to("in.yaml")
+    check_writable(tmp_path / "out.json", "--out", tmp_path / "in.yaml", None)
+    check_writable(Path("/dev/null"), "--out", Path("/dev/null"))
+    for name, other in (("link.yaml", "in.yaml"), ("new.json", "new.json")):
+        with pytest.raises(UserError, match=f"--out .*{name} is read, or written to, as another file"):
+            check_writable(tmp_path / name, "--out", None, tmp_path / other)
