@@ -209,9 +209,9 @@ class Fields:
         return float(value)
 
     def size(self, key: str, most_bytes: int, *, is_needed: bool = False) -> int:
-        """A size such as ``80GB``; 0 if it is not there and need not be."""
+        """A size such as ``80GB``; 0 if it is not there and need not be, or is written as 0."""
         value = self._take(key, _MISSING if is_needed else None)
-        if value is None:
+        if value is None or (str(value) == "0" and not is_needed):
             return 0
         try:
             num_bytes = parse_size(str(value))

@@ -110,6 +110,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(tmp_path: Path, content: Any
     assert told in message and str(tmp_path) in message and "\n" not in message
 
 
+def test_sizes_of_0_are_none(tmp_path: Path) -> None:
+    content = change("models", 0, lends=0, needs=0)
+    content["servers"][0]["link"] = 0
+    cluster = read_cluster(write(tmp_path, content))
+    assert cluster.models[0].memory_bytes == 0 and cluster.servers[0].link == 0
+
+
 def test_a_placement_that_was_written_is_the_current_one_of_the_next(tmp_path: Path) -> None:
     cluster = read_cluster(write(tmp_path, WHOLE))
     document = to_document(cluster, place(cluster))
