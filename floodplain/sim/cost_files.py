@@ -60,10 +60,11 @@ def _read_experts(path: Path, shape: ModelShape) -> Line:
     }
 
 
-def read_steps(path: Path, overhead_s: float) -> StepCost:
-    """The cost that ``floodplain profile step`` fitted. UserError if the file is no such profile."""
-    cost = read_cost(read_profile(path, "step").result)
-    return replace(cost, base_s=cost.base_s + overhead_s)
+def read_steps(path: Path, overhead_s: float) -> tuple[StepCost, str]:
+    """The cost that ``floodplain profile step`` fitted, and what was measured. UserError if the file is none."""
+    profile = read_profile(path, "step")
+    cost = read_cost(profile.result)
+    return replace(cost, base_s=cost.base_s + overhead_s), f"{profile.subject} on {profile.machine}"
 
 
 def _read_lines(path: Path, axis: str) -> dict[str, dict[int, float]]:

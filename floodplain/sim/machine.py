@@ -124,7 +124,8 @@ def _find_cost(scenario: Scenario, overhead_s: float) -> tuple[BatchCost, str]:
         kernels = read_kernels(part.kernels, shape, sums, overhead_s, scenario.engine.max_num_seqs)
         return kernels, f"kernels in {part.kernels}"
     if part.steps is not None:
-        return read_steps(part.steps, overhead_s), f"step profile {part.steps}"
+        steps, measured = read_steps(part.steps, overhead_s)
+        return steps, f"step profile {part.steps} of {measured}"
     if (fit := fit_of(device.name, shape.name, scenario.num_shards)) is not None:
         return fit.with_overhead(overhead_s), f"{fit.source}; median error of a step {fit.median_error:.1%}"
     roofline = Roofline(shape, device, scenario.num_shards, DTYPE_BYTES, overhead_s)
