@@ -34,6 +34,9 @@ from floodplain.leases.messages import Join, Offer, Recall, Request
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Stamp
 from floodplain.lending.client import CoordinatorClient
+from floodplain.live import changes
+from floodplain.live.changes import Snapshot, encode
+from floodplain.live.rows import Row
 from floodplain.server.page_burst import NUM_REQUESTS
 from tests.fakes.engine import serving as serving_here
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
@@ -284,6 +287,31 @@ def test_a_row_keeps_the_focus_while_others_come_and_end(page: Page, url: str) -
         [[2, 3, 4], 3, [2, 3, 4, 1], 3],
         [[4, 2, 3], 3, [1, 4, 2, 3], 3],
     ]
+
+
+def whole(arrival_s: float, prompt: int) -> str:
+    """The event of a server with one live request, which has the number 1."""
+    memory = dict.fromkeys(
+        ("pool", "running", "moving", "cached", "free", "swapped", "lent", "borrowed", "expanded", "dropped"), 1
+    )
+    head = {"service": "server", "model": "m", "can_burst": False, "now_s": 60.0, "block_bytes": 1, "memory": memory,
+            "requests": {"running": 1, "waiting": 0, "swapped": 0}, "latency": {}, "leases": [], "why": None,
+            "totals": {"generated_tokens": 0, "swap_in_bytes": 0, "swap_out_bytes": 0}}  # fmt: skip
+    row = Row(1, 0, 1, "running", prompt, ((arrival_s, "arrived", 0),), None, None)
+    return encode(changes.whole(Snapshot(head, {1: row}))).decode()
+
+
+def test_a_life_is_of_one_request_though_another_gets_its_number(page: Page, url: str) -> None:
+    events = [whole(50.0, 11), whole(55.0, 22)]  # the service is started again in between
+    page.route("**/live", lambda route: route.fulfill(body=events[0]))
+    page.goto(url)
+    page.locator("#strip .strip-row").click()
+    expect(page.locator("#life-events")).to_contain_text("arrives with 11")
+    events.pop(0)
+    expect(page.locator("#strip .tokens")).to_have_text("22 + 0")
+    expect(page.locator("#life-events")).to_contain_text("arrives with 11")
+    page.locator("#strip .strip-row").click()
+    expect(page.locator("#life-events")).to_contain_text("arrives with 22")
 
 
 PRESSED = """

@@ -6,7 +6,7 @@ import { drawRiver, showLegend } from "./river.js";
 import { showLife, showStrip } from "./strip.js";
 
 const $ = (id) => document.getElementById(id);
-let shown = null; // the number of the request whose life is shown
+let shown = null; // number and arrival of the request whose life is shown: a service that starts again counts anew
 let isDue = false;
 
 function show() {
@@ -37,20 +37,20 @@ function showServer(head) {
   $("why").textContent = head.why ? `Why requests wait: ${head.why}.` : "";
   drawRiver($("river"), state.history, windowS(20, 120));
   showLegend($("river-legend"), head.memory);
-  showStrip({ strip: $("strip"), more: $("strip-more"), hint: $("strip-hint"), axis: $("axis") }, state, windowS(20, 60), shown, open);
+  showStrip({ strip: $("strip"), more: $("strip-more"), hint: $("strip-hint"), axis: $("axis") }, state, windowS(20, 60), shown?.number, open);
   showShown();
 }
 
 function open(number) {
-  shown = number;
+  shown = { number, arrivedS: state.rows.get(number)?.events[0][0] };
   $("life").hidden = false;
   document.body.classList.add("has-life");
   showShown();
 }
 
 function showShown() {
-  const row = state.rows.get(shown);
-  if (row) showLife({ title: $("life-title"), place: $("life-lane"), events: $("life-events") }, row, state.head);
+  const row = state.rows.get(shown?.number);
+  if (row && row.events[0][0] === shown.arrivedS) showLife({ title: $("life-title"), place: $("life-lane"), events: $("life-events") }, row, state.head);
 }
 
 function close() {
