@@ -55,7 +55,7 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
     @routes.get("/live")
     async def live(request: Request) -> Response:
         check(request)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         if HEAD_SCOPE_KEY in request.scope:  # the stream has no end
             return Response(headers=headers, media_type="text/event-stream")
         events = feed.listen(request.scope[ABORT_SCOPE_KEY])

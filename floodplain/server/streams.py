@@ -178,7 +178,7 @@ async def _hang_up(receive: Receive) -> None:
 
 PING = b": ping\n\n"
 """A comment, which clients skip. Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 """Headers that forbid proxies to buffer events; the second is nginx's."""
 
 

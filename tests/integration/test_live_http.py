@@ -36,6 +36,7 @@ def first(url: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """The first message of a feed."""
     with httpx.stream("GET", f"{url}/live", headers=headers, timeout=HANG_S) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        assert "no-transform" in answer.headers["cache-control"], "a proxy that compresses holds events back"
         text = ""
         for part in answer.iter_text():
             text += part
