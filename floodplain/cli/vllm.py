@@ -17,7 +17,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.observe.terminal import say
-from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, MULTI, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import find_distribution
 from floodplain.policy.goals import GAP_TOKENS
@@ -25,6 +25,9 @@ from floodplain.policy.registry import DEFAULT_POLICY, POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
 """Flags of vLLM set here; also ``--additional-config`` (swap none or vllm), ``--kv-offloading-size`` (swap vllm)."""
+
+NO_SETTINGS = ("model", "swap", "beside")
+"""Flags of the verb that are no settings of the plug-in."""
 
 SWAPS = ("host", "peer", "vllm", "none")
 """Where KV of preempted requests goes: our swap space, a neighbour's memory as a tier before it, vLLM's own
@@ -61,6 +64,9 @@ class VllmConfig:
     )
     pin_sessions: bool = flag(
         False, "keep KV of ended requests in swap space for the next request of their session, while that is likely"
+    )
+    beside: str | None = flag(
+        None, "another connector behind ours, as NixlConnector or LMCacheMPConnector, or its --kv-transfer-config"
     )
     coordinator: str | None = flag(None, "borrow memory on neighbours: address of the coordinator of leases")
     coordinator_token_file: str | None = flag(None, "this engine's token for the coordinator, in a file of mode 0600")
@@ -113,7 +119,7 @@ def _own_flags(config: VllmConfig) -> list[str]:
     """Flags of vLLM with our settings and the place of KV: alternating names and values."""
     swap = config.swap or ("host" if config.coordinator is None else "peer")
     _check_swap(config, swap)
-    extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in ("model", "swap")}
+    extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in NO_SETTINGS}
     extra = {name: value for name, value in extra.items() if value is not None and value is not False}
     num_bytes = extra.setdefault("swap_memory", DEFAULT_SWAP_BYTES)
     read_settings(extra, are_flags=True)
@@ -127,7 +133,21 @@ def _own_flags(config: VllmConfig) -> list[str]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+    if config.beside is not None:
+        both = {"connectors": [transfer, _read_other(config.beside)]}
+        transfer = {"kv_connector": MULTI, "kv_role": "kv_both", "kv_connector_extra_config": both}
     return ["--kv-transfer-config", json.dumps(transfer)]
+
+
+def _read_other(text: str) -> dict[str, Any]:
+    """The setting of another connector, from its name or its JSON. Raises UserError if it is neither."""
+    try:
+        found = {"kv_connector": text} if text.isidentifier() else json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("kv_connector") in (None, CONNECTOR):
+        raise UserError("--beside is another connector's name, or JSON of vLLM's --kv-transfer-config that names it")
+    return {"kv_role": "kv_both"} | found
 
 
 def _check_swap(config: VllmConfig, swap: str) -> None:
@@ -137,6 +157,8 @@ def _check_swap(config: VllmConfig, swap: str) -> None:
         raise UserError(f"--coordinator says who lends memory, and --swap {swap} borrows none: leave one of them out")
     if config.pin_sessions and swap != "host":
         raise UserError(f"--pin-sessions keeps KV in this host's memory, and --swap is {swap}: leave one of them out")
+    if config.beside is not None and swap in ("none", "vllm"):
+        raise UserError(f"--beside names a connector behind ours, and --swap {swap} has none: leave one of them out")
     if swap == "none" and config.swap_memory is not None:
         raise UserError("--swap-memory says how to swap, and --swap none does not: leave one of them out")
 

@@ -100,6 +100,26 @@ def test_sessions_are_pinned_in_the_hosts_memory(become: list[list[str]], capsys
         assert f"--swap is {swap}: leave one of them out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("NixlConnector", {"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
+        (
+            '{"kv_connector": "N", "kv_buffer_device": "cpu"}',
+            {"kv_connector": "N", "kv_buffer_device": "cpu", "kv_role": "kv_both"},
+        ),
+    ],
+)
+def test_another_connector_is_behind_ours(text: str, other: dict[str, Any], become: list[list[str]]) -> None:
+    for flags in ([], ["--beside", text]):
+        with pytest.raises(SystemExit):
+            cli.main(["vllm", "serve", "m", "--policy", "cfs", *flags])
+    alone, beside = (json.loads(value_of(command, "--kv-transfer-config")) for command in become)
+    assert beside == {"kv_connector": "MultiConnector", "kv_role": "kv_both"} | {
+        "kv_connector_extra_config": {"connectors": [alone, other]}
+    }
+
+
 def test_memory_is_borrowed_with_a_coordinator(become: list[list[str]]) -> None:
     for flags in ([], ["--swap", "peer"]):
         with pytest.raises(SystemExit):
@@ -114,6 +134,10 @@ def test_memory_is_borrowed_with_a_coordinator(become: list[list[str]]) -> None:
         (["--swap", "host", "--coordinator", "http://host:1"], "--swap host borrows none: leave one of them out"),
         (["--swap", "vllm", "--coordinator", "http://host:1"], "--swap vllm borrows none: leave one of them out"),
         (["--swap", "none", "--swap-memory", "1GiB"], "--swap none does not: leave one of them out"),
+        (["--swap", "none", "--beside", "NixlConnector"], "--swap none has none: leave one of them out"),
+        (["--beside", "{}"], "--beside is another connector's name, or JSON"),
+        (["--beside", "FloodplainConnector"], "--beside is another connector's name, or JSON"),
+        (["--beside", "[1"], "--beside is another connector's name, or JSON"),
         (["--swap", "none", "--slice", "0"], "--slice must be between 1 and 10000 steps, not 0"),
         (["--swap", "none", "--", "--additional-config", "{}"], "--additional-config is set by floodplain"),
         (["--swap", "vllm", "--", "--kv_offloading_size=4"], "--kv_offloading_size is set by floodplain"),
