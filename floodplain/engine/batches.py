@@ -85,7 +85,7 @@ def _score(prompt: _Prompt, start: int, x: torch.Tensor, logits_of: LogitsOf) ->
         token_ids = torch.tensor(followers, device=x.device)
         chosen = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs >= chosen).sum(1).tolist()
-        values, tops = logprobs.topk(prompt.num_top)
+        values, tops = logprobs.topk(min(prompt.num_top, logprobs.shape[-1]))
         rows = zip(chosen[:, 0].tolist(), tops.tolist(), values.tolist(), ranks, strict=True)
         for position, (value, ids, tops_of_row, rank) in enumerate(rows, first):
             prompt.found[position] = TokenLogprobs(value, tuple(zip(ids, tops_of_row, strict=True)), rank)

@@ -190,7 +190,7 @@ def _report(
     logprobs: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams], num_top: int
 ) -> list[TokenLogprobs]:
     chosen: list[float] = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    values, token_ids = logprobs.topk(num_top)
+    values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
     return [
         TokenLogprobs(value, tuple(zip(ids[: one.logprobs or 0], tops, strict=False)))
         for value, ids, tops, one in zip(chosen, token_ids.tolist(), values.tolist(), params, strict=True)

@@ -21,7 +21,7 @@ PARAMS = st.builds(
     top_k=st.sampled_from([0, 1, 3, 49, 500]),
     top_p=st.sampled_from([0.01, 0.5, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.7, 1.0]),
-    seed=st.integers(-(2**63), 2**64 - 1),
+    seed=st.integers(-(2**63), 2**64 - 1).filter(lambda seed: seed != -1),
 )
 
 
@@ -128,6 +128,12 @@ def test_min_tokens_keeps_ends_of_sequence_back() -> None:
     rows = [kept, ignoring, SamplingParams(temperature=0)]
     assert sample(logits, rows, [0, 0, 0], generated=1) == [20, 7, 7]
     assert sample(logits, rows, [0, 0, 0], generated=2) == [7, 7, 7]
+
+
+def test_a_vocabulary_may_be_smaller_than_the_alternatives_asked_for() -> None:
+    params = [SamplingParams(temperature=0.0, logprobs=20)]
+    _, found = Sampler({0}).sample(logits_of(1, vocab=5), params, np.array([0]), np.array([0]))
+    assert found is not None and {token for token, _ in found[0].top} == set(range(5))
 
 
 def test_logprobs_are_of_the_models_distribution_before_any_filter() -> None:
