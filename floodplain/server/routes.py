@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.answering import CLIENT_CLOSED_REQUEST, ERRORS, STREAMED, Answering, name_of
 from floodplain.server.counts import RequestCounts
@@ -119,7 +119,10 @@ class OpenAIRoutes:
         check_model(body.model, self._names)
         chat = body.for_chat()
         params, name = chat.sampling(), name_of(chat, request)
-        prompt = await self._read_chat(request, chat)
+        try:
+            prompt = await self._read_chat(request, chat)
+        except RequestRefused as refusal:  # the template refuses messages, which are called input here
+            raise RequestRefused(str(refusal), field=refusal.field and "input") from None
         if prompt is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         self._ignored_fields.note(body.ignored)

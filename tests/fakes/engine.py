@@ -63,7 +63,7 @@ class ByteTokenizer:
 
     def render_chat(self, messages: list[dict[str, str]], tools: object = (), options: object = (), /) -> str:
         if messages[0]["content"] == "refuse me":
-            raise UserError("the chat template refuses this conversation")
+            raise RequestRefused("the chat template refuses this conversation", field="messages")
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 

@@ -94,6 +94,7 @@ def test_items_of_a_conversation_reach_the_template_as_turns(server: RunningServ
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"input": [{"type": "image"}]}, "input", "should be a message, a function_call or a function_call_output"),
         ({"input": [{"role": "user"}]}, "input", "content is required"),
+        ({"input": "refuse me"}, "input", "refuses this conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools", "type should be 'function'"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
         ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
