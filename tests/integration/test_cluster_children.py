@@ -17,7 +17,9 @@ from floodplain.cluster.launch.launcher import MAX_FAILED_STARTS, Launcher
 from floodplain.cluster.launch.parent import read_token
 from floodplain.cluster.launch.processes import Ending, LocalProcesses
 from floodplain.cluster.router.engine import ClusterEngine
-from floodplain.core.errors import InvariantError, ServiceLost, UserError
+from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, UserError
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
 from floodplain.engine.config import EngineConfig
 from floodplain.web.address import bind
 from tests.support.cluster_peers import until
@@ -199,6 +201,23 @@ async def test_a_router_whose_instance_does_not_start_ends_with_one_line(
     await engine.start()
     assert isinstance(engine.failure, UserError) and not engine.can_serve
     assert (str(engine.failure), processes.num_runs) == ("instance 0 did not start: no such model", num_runs)
+    await engine.close()
+
+
+async def test_requests_without_a_seed_get_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samplers of all instances begin alike: equal requests on different ones would have equal answers."""
+    engine, seeds = cluster(FakeProcesses(1)), list[int | None]()
+
+    def submit(request: Request, _: object) -> None:
+        seeds.append(request.params.seed)
+        raise QueueFull("seen")
+
+    monkeypatch.setattr(engine.router.requests, "submit", submit)
+    for seed in (None, None, 5):
+        params = SamplingParams(seed=seed)
+        with pytest.raises(QueueFull):
+            await anext(engine.generate(Request(request_id="r", prompt_token_ids=(1,), params=params, arrival_s=0.0)))
+    assert None not in seeds and len({*seeds}) == 3 and seeds[2] == 5
     await engine.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -88,6 +89,7 @@ class ClusterEngine:
         self._num_slots, self._is_pipeline, self._is_started = processes.num_slots, is_pipeline, False
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
+        self._seeds = random.Random(config.seed)
         self._is_empty = asyncio.Event()
         self._is_draining = False
 
@@ -182,6 +184,8 @@ class ClusterEngine:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
         if self.router.table.num_unplaced >= self._max_waiting:
             raise QueueFull(f"{self._max_waiting} requests wait for an instance already; try again later")
+        if request.params.seed is None:  # else instances would draw alike: their samplers begin with one seed
+            request = replace(request, params=replace(request.params, seed=self._seeds.getrandbits(64)))
         caller = Caller(self.tokenizer, request, on_accepted)
         self._callers[caller] = None
         entry = self.router.requests.submit(request, caller)
