@@ -74,6 +74,11 @@ class BackupTable:
         """The taken slots, without those of unpinned idle backups. Takes time linear in the taken slots."""
         return set(self.slots[tier].taken) - {backup.location.slot for backup in self.idle.unpinned(tier)}
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no sequence keeps a backup and no copy touches one."""
+        return all(self.num_available(tier) == slots.num_slots for tier, slots in self.slots.items())
+
     def find(self, key: BlockKey) -> Backup | None:
         """The backup of a content, whole or still being written; None if there is none."""
         return self._by_key.get(key)

@@ -82,7 +82,7 @@ class Run(Swapping):
             assert num_steps < 50_000, "the engine does not come to rest"
         state = engine.loop.state
         assert state.ledger.num_available == state.ledger.num_blocks
-        assert not state.backups.is_needed
+        assert state.backups.is_at_rest
         stats = engine.stats()
         assert stats.kv_bytes["host"] == 0
         assert sum(stats.failed_transfers.values()) == state.counters.num_failed_transfers

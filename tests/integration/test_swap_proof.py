@@ -247,7 +247,7 @@ def test_tokens_are_those_of_a_calm_run(
         assert stats.num_requests["stop"] > 3
         assert (stats.num_cached_tokens > 0) is caches
         assert stats.kv_bytes["host"] == stats.num_used_blocks == 0
-        assert not backups.is_needed
+        assert backups.is_at_rest
         assert caches or backups.num_idle(Tier.HOST) == 0
         assert (len(pinned) > 10) is pins
         assert (stats.unpinned_blocks["evicted"] > 0) is pins
