@@ -18,7 +18,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
-from floodplain.model.network.linear import can_pack
+from floodplain.model.network.linear import can_pack, fast_dtype
 from floodplain.model.network.load import load_decoder, parameter_parts
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.weights.open_model import ModelSource
@@ -65,7 +65,9 @@ class DeviceMemory:
         self.layer_buffers: list[PagedBuffer] = []
         self._config = config
         self._backend = backend
-        param_bytes = shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK_PERCENT // 100
+        is_packed = config.pack_weights and can_pack(dtype, backend.torch_device)
+        kept = fast_dtype(dtype, backend.torch_device) if is_packed else dtype
+        param_bytes = shape.param_bytes(kept.itemsize) * _ALIGN_SLACK_PERCENT // 100
         self.device, self._close_device = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:

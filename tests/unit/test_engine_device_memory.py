@@ -19,6 +19,7 @@ from floodplain.memory import host_memory
 from floodplain.memory.host import backend, named_file
 from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.host_memory import available_bytes
+from floodplain.model.network import linear
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model
 
@@ -86,6 +87,19 @@ def test_a_model_too_large_says_what_is_smaller(dtype: str, smaller: str, monkey
     config = EngineConfig(model="dummy:tiny-llama", kv_memory=1, dtype=dtype)
     with pytest.raises(UserError, match=f"choose a smaller {smaller}$"):
         DeviceMemory(config, open_model(config.model).config, HostBackend(), getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_weights_that_are_packed_in_float32_count_as_such(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that multiplies bfloat16 slowly."""
+    if packs and not linear.can_pack(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this torch has no packed products")
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: False)
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=1, pack_weights=packs)
+    model = open_model(config.model).config
+    monkeypatch.setattr(backend, "available_bytes", lambda: model.shape.param_bytes(3))
+    with pytest.raises(UserError, match="parameters take") if packs else nullcontext():
+        DeviceMemory(config, model, HostBackend(), torch.bfloat16).close()
 
 
 @pytest.mark.parametrize(("times", "fits"), [(1, False), (2, True)])
