@@ -111,6 +111,13 @@ def test_chat_templates_have_tokens_that_are_not_special() -> None:
     assert ours.encode("a$b") == tokenizer("qwen2").encode("a$b")
 
 
+def test_tools_take_the_template_for_tools() -> None:
+    templates = {"": "plain", ".tool_use": "{{ tools | length }} tools", "s": ["tool_use"]}
+    keys = {**keys_of("qwen2", data()), **{f"tokenizer.chat_template{name}": text for name, text in templates.items()}}
+    ours, chat = HfTokenizer(*read_gguf_tokenizer(Fields(keys, "m.gguf"))), [{"role": "user", "content": "a"}]
+    assert (ours.render_chat(chat), ours.render_chat(chat, [{"type": "function"}])) == ("plain", "1 tools")
+
+
 @pytest.mark.parametrize("template", [5, True, ["a"], {"default": 5}])
 def test_a_chat_template_that_is_no_text_is_refused(template: object) -> None:
     keys = {**keys_of("qwen2", data()), "tokenizer.chat_template": template}

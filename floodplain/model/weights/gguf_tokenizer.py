@@ -9,6 +9,7 @@ leading space. Its clean-up of spaces is not implemented: only ``llama_detokeniz
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ logger = logging.getLogger(__name__)
 _KEYS = "tokenizer.ggml."
 _SPACE = "\u2581"
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -141,7 +143,13 @@ def read_gguf_tokenizer(fields: Fields) -> tuple[FastTokenizer, frozenset[int]]:
     backend = _sentencepiece(vocabulary) if is_sentencepiece else _byte_level(vocabulary)
     ids = vocabulary.ids
     names = {name: vocabulary.tokens[ids[kind]] for name, kind in _NAMED.items() if kind in ids}
-    return FastTokenizer(backend, names, fields.value("tokenizer.chat_template", None)), _ends(vocabulary)
+    return FastTokenizer(backend, names, _templates(fields)), _ends(vocabulary)
+
+
+def _templates(fields: Fields) -> dict[str, Any]:
+    """Chat templates by name: ``tokenizer.chat_template`` is the default, ``tokenizer.chat_template.NAME`` another."""
+    found = ((key, _TEMPLATE.fullmatch(key)) for key in fields)
+    return {match[1] or "default": fields.value(key) for key, match in found if match}
 
 
 def _read_vocabulary(fields: Fields) -> _Vocabulary:
