@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from floodplain.core.errors import UserError, WriteFailed
@@ -71,7 +72,10 @@ def writing(name: object) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on ``/dev/null``, else the next opened file would get their number."""
+    """Open closed standard streams on ``/dev/null``, else the next opened file would get their number.
+
+    Letters that the locale's encoding lacks are escaped on standard output, as they are on standard error.
+    """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -79,6 +83,8 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _look_up(path: Path) -> tuple[os.stat_result | None, Path | None]:

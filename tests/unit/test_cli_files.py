@@ -90,6 +90,14 @@ def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) 
     assert done.stderr.count("\n") == 1
 
 
+def test_letters_that_the_locale_lacks_are_escaped() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SAY + "terminal.say('mod\u00e8le')"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == b"mod\\xe8le\n"
+
+
 def test_closed_streams_are_not_given_to_other_files() -> None:
     """Otherwise the next opened file is descriptor 1, and receives the output of child processes."""
     program = SAY + "print('x', file=sys.stderr, flush=True); sys.exit(os.open('/dev/zero', os.O_RDONLY))"
