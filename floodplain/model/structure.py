@@ -158,7 +158,7 @@ def _grammar(structure: Structure) -> str:
         case StructureKind.REGEX:
             return str(LLMatcher.grammar_from_regex(content))
         case StructureKind.GRAMMAR:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(content)))
+            return str(LLMatcher.grammar_from_lark(any_to_lark(content) if "::=" in content else content))
         case StructureKind.CHOICE:
             return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(content)))}"))
 

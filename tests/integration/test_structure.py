@@ -56,7 +56,7 @@ STRUCTURES: dict[str, tuple[Structure, Callable[[str], bool]]] = {
         lambda text: re.fullmatch(r"<[a-c\u00e9]+>", text) is not None,
     ),
     "grammar": (
-        Structure(StructureKind.GRAMMAR, 'start: "<" word ">"\nword: /[a-c]{1,4}/'),
+        Structure(StructureKind.GRAMMAR, 'start[capture]: "<" word ">"\nword: /[a-c]{1,4}/'),
         lambda text: re.fullmatch(r"<[a-c]{1,4}>", text) is not None,
     ),
 }
