@@ -31,6 +31,8 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], Iterator[tuple[str, dict[str,
     header = tuple(name.strip().lower() for name in next(found, []))
     if not header:
         raise UserError(f"{path} is empty: expected a line with column names")
+    if wrong := [sign for sign in ";\t|" if len(header) == 1 and sign in header[0]]:
+        raise UserError(f"{path} separates columns by {wrong[0]!r}, and commas are read: replace them")
     if twice := [name for name in header if name and header.count(name) > 1]:
         raise UserError(f"{path} has two columns {twice[0]}: leave one of them out")
     return header, _read_rows(path, lines, found, header)

@@ -173,6 +173,8 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2,0\n", ("no request",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1,2,3\n2024-05-10,2,3\n", ("numbers", "dates", "one way")),
         ("x.csv", "", ("empty",)),
+        ("x.csv", "t_s;prompt_tokens;output_tokens\n0;1;1\n", ("separates columns by ';'", "commas")),
+        ("x.csv", "t_s\tprompt_tokens\toutput_tokens\n0\t1\t1\n", ("separates columns by '\\t'", "commas")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n0,1,1\n1e300,1,1\n", ("spans more than 1e+09 seconds",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n-1e308,1,1\n1e308,1,1\n", ("spans more than",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1715299200123,1,1\n1715299200999,1,1\n", ("another unit",)),
