@@ -76,9 +76,9 @@ class KernelCost:
     ) -> None:
         if missing := [name for name in ("qkv_proj", "o_proj", *ONCE) if name not in dense]:
             raise UserError(f"the table of dense kernels lacks {', '.join(missing)}")
-        layer = sum((PER_LAYER[name] * _curve(dense[name]) for name in PER_LAYER if name in dense), _NOTHING)
-        self._dense_s: list[float] = (num_layers * layer + sum(_curve(dense[name]) for name in ONCE)).tolist()
-        self._sampled_s: list[float] = sum(map(_curve, per_sequence.values()), _NOTHING).tolist()
+        layer = sum((PER_LAYER[name] * _curve(name, dense[name]) for name in PER_LAYER if name in dense), _NOTHING)
+        self._dense_s: list[float] = (num_layers * layer + sum(_curve(name, dense[name]) for name in ONCE)).tolist()
+        self._sampled_s: list[float] = sum((_curve(*each) for each in per_sequence.items()), _NOTHING).tolist()
         self._attention = _AttentionTimes(attention)
         self._num_layers, self._overhead_s, self._graphs = num_layers, overhead_s, list(graphs)
 
@@ -93,11 +93,11 @@ class KernelCost:
         return self._dense_s[padded] + attention_s + self._sampled_s[num_sampled] + self._overhead_s
 
 
-def _curve(line: Line) -> FloatArray:
+def _curve(name: str, line: Line) -> FloatArray:
     """Seconds for 0 to ``MAX_TOKENS``, by straight lines; the slope of the upper half continues beyond the last."""
     sizes = sorted(line)
     if len(sizes) < 2:
-        raise UserError("a table of kernels needs at least two sizes of each")
+        raise UserError(f"a table of kernels needs at least two sizes of each, and has {len(sizes)} of {name}")
     every = np.arange(MAX_TOKENS + 1)
     last, middle = sizes[-1], sizes[len(sizes) // 2 - (len(sizes) == 2)]
     slope = max(0.0, (line[last] - line[middle]) / (last - middle))

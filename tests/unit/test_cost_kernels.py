@@ -121,7 +121,8 @@ def test_a_last_segment_that_falls_makes_nothing_free_beyond_it() -> None:
     ("changes", "words"),
     [
         ({"dense": {}}, "lacks qkv_proj, o_proj, embedding, final_layernorm"),
-        ({"dense": {name: {1: 1e-6} for name in DENSE}}, "at least two sizes"),
+        ({"dense": {name: {1: 1e-6} for name in DENSE}}, "at least two sizes of each, and has 1 of qkv_proj"),
+        ({"per_sequence": {"lm_head": {1: 5e-6}}}, "has 1 of lm_head"),
         ({"attention": {key: time for key, time in tables().items() if not key[2]}}, "decodes alone"),
         ({"attention": {key: time for key, time in tables().items() if key[0] or key[2] == 1}}, "at two sizes each"),
     ],
