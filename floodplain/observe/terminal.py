@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,11 +35,20 @@ def say(text: str, screen_codes: str = "") -> None:
     """Print a result, with control characters escaped, after ``screen_codes``. Raises WriteFailed if that fails."""
     try:
         with writing("standard output"):
-            print(screen_codes + printable_lines(text), flush=True)
+            print(screen_codes + _encodable(printable_lines(text)), flush=True)
     except WriteFailed:
         with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise
+
+
+def _encodable(text: str) -> str:
+    """The text, with all but ASCII escaped as in JSON if standard output has no encoding for it (``LC_ALL``)."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return re.sub(r"[^\0-\x7f]", lambda found: json.dumps(found[0])[1:-1], text)
+    return text
 
 
 def say_again(look: Callable[[], str | None], every_s: float | None, *, clears: bool) -> int:

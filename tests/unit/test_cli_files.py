@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import os
 import subprocess
 import sys
@@ -116,6 +118,16 @@ def test_a_service_whose_output_is_full_logs_its_address(
         monkeypatch.setattr(sys, "stdout", full)
         announce("m is served at u")
     assert caplog.messages == ["standard output cannot be written: No space left on device: m is served at u"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_result_is_printed_in_any_encoding_and_json_stays_json(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    say('{"name": "\u00fc \U0001f30a"}')
+    assert json.loads(written.getvalue().decode(encoding)) == {"name": "\u00fc \U0001f30a"}
 
 
 def test_only_our_own_codes_reach_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
