@@ -167,9 +167,9 @@ USUAL = AnswerLimits()
 
 
 class HttpClient:
-    """Sends requests to one server, each over a new connection; ``api_key`` as a bearer token.
+    """Sends requests to one server, each over a new connection; ``api_key`` as a bearer token, without outer spaces.
 
-    Raises UserError, which begins with ``name``, if the address is not valid.
+    Raises UserError, which begins with ``name``, if the address is not valid, or if no header can hold the key.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, name: str = "--base-url") -> None:
@@ -178,7 +178,9 @@ class HttpClient:
         self._headers = {b"Accept": b"*/*", b"Accept-Encoding": b"identity", b"Connection": b"close"}
         self._headers |= {b"User-Agent": b"floodplain"}
         if api_key is not None:
-            self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
+            if not api_key.strip().isprintable():  # the library's error would show the key
+                raise UserError("the API key has control characters: leave them out of OPENAI_API_KEY, or the key file")
+            self._headers[b"Authorization"] = f"Bearer {api_key.strip()}".encode()
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, limits: AnswerLimits = USUAL) -> Answer:
         """Send a GET, or a POST of ``body`` as JSON, and return the whole answer, whatever its status.

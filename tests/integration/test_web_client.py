@@ -117,7 +117,7 @@ def test_a_server_gets_our_key_and_no_cookie_of_its_own() -> None:
         await asked.say(whole(200, b"", b"Set-Cookie: a=b"))
 
     async def twice(url: str) -> None:
-        client = HttpClient(url, "k")
+        client = HttpClient(url, " k\r\n")  # a variable may end as the file that it came from
         for _ in range(2):
             await client.ask("/x")
 
@@ -125,6 +125,13 @@ def test_a_server_gets_our_key_and_no_cookie_of_its_own() -> None:
     assert [(each["authorization"], each.get("cookie"), each["accept-encoding"]) for each in seen] == [
         ("Bearer k", None, "identity")
     ] * 2
+
+
+@pytest.mark.parametrize("key", ["hu\nsh", "hu\0sh", "hush\udcff"])
+def test_a_key_that_no_header_can_hold_is_not_shown(key: str) -> None:
+    with pytest.raises(UserError, match="the API key has control characters") as caught:
+        HttpClient("http://127.0.0.1:1", key)
+    assert "hu" not in str(caught.value)
 
 
 @pytest.mark.parametrize("end", [b"0\r\n\r\n", b""])
