@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     config = dataclass_from(args, VllmConfig)
     command = build_command(config, args.vllm_flags, find_server(find_distribution()[0]))
     say(shlex.join(mask_command(command, os.environ)))
+    os.environ["PYTHONSAFEPATH"] = "1"  # -P for processes that vLLM starts itself: it inspects models in one
     os.execv(command[0], command)
 
 

