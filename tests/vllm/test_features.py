@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -243,21 +243,39 @@ def test_a_policy_ends_no_turn_for_an_adapter_that_does_not_fit(llama: Path, tmp
     close(llm)
 
 
-def test_a_session_that_waits_for_input_keeps_no_adapter_from_others(llama: Path, tmp_path: Path) -> None:
+def test_a_session_that_waits_for_input_keeps_no_adapter_from_others(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on when the place is free. The other one runs, but gets no token in every other step."""
     flags = {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     llm = make_crowded(llama, **flags)
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    for number, resumable in ((1, True), (2, False)):
-        prompt, adapter = {"prompt_token_ids": [20 + number] * 40}, write_adapter(tmp_path, number)
+    core, scheduler = llm.llm_engine.engine_core.engine_core, scheduler_of(llm)  # type: ignore[attr-defined]
+    adapters = [write_adapter(tmp_path, seed) for seed in (1, 2)]
+    decide = scheduler.policy_object.decide
+
+    def pause(view: View, now: float, rng: Random) -> Decision:
+        decision = decide(view, now, rng)
+        return decision if view.step % 2 else replace(decision, decodes=())
+
+    monkeypatch.setattr(scheduler.policy_object, "decide", pause)
+
+    def send(adapter: int, num_output: int, num_steps: int, *, resumable: bool = False) -> int:
+        """Send a request; return the number of requests that are live after some steps."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        prompt: Any = {"prompt_token_ids": [20 + adapter] * 40}
         made = llm.llm_engine.input_processor.process_inputs(
-            f"{number}", prompt, params, ("generate",), lora_request=adapter, resumable=resumable
+            f"{adapter}", prompt, params, ("generate",), lora_request=adapters[adapter], resumable=resumable
         )
-        core.scheduler.add_request(core.preprocess_add_request(made)[0])
-        for _ in range(20):
+        scheduler.add_request(core.preprocess_add_request(made)[0])
+        for _ in range(num_steps):
             core.step_fn()
-    assert scheduler_of(llm).num_idle == 1 == len(core.scheduler.requests), "the other one has ended"
-    core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        return len(scheduler.requests)
+
+    assert send(0, 5, 30, resumable=True) == 1 == scheduler.num_idle
+    assert send(1, 5, 30) == 1, "it has ended"
+    assert send(1, 40, 10) == 2
+    assert send(0, 5, 150, resumable=True) == 1 == scheduler.num_idle
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     expect_nothing_left(llm)
     close(llm)
 

@@ -220,13 +220,14 @@ class SteeredScheduler(StreamedInputScheduler):
     def find_fitting(self, others: Sequence[Request] = ()) -> Callable[[Request], bool]:
         """Return a check whether a request's LoRA adapter fits beside those of ``others`` and on the device.
 
-        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step. Requests that wait for
-        input take no place: vLLM checks again when they go on.
+        vLLM 0.32 does not count the adapters of running requests that get no tokens in a step. Sessions that wait for
+        input, or have got one and go on, take no place until they run.
         """
         if not self.lora_config:
             return lambda request: True
         most: int = self.lora_config.max_loras
-        adapters = {_adapter_of(request) for request in (*self.running, *self.holding, *others)} - {None}
+        held = [request for request in self.holding if request.request_id not in self._renewed]
+        adapters = {_adapter_of(request) for request in (*self.running, *held, *others)} - {None}
         return lambda request: len({*adapters, _adapter_of(request)} - {None}) <= max(most, len(adapters))
 
     # -- what vLLM calls -------------------------------------------------------------------------------------------
@@ -246,7 +247,9 @@ class SteeredScheduler(StreamedInputScheduler):
         newcomers = self.plan()
         # vLLM stops at the first request that holds blocks already and gets no tokens.
         arrived = [request.request_id for request in self._holding if self.cap(request.request_id, 1)]
-        with self._holding.let_in(self._fit_adapters(arrived)), self._queue.let_in(self._fit_adapters(newcomers)):
+        fitting, held = self._fit_adapters([*arrived, *newcomers]), {*arrived}
+        admitted = [one for one in fitting if one not in held]
+        with self._holding.let_in([one for one in fitting if one in held]), self._queue.let_in(admitted):
             output = super().schedule(throttle_prefills)
         self.note_step(output)
         return output
