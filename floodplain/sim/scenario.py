@@ -330,7 +330,10 @@ def make_scenario(content: Mapping[str, Any], source: str, folder: Path) -> Scen
         _check_relief(file)
         shape, device = shape_named(file.model), device_named(file.device)
         workload = _read_workload(file.workload, folder, "workload")
-        tenants = {name: _read_workload(load, folder, f"tenants.{name}") for name, load in file.tenants.items()}
+        tenants = {  # with the same seed, equal loads would arrive at the same times
+            name: _read_workload({"seed": workload.seed + place} | load, folder, f"tenants.{name}")
+            for place, (name, load) in enumerate(file.tenants.items())
+        }
         file.engine.settings  # noqa: B018 - refuses what no policy takes
     except SettingRefused as error:
         raise UserError(f"{source}: engine.{error}") from None

@@ -77,6 +77,12 @@ def test_what_is_wrong_is_refused_with_its_path(changes: dict[str, Any], words: 
     assert line.startswith("burst.yaml: ") and words in line and "\n" not in line
 
 
+def test_tenants_have_seeds_of_their_own() -> None:
+    tenants = {"a": {}, "b": {"seed": 9}, "c": {}}
+    scenario = make_scenario(GOOD | {"workload": {"seed": 5}, "tenants": tenants}, "s", Path())
+    assert {name: spec.seed for name, spec in scenario.tenants.items()} == {"a": 5, "b": 9, "c": 7}
+
+
 def test_a_misspelt_key_is_named_before_the_one_that_it_leaves_out() -> None:
     with pytest.raises(UserError, match="s: Model: there is no such key; there are model, device"):
         make_scenario({"Model": "llama-3.1-8b", "device": "rtx4090"}, "s", Path())
