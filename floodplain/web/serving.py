@@ -191,11 +191,16 @@ class StoppableServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Stop at SIGINT and SIGTERM. uvicorn's own version raises them again later, and so does not exit with 0."""
+        """Stop at SIGINT, SIGTERM, and SIGHUP unless that is ignored (nohup): files in shared memory are removed.
+
+        uvicorn's own version raises them again later, and so does not exit with 0.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self.stop)
         try:

@@ -57,7 +57,7 @@ def served(*argv: str, **environ: str) -> Iterator[tuple[subprocess.Popen[str], 
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
     with served("smollm2", "--format", "json", "--access-log") as (process, line):
         ready = json.loads(line)
