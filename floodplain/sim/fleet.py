@@ -351,7 +351,7 @@ class Lender:
                 self._copy(moving, self._promote)
 
     def _copy(self, moving: Relocation, then: Callable[[], None]) -> None:
-        end_s = self._engine.links.relocate(len(moving.sources), self._fleet.environment.now)
+        end_s = self._engine.links.relocate(moving, self._fleet.environment.now)
 
         def settle() -> None:
             self._engine.loop.relocations.settle(moving.relocation_id, ())

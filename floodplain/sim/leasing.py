@@ -126,10 +126,9 @@ class VirtualMover:
 
     def submit(self, relocation: Relocation) -> None:
         """Start a copy."""
-        num_blocks = len(relocation.sources)
         if relocation.sources[0].tier is Tier.PEER:
-            self._devices.moved_bytes += num_blocks * self._block_bytes
-        self._open.append((self._links.relocate(num_blocks, self._environment.now), relocation.relocation_id))
+            self._devices.moved_bytes += len(relocation.sources) * self._block_bytes
+        self._open.append((self._links.relocate(relocation, self._environment.now), relocation.relocation_id))
 
     def poll(self) -> list[tuple[int, Sequence[int]]]:
         """The copies that have ended since the last call, and which of their blocks did not arrive: none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from floodplain.core.plan import Transfer, TransferKind
+from floodplain.core.plan import Relocation, Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 
 
@@ -43,10 +43,11 @@ class VirtualLinks:
             ends.append(self._free_at_s[key])
         return max(ends)
 
-    def relocate(self, num_blocks: int, now: float) -> float:
+    def relocate(self, relocation: Relocation, now: float) -> float:
         """Start a copy between two tiers, through one direction of each; returns the time when it ends."""
         slowest = min(self._links.values(), key=lambda link: link.bandwidth)
-        keys = [(Tier.PEER, Direction.INBOUND), (Tier.HOST, Direction.OUTBOUND)]
+        num_blocks = len(relocation.sources)
+        keys = [(relocation.sources[0].tier, Direction.INBOUND), (relocation.targets[0].tier, Direction.OUTBOUND)]
         start_s = max(now, *(self._free_at_s.get(key, 0.0) for key in keys))
         end_s = start_s + slowest.latency_s + num_blocks * self._block_bytes / slowest.bandwidth
         self._free_at_s |= dict.fromkeys(keys, end_s)

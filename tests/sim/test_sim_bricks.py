@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.plan import PrefillChunk, StepPlan, Transfer, TransferKind
+from floodplain.core.plan import PrefillChunk, Relocation, StepPlan, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Direction, Link, Location, Tier
 from floodplain.sim.environment import Environment
@@ -147,11 +147,19 @@ def test_a_copy_over_several_tiers_is_as_slow_as_the_slowest() -> None:
     assert make_links().start(copy(BACK, PEER, PEER, HOST), 10.0) == 11.5
 
 
-def test_a_copy_between_tiers_is_as_slow_as_the_slower_and_takes_one_direction_of_each() -> None:
+@pytest.mark.parametrize(("source", "target"), [(PEER, HOST), (HOST, PEER)])
+def test_a_copy_between_tiers_is_as_slow_as_the_slower_and_takes_one_direction_of_each(
+    source: Tier, target: Tier
+) -> None:
     links = make_links()
-    assert links.relocate(2, 10.0) == 12.5
-    assert links.start(copy(OUT, HOST), 10.0) == 14.0  # the host's slots are being written
-    assert links.start(copy(BACK, HOST), 10.0) == 11.5
+    slots = (tuple(Location(tier, number) for number in range(2)) for tier in (source, target))
+    assert links.relocate(Relocation(0, *slots), 10.0) == 12.5
+    alone = make_links()
+    for tier in (source, target):
+        after_s = alone.start(copy(OUT, tier), 10.0) - 10.0, alone.start(copy(BACK, tier), 10.0) - 10.0
+        busy_s = 2.5 if tier is target else 0.0, 2.5 if tier is source else 0.0  # written there, read here
+        ends = links.start(copy(OUT, tier), 10.0), links.start(copy(BACK, tier), 10.0)
+        assert ends == pytest.approx([10.0 + busy + after for busy, after in zip(busy_s, after_s, strict=True)])
 
 
 def test_bytes_are_counted_by_kind() -> None:
