@@ -255,9 +255,13 @@ PromptLogprobs = tuple[TokenLogprobs, ...]
 """Of each token of a prompt but the first, in order. Empty if a part of the prompt was computed elsewhere."""
 
 
+NO_TOKEN = -1
+"""In place of a sampled token if the logits are NaN or infinite: the request ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """An executor's result of a plan: one token for each of ``plan.sampled``, in that order.
+    """An executor's result of a plan: one token, or ``NO_TOKEN``, for each of ``plan.sampled``, in that order.
 
     ``prompt_logprobs`` come with the first token of a request that asked for them.
     """

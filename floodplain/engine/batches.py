@@ -260,8 +260,8 @@ class Batches:
         return self._sampled_rows, self._sampled_params, self._sampled_histories
 
     def take_tokens(self, rows: IntArray, tokens: npt.NDArray[np.int64]) -> None:
-        """Store sampled tokens as the next inputs of these rows."""
-        self.slots.last_tokens[rows] = tokens
+        """Store sampled tokens as the next inputs of these rows. Rows without a token end; a step may be on its way."""
+        self.slots.last_tokens[rows] = np.maximum(tokens, 0)
         self.slots.num_generated[rows] += 1
 
     def _rows_of_one_token(self, plan: StepPlan) -> IntArray:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 
+ERROR = "error"
+"""The reason of a request's end for which the model computed NaN or infinity."""
+
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
@@ -16,7 +19,7 @@ class OutputDelta:
     Attributes:
         text: May be empty (half a character, or text that may become a stop string).
         token_ids: At least one unless the request ends by a stop string or an abort.
-        finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` in the last delta, else None.
         logprobs: One entry for each of ``token_ids`` if the request asked for them.
         num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
         prompt_logprobs: Of the prompt, in the first delta, if the request asked for them.

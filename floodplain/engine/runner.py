@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.plan import PromptLogprobs, StepPlan, StepResult, Transfer
+from floodplain.core.plan import NO_TOKEN, PromptLogprobs, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.engine.batches import Batches, BatchRows
@@ -201,6 +201,10 @@ def _sample_step(
     tokens, logprobs = sampler.sample(logits, params, slots.positions[rows], slots.num_generated[rows], histories)
     batches.take_tokens(rows, tokens)
     for index, history in histories.items():
-        history.extend((int(tokens[index]),))
+        if tokens[index] != NO_TOKEN:
+            history.extend((int(tokens[index]),))
     named = dict(zip(plan.sampled, logprobs, strict=True)) if logprobs else {}
+    for lost in np.flatnonzero(tokens == NO_TOKEN):
+        named.pop(plan.sampled[lost], None)
+        scores.pop(plan.sampled[lost], None)
     return StepResult(plan.step_id, tokens.tolist(), named, scores)

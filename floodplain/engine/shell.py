@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -20,7 +21,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.copy_log import CopyLog
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.idle_memory import IdleMemory
-from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
+from floodplain.engine.outputs import ERROR, EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
 from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
@@ -31,6 +32,8 @@ from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.sessions import SessionCounts
+
+logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.05
 """Most seconds for which a step without work waits before it returns."""
@@ -401,7 +404,7 @@ class OutputProcessor:
         self._streams.pop(seq_id, None)
 
     def process(self, outputs: StepOutputs) -> Iterator[tuple[SeqId, OutputDelta]]:
-        """One delta for every sequence that got a token.
+        """One delta for every sequence that got a token, or should have got one.
 
         If its ``finish_reason`` is ``stop`` although the step did not finish the sequence, a stop string was found: the
         caller must end the sequence in the loop.
@@ -412,6 +415,10 @@ class OutputProcessor:
                 delta = self._delta(seq_id, stream, token, outputs.finished.get(seq_id), outputs.logprobs.get(seq_id))
                 scores = outputs.prompt_logprobs.get(seq_id)
                 yield seq_id, delta if scores is None else replace(delta, prompt_logprobs=scores)
+        for seq_id, reason in outputs.finished.items():
+            if reason is FinishReason.ABORT and self._streams.pop(seq_id, None) is not None:
+                logger.error("a request ends: the model computed NaN or infinity for it; try another --dtype")
+                yield seq_id, OutputDelta("", (), ERROR)
 
     def _delta(
         self,

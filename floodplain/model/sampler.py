@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from floodplain.core.plan import TokenLogprobs
+from floodplain.core.plan import NO_TOKEN, TokenLogprobs
 from floodplain.core.sampling import SamplingParams
 from floodplain.model.logits import Histories, LogitsStep, make_steps
 
@@ -49,6 +49,8 @@ class Sampler:
     ) -> tuple[IntArray, list[TokenLogprobs] | None]:
         """Choose one token for each row; returns ids [S], and log-probabilities of every row if any row asked for them.
 
+        A row whose logits are not finite numbers gets ``NO_TOKEN``: its activations overflowed.
+
         Args:
             logits: [S, vocab], float32; may be overwritten.
             params: One for each row. While the batch does not change, pass the same list object: derived data is then
@@ -65,11 +67,12 @@ class Sampler:
         logprobs = logits.log_softmax(-1) if batch.wants_logprobs else None
         for change in batch.logits_steps:
             change(logits, num_generated, histories)
-        tokens = logits.argmax(-1)
+        tokens = logits.argmax(-1)  # a NaN is the largest
+        is_finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
         for group in batch.random:
             uniforms = group.uniforms((self._seed << 32) + self._num_calls, positions)
             tokens[group.index] = group.choose(logits, uniforms.to(logits.device))
-        chosen: IntArray = tokens.cpu().numpy()
+        chosen: IntArray = tokens.where(is_finite, NO_TOKEN).cpu().numpy()
         return chosen, None if logprobs is None else _report(logprobs, tokens, params, batch.num_top)
 
 
@@ -175,7 +178,8 @@ def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: tor
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The index [R] at which the cumulative ``probabilities`` [R, n] (of any sum) pass ``uniforms`` [R]."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, cumulative[:, -1:] * uniforms[:, None], right=True)[:, 0]
+    found = torch.searchsorted(cumulative, cumulative[:, -1:] * uniforms[:, None], right=True)[:, 0]
+    return found.clamp(max=probabilities.shape[-1] - 1)  # of NaN
 
 
 def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -20,7 +20,7 @@ from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import root_key
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
+from floodplain.core.plan import NO_TOKEN, Decision, StepOutputs, StepPlan, StepResult, Wait
 from floodplain.core.request import NO_GOALS, FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
@@ -177,7 +177,7 @@ class Loop:
     def complete(self, result: StepResult, now: float) -> StepOutputs:
         """Process the result of the oldest outstanding step.
 
-        InvariantError if it is not that step's, or has a wrong length.
+        ``NO_TOKEN`` ends its request (ABORT). InvariantError if it is not that step's result, or of a wrong length.
         """
         if not self._steps or self._steps[0].plan.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} completes out of order")
@@ -199,6 +199,9 @@ class Loop:
             seq.num_sampling -= 1
             if seq.status is Status.FINISHED:
                 self.state.counters.num_wasted_tokens += 1
+                continue
+            if token == NO_TOKEN:
+                finished[seq.seq_id] = FinishReason.ABORT
                 continue
             tokens = seq.tokens
             tokens.append(token)

@@ -10,14 +10,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from floodplain.server.streams import Deltas
 from floodplain.web.gate import PUBLIC_PATHS
 
-REASONS = ("stop", "length", "abort")
+REASONS = ("stop", "length", "abort", "error")
 
 
 class RequestCounts:
     """Counters since the server began; everything is called on the event loop.
 
     Attributes:
-        finished: Generated choices by why they ended; ``abort``: the client or the server ended them.
+        finished: Generated choices by why they ended; ``abort``: the client or the server ended them;
+            ``error``: the model computed NaN or infinity.
         refused: Answers with a status of 400 or more, except to probes and scrapers.
     """
 

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from floodplain.core.plan import PromptLogprobs, TokenLogprobs
-from floodplain.engine.outputs import OutputDelta
+from floodplain.engine.outputs import ERROR, OutputDelta
 from floodplain.server.responses import PromptTokensDetails, Usage
 from floodplain.web.errors import ApiError
 
@@ -93,12 +93,15 @@ async def _after(prompt: _Prompt, stream: Deltas) -> Deltas:
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
-    """The deltas of all streams, with the stream's index; closing closes all. Raises ApiError 503 at a stop."""
+    """The deltas of all streams, with the stream's index; closing closes all. ApiError 503 at a stop, 500 for NaN."""
     source = _only(streams[0]) if len(streams) == 1 else _interleave(streams)
     async with aclosing(source):
         async for index, delta in source:
             if delta.finish_reason == "abort":
                 raise ApiError(503, "the server stopped before the request ended", code="aborted")
+            if delta.finish_reason == ERROR:
+                why = "the model computed NaN or infinity: its server may need another --dtype (float32, bfloat16)"
+                raise ApiError(500, why, code="not_finite")
             yield index, delta
 
 

@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from floodplain import LLM, SamplingParams
 from floodplain.core.errors import RequestRefused, UserError
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.network.llama import LlamaStem
 
 MODEL = "dummy:tiny-llama"
 FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_model_len": 256}
@@ -45,6 +48,26 @@ def test_choices_are_those_of_their_seeds_and_compute_the_prompt_once() -> None:
             ]
             assert [choice.token_ids for choice in one.outputs] == [choice.token_ids for choice in alone]
             assert len({choice.text for choice in one.outputs}) == 3
+
+
+def test_a_request_for_which_the_model_computes_no_numbers_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = LlamaStem.embed
+
+    def overflow(model: LlamaStem, batch: ForwardBatch) -> torch.Tensor:
+        rows = embed(model, batch)
+        return rows.masked_fill((batch.token_ids == 13)[:, None], torch.inf)
+
+    monkeypatch.setattr(LlamaStem, "embed", overflow)
+    sampled = SamplingParams(
+        temperature=1.0, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True, logit_bias=((13, -100.0),)
+    )
+    params = [replace(sampled, repetition_penalty=1.2, logprobs=2), sampled, replace(sampled, temperature=0.0), sampled]
+    prompts = [{"prompt_token_ids": tokens} for tokens in ([5, 13, 5], [13], [6, 13], [8] * 33)]
+    with LLM(MODEL, **FLAGS) as llm:
+        alone = llm.generate(prompts[3], sampled, use_tqdm=False)[0].outputs[0].token_ids
+        answers = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+    assert [one.finish_reason for one in answers] == ["error", "error", "error", "length"]
+    assert [one.token_ids for one in answers] == [[], [], [], alone]
 
 
 def test_masks_and_biases_decide_which_tokens_come() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from floodplain.core.plan import NO_TOKEN
 from floodplain.core.sampling import SamplingParams
 from floodplain.model import sampler as sampler_module
 from floodplain.model.sampler import Sampler
@@ -54,6 +55,17 @@ def test_a_row_does_not_depend_on_its_batch(params: list[SamplingParams], positi
     together = sample(logits, params, positions)
     alone = [sample(logits[i : i + 1], params[i : i + 1], positions[i : i + 1])[0] for i in range(len(params))]
     assert together == alone
+
+
+@given(st.lists(PARAMS, min_size=1, max_size=6), st.sampled_from([np.nan, np.inf]), st.data())
+def test_rows_without_numbers_get_no_token(params: list[SamplingParams], number: float, data: st.DataObject) -> None:
+    params = [replace(one, logprobs=2) for one in params]
+    logits, positions = logits_of(len(params)), [*range(len(params))]
+    wanted = sample(logits, params, positions)
+    for row in data.draw(st.sets(st.sampled_from(positions))):
+        logits[row, data.draw(st.integers(0, VOCAB - 1))] = number
+        wanted[row] = NO_TOKEN
+    assert sample(logits, params, positions) == wanted
 
 
 @given(PARAMS, st.integers(0, 10_000), st.integers(0, 20))

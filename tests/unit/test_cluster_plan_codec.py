@@ -152,7 +152,7 @@ def test_a_plan_that_names_what_is_not_there_is_lost(frame: Frame) -> None:
         read_plan(frame, LIMITS)
 
 
-@pytest.mark.parametrize("tokens", [[1, 2], [1, 2, 40], [1, -1, 2]])
+@pytest.mark.parametrize("tokens", [[1, 2], [1, 2, 40], [1, -2, 2]])
 def test_tokens_that_are_none_are_lost(tokens: list[int]) -> None:
     with pytest.raises(PeerLost, match="tokens that are none"):
         read_result(pack_result(StepResult(7, tokens), ()), PLAN, LIMITS.vocab_size)

@@ -133,14 +133,15 @@ async def test_one_failure_closes_the_others_and_is_raised() -> None:
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-async def test_an_aborted_request_is_a_503(num_streams: int) -> None:
+@pytest.mark.parametrize(("reason", "status", "words"), [("abort", 503, "stopped"), ("error", 500, "--dtype")])
+async def test_a_request_without_an_end_is_an_error(num_streams: int, reason: str, status: int, words: str) -> None:
     async def aborted() -> AsyncGenerator[OutputDelta, None]:
         yield OutputDelta("a", (1,))
-        yield OutputDelta("", (), "abort")
+        yield OutputDelta("", (), reason)
 
-    with pytest.raises(ApiError, match="stopped") as caught:
+    with pytest.raises(ApiError, match=words) as caught:
         await gather(merge([aborted() for _ in range(num_streams)]), num_streams, Tally(0))
-    assert caught.value.status_code == 503
+    assert caught.value.status_code == status
 
 
 async def never() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from floodplain.core.codec import WireError
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine, OnAdded
-from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.outputs import ERROR, EngineStats, OutputDelta
 from floodplain.engine.step_meter import NO_PROGRESS, StepMeter
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class Session:
         if not self._rows:
             asyncio.get_running_loop().call_soon(self.flush)
         token = delta.token_ids[0] if delta.token_ids else None
-        is_aborted = delta.finish_reason == FinishReason.ABORT.value
+        is_aborted = delta.finish_reason in (FinishReason.ABORT.value, ERROR)
         logprobs = delta.logprobs[0] if delta.logprobs else None
         reason = None if is_aborted else delta.finish_reason
         self._num_known[ticket] += token is not None and not is_aborted

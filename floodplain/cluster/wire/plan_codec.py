@@ -19,7 +19,7 @@ from floodplain.cluster.wire.frames import Frame
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
+from floodplain.core.plan import NO_TOKEN, PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
 from floodplain.core.ranges import SECONDS
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -180,7 +180,7 @@ def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResu
     try:
         if _count(frame.body["step"]) != plan.step_id or len(tokens) != len(plan.sampled):
             raise ValueError("another step")
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        if len(tokens) and not NO_TOKEN <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError("no token")
         logprobs = {SeqId(_count(seq_id)): from_json(TokenLogprobs, one) for seq_id, one in frame.body["logprobs"]}
         scores = {
