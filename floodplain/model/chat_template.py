@@ -21,6 +21,10 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands at the end of a message that is continued; its space shows whether the template trims."""
 
 
+class TemplateTooSlow(Exception):
+    """A template runs for too long: it must not go on."""
+
+
 def choose_template(templates: str | Mapping[str, str], *, has_tools: bool) -> str:
     """The template of a conversation, of a model with one or several. Raises ValueError if none is the default."""
     if isinstance(templates, str):
@@ -68,6 +72,8 @@ def _reads_parts(template: str) -> bool:
         chat, names = [{"role": "user", "content": content}], dict.fromkeys(("bos_token", "eos_token"), "")
         try:
             text = _compile(template).render(messages=chat, documents=None, tools=None, **names)
+        except TemplateTooSlow:
+            raise
         except Exception:  # a template may raise anything: then it does not say which form it reads
             return False
         return _MARK.strip() in text

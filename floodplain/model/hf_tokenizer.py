@@ -15,7 +15,7 @@ from typing import Any
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.files.parsing import parsing, quiet_panics
 from floodplain.files.reading import is_file
-from floodplain.model.chat_template import choose_template, render
+from floodplain.model.chat_template import TemplateTooSlow, choose_template, render
 from floodplain.model.fast_tokenizer import FastTokenizer, read_folder
 from floodplain.model.token_bound import TokenBound, bytes_of_letters
 from floodplain.model.tokenizer_view import VOCABULARIES, view_of_folder
@@ -185,10 +185,6 @@ MAX_RENDER_S = 10.0
 _TEMPLATE_FILE = "<template>"
 """The file name with which Jinja compiles templates."""
 _MAX_QUOTED_CHARS = 300
-
-
-class TemplateTooSlow(Exception):
-    """A template ran longer than ``MAX_RENDER_S``."""
 
 
 @contextmanager
