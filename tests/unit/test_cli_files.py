@@ -97,7 +97,7 @@ def test_letters_that_the_locale_lacks_are_escaped() -> None:
         [sys.executable, "-c", SAY + "terminal.say('mod\u00e8le')"],
         env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
     )  # fmt: skip
-    assert done.stdout == b"mod\\xe8le\n"
+    assert done.stdout == b"mod\\u00e8le\n"
 
 
 def test_closed_streams_are_not_given_to_other_files() -> None:
