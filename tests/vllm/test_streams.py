@@ -140,9 +140,11 @@ def test_sessions_that_wait_for_input_stop_no_other(
 
 def test_tokens_of_sessions_survive_a_storm(llm: LLM, expected: dict[str, list[int]], counts: Counter[str]) -> None:
     scheduler = scheduler_of(llm)
-    policy = scheduler.policy_object = StormPolicy(seed=1, chance=0.1)
-    assert serve(llm) == expected
-    assert policy.num_sent_away > 20 and counts["parked"] > 2
+    for seed in range(3):
+        policy = scheduler.policy_object = StormPolicy(seed, chance=0.1)
+        assert serve(llm) == expected
+        assert policy.num_sent_away > 20
+    assert counts["parked"] > 2
     assert (counts["left"] > 0) is scheduler.is_async
 
 
