@@ -7,16 +7,15 @@ that an endpoint picker reads are the model server protocol of the Gateway API's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from floodplain.core.lifecycle import EndedRequest
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
-from floodplain.server.metrics import LabelledMetrics, by_one
+from floodplain.server.metrics import Measure, RequestFamilies
 
-FIRST_TOKEN_BUCKETS_S = (
+FIRST_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
 )  # fmt: skip
@@ -33,73 +32,64 @@ ENGINE = "0"
 """One engine is all that a scraper sees, also where the server has many instances."""
 
 
-class VLLMMetrics(LabelledMetrics):
-    """Collects ``stats()`` and ``counts`` under vLLM's names; ``observe`` feeds the histograms in between."""
+MEASURES: Sequence[Measure] = (
+    ("time_to_first_token_seconds", "Time to first token.", FIRST_BUCKETS_S, lambda life, _: life.ttft_s),
+    ("inter_token_latency_seconds", "Gaps between tokens.", TOKEN_BUCKETS_S, lambda life, _: life.itl_s),
+    (
+        "request_time_per_output_token_seconds", "Mean gap after the first token.", TOKEN_BUCKETS_S,
+        lambda life, _: life.tpot_s,
+    ),
+    ("e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S, lambda life, _: life.e2e_s),
+    (
+        "request_queue_time_seconds", "First scheduled - arrival.", REQUEST_BUCKETS_S,
+        lambda life, _: life.queueing_delay_s,
+    ),
+    (
+        "request_prefill_time_seconds", "First token - first scheduled.", REQUEST_BUCKETS_S,
+        lambda life, _: life.prefill_s,
+    ),
+    ("request_decode_time_seconds", "Last token - first token.", REQUEST_BUCKETS_S, lambda life, _: life.decode_s),
+    (
+        "request_inference_time_seconds", "Last token - first scheduled.", REQUEST_BUCKETS_S,
+        lambda life, _: life.inference_s,
+    ),
+    ("request_prompt_tokens", "Prompt tokens.", TOKEN_COUNT_BUCKETS, lambda _, asked: len(asked.prompt_token_ids)),
+    ("request_generation_tokens", "Generated tokens.", TOKEN_COUNT_BUCKETS, lambda life, _: len(life.token_times_s)),
+    (
+        "request_max_num_generation_tokens",
+        "Generated tokens of the longest choice; each choice is a request here.",
+        TOKEN_COUNT_BUCKETS, lambda life, _: len(life.token_times_s),
+    ),
+    (
+        "request_params_max_tokens", "max_tokens of requests that gave it.", TOKEN_COUNT_BUCKETS,
+        lambda _, asked: asked.params.max_tokens,
+    ),
+)  # fmt: skip
+
+
+class VLLMMetrics(RequestFamilies):
+    """Collects ``stats()`` and ``counts`` under vLLM's names."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts) -> None:
-        super().__init__("vllm:", {"model_name": model_name, "engine": ENGINE})
+        super().__init__("vllm:", {"model_name": model_name, "engine": ENGINE}, MEASURES)
         self._stats, self._counts = stats, counts
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_BUCKETS_S)
-        self._itl = self._histogram("inter_token_latency_seconds", "Gaps between tokens.", TOKEN_BUCKETS_S)
-        text = "Mean gap after the first token."
-        self._tpot = self._histogram("request_time_per_output_token_seconds", text, TOKEN_BUCKETS_S)
-        self._e2e, self._queue, self._prefill, self._decode, self._inference = (
-            self._histogram(f"{name}_seconds", text, REQUEST_BUCKETS_S)
-            for name, text in (
-                ("e2e_request_latency", "Last token - arrival."),
-                ("request_queue_time", "First scheduled - arrival."),
-                ("request_prefill_time", "First token - first scheduled."),
-                ("request_decode_time", "Last token - first token."),
-                ("request_inference_time", "Last token - first scheduled."),
-            )
-        )
-        self._prompt, self._generated, self._longest, self._most = (
-            self._histogram(f"request_{name}", text, TOKEN_COUNT_BUCKETS)
-            for name, text in (
-                ("prompt_tokens", "Prompt tokens."),
-                ("generation_tokens", "Generated tokens."),
-                ("max_num_generation_tokens", "Generated tokens of the longest choice; each choice is a request here."),
-                ("params_max_tokens", "max_tokens of requests that gave it."),
-            )
-        )
-
-    def observe(self, ended: EndedRequest) -> None:
-        """Add a request that has ended to the histograms."""
-        life, request = ended.lifecycle, ended.request
-        self._observe(self._ttft, life.ttft_s)
-        self._observe(self._itl, *life.itl_s)
-        self._observe(self._tpot, life.tpot_s)
-        self._observe(self._e2e, life.e2e_s)
-        self._observe(self._queue, life.queueing_delay_s)
-        self._observe(self._prefill, life.prefill_s)
-        self._observe(self._decode, life.decode_s)
-        self._observe(self._inference, life.inference_s)
-        self._observe(self._prompt, len(request.prompt_token_ids))
-        self._observe(self._generated, len(life.token_times_s))
-        self._observe(self._longest, len(life.token_times_s))
-        self._observe(self._most, request.params.max_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
         stats = self._stats()
-        yield self._gauge("num_requests_running", "Requests on the device.", {(): stats.num_running})
+        yield self._gauge("num_requests_running", "Requests on the device.", stats.num_running)
         text = "Requests that wait, preempted and swapped ones included."
-        yield self._gauge("num_requests_waiting", text, {(): stats.num_waiting + stats.num_swapped})
-        yield self._gauge("kv_cache_usage_perc", "Use of the KV cache; 1 is full.", {(): stats.kv_utilization})
+        yield self._gauge("num_requests_waiting", text, stats.num_waiting + stats.num_swapped)
+        yield self._gauge("kv_cache_usage_perc", "Use of the KV cache; 1 is full.", stats.kv_utilization)
         yield _cache_config(stats)
-        yield self._counter("num_preemptions", "Preemptions.", {(): sum(stats.preemptions.values())})
+        yield self._counter("num_preemptions", "Preemptions.", sum(stats.preemptions.values()))
         text = "Tokens that were looked up in the prefix cache."
-        yield self._counter("prefix_cache_queries", text, {(): stats.num_queried_tokens})
-        yield self._counter("prefix_cache_hits", "Tokens that were found there.", {(): stats.num_cached_tokens})
-        yield self._counter("prompt_tokens", "Prompt tokens.", {(): stats.num_prompt_tokens})
-        yield self._counter("generation_tokens", "Generated tokens.", {(): stats.num_generated_tokens})
-        text = "Requests by why they ended."
-        yield self._counter("request_success", text, by_one(self._counts.finished), "finished_reason")
-        for histogram in (
-            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prefill, self._decode, self._inference,
-            self._prompt, self._generated, self._longest, self._most,
-        ):  # fmt: skip
-            yield self._family(histogram)
+        yield self._counter("prefix_cache_queries", text, stats.num_queried_tokens)
+        yield self._counter("prefix_cache_hits", "Tokens that were found there.", stats.num_cached_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", stats.num_generated_tokens)
+        yield self._counter("request_success", "Requests by why they ended.", self._counts.finished, "finished_reason")
+        yield from self._histograms()
 
 
 def _cache_config(stats: EngineStats) -> Metric:

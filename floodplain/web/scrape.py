@@ -1,19 +1,46 @@
-"""Answers to Prometheus scrapes, collected off the event loop, and the metrics of any process."""
+"""Answers to Prometheus scrapes, collected off the event loop; families of metrics, and those of any process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
+from typing import Any
 
 from fastapi import Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from floodplain import __version__
 from floodplain.web.workers import Workers
+
+Values = float | Mapping[Any, float]
+"""One number; or numbers by the value of the family's own label, or by the tuple of its own labels' values."""
+
+
+class Families(Collector):
+    """Makes families whose names begin with ``prefix``; ``labels`` and their values come before each family's own."""
+
+    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+        self._prefix = prefix
+        self._names = list(labels)
+        # a path may have bytes that are no UTF-8
+        self._values = [value.encode(errors="replace").decode() for value in labels.values()]
+
+    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, values, labels)
+
+    def _counter(self, name: str, text: str, values: Values, *labels: str) -> Metric:
+        return self._family(CounterMetricFamily, name, text, values, labels)
+
+    def _family(self, kind: Any, name: str, text: str, values: Values, labels: tuple[str, ...]) -> Metric:
+        family: Metric = kind(self._prefix + name, text, labels=[*self._names, *labels])
+        for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            own = key if isinstance(key, tuple) else (key,)
+            family.add_metric([*self._values, *own], value)  # type: ignore[attr-defined]
+        return family
 
 
 class ProcessMetrics(Collector):
