@@ -54,15 +54,16 @@ def run(args: argparse.Namespace) -> int:
     cluster_config = dataclass_from(args, ClusterConfig)
 
     from floodplain.engine.config import check_early
-    from floodplain.server.auth import KeyRing, check_exposure
+    from floodplain.server.auth import KeyRing
     from floodplain.web.address import bind, url_of
+    from floodplain.web.bearer import check_exposure
     from floodplain.web.limits import limit_connections
 
     if config.fair_by == "key" and server_config.api_key_file is None:
         raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")
     key_file, shared = server_config.api_key_file, server_config.share_prefixes
     keys = KeyRing.from_file(key_file, share_prefixes=shared) if key_file else None
-    check_exposure(server_config.host, keys)
+    check_exposure(server_config.host, keys, "--api-key-file")
     limits = limit_connections(
         server_config.max_connections,
         server_config.keep_alive_timeout,

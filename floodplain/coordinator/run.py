@@ -17,11 +17,12 @@ from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig, default_store, limits_of
 from floodplain.coordinator.store import Store
-from floodplain.coordinator.tokens import TokenRing, check_exposure
+from floodplain.coordinator.tokens import TokenRing
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.core.errors import UserError
 from floodplain.lending.membership import lease_clock
 from floodplain.web.address import bind, url_of
+from floodplain.web.bearer import check_exposure
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
@@ -128,7 +129,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         BaseException: The bug that ended it.
     """
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None
-    check_exposure(config.host, tokens)
+    check_exposure(config.host, tokens, "--token-file")
     pairs = read_pairs(config.placement) if config.placement else None
     limits = limit_connections(config.max_connections, config.keep_alive_timeout)
     store_url = config.store or default_store()

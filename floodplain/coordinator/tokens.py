@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -12,8 +11,7 @@ from typing import Self
 
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.web.address import is_loopback
-from floodplain.web.bearer import read_secret_lines
+from floodplain.web.bearer import SecretRing, read_secret_lines
 
 
 class Role(Enum):
@@ -74,11 +72,8 @@ UNRESTRICTED = Caller(((Role.ADMIN, "*"),))
 """The caller if tokens are not checked: on this machine alone."""
 
 
-class TokenRing:
+class TokenRing(SecretRing[Caller]):
     """The tokens of a coordinator, with their callers."""
-
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
-        self._callers = {_digest(token.encode()): caller for token, caller in callers.items()}
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -99,20 +94,6 @@ class TokenRing:
         everyones = frozenset[str]().union(*lenders.values())
         return cls({token: Caller(tuple(some), everyones - lenders[token]) for token, some in grants.items()})
 
-    def client_of(self, authorization: bytes, /) -> Caller | None:
-        """Return the caller whose token an ``Authorization`` header carries; None if the token is unknown.
-
-        Looked up by its digest: the time does not depend on the number of tokens, and says nothing about the token.
-        """
-        scheme, _, presented = authorization.partition(b" ")
-        return self._callers.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
-
-
-def check_exposure(host: str, tokens: TokenRing | None) -> None:
-    """Refuse to serve other machines without tokens, by UserError."""
-    if tokens is None and not is_loopback(host):
-        raise UserError(f"--host {host} lets other machines in: give --token-file FILE, or --host 127.0.0.1")
-
 
 def first_refused(caller: Caller, messages: Iterable[Message]) -> Message | None:
     """Return the first message that the caller may not send; None if it may send all."""
@@ -126,7 +107,3 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[Role, str, s
     if len(words) != 3 or words[0] not in roles:
         raise UserError(f"{path}, line {number}: write TOKEN, or ROLE NAME TOKEN with a ROLE of {', '.join(roles)}")
     return roles[words[0]], words[1], words[2]
-
-
-def _digest(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()

@@ -85,7 +85,7 @@ def create_app(
     # Pages of /docs and /redoc load scripts from another site; a redirect to a path without slash goes where Host says.
     without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, **without)
-    app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=MAX_BODY_BYTES)
+    app.add_middleware(Gate, drain=drain, secrets=keys, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app, REQUEST_FIELDS)
     if config.allowed_origins:
         app.add_middleware(

@@ -1,4 +1,4 @@
-"""API keys: their clients, what they allow, and when a server needs them."""
+"""API keys: their clients, and what they allow."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Self
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import NO_GOALS, Goals
-from floodplain.web.address import is_loopback
-from floodplain.web.bearer import find_bearer, read_secret_lines
+from floodplain.web.bearer import SecretRing, read_secret_lines
 
 KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
 """Format of a line in a key file."""
@@ -63,21 +62,14 @@ class Client:
         return f"{self.name} {asked or ''}"  # a name holds no space
 
 
-class KeyRing:
+class KeyRing(SecretRing[Client]):
     """The API keys of a server, and their clients; several keys may have one client."""
-
-    def __init__(self, clients: dict[str, Client]) -> None:
-        self._clients = {key.encode(): client for key, client in clients.items()}
 
     @classmethod
     def from_file(cls, path: Path, *, share_prefixes: bool = False) -> Self:
         """Read a key file; ``share_prefixes`` lets requests reuse other clients' prefixes. Raises as ``read_keys``."""
         clients = read_keys(path)
         return cls({key: replace(client, shares_prefixes=share_prefixes) for key, client in clients.items()})
-
-    def client_of(self, authorization: bytes) -> Client | None:
-        """The client of an ``Authorization`` header's key; None if unknown. Constant time for wrong keys."""
-        return find_bearer(authorization, self._clients)
 
 
 def read_keys(path: Path) -> dict[str, Client]:
@@ -114,9 +106,3 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]
         raise UserError(f"{path}, line {number}: write {KEY_LINE}, with whole numbers")
     best = {f"{name}_s": int(limit_ms) / 1e3 for name, limit_ms in limits.items()}
     return words[1], Client(words[0], int(found[1] or 0), best_goals=Goals(**best), is_admin=is_admin)
-
-
-def check_exposure(host: str, keys: KeyRing | None) -> None:
-    """Raise UserError if ``host`` is not a loopback address, and there are no keys."""
-    if keys is None and not is_loopback(host):
-        raise UserError(f"--host {host} lets other machines in: give --api-key-file FILE, or --host 127.0.0.1")

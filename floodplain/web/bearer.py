@@ -1,15 +1,16 @@
-"""Bearer secrets: read from a file that only this process's user or group can read, compared in constant time."""
+"""Bearer secrets: read from a file that only this process's user or group can read, and found by their digests."""
 
 from __future__ import annotations
 
-import hmac
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from floodplain.core.errors import UserError
 from floodplain.files.reading import FileContent, decode, read_file
+from floodplain.web.address import is_loopback
 
 MAX_SECRETS_BYTES = 2**24
 """Largest file of secrets."""
@@ -50,11 +51,26 @@ def _is_private(content: FileContent) -> bool:
     return not content.mode & 0o077 or (is_ours and not content.mode & ~0o440)
 
 
-def find_bearer(authorization: bytes, owners: Mapping[bytes, T]) -> T | None:
-    """The owner of the secret in an ``Authorization`` header; None if unknown. Constant time for wrong secrets."""
-    scheme, _, presented = authorization.partition(b" ")
-    found = None
-    for secret, owner in owners.items():
-        if hmac.compare_digest(secret, presented.strip()):
-            found = owner
-    return found if scheme.lower() == b"bearer" else None
+class SecretRing(Generic[T]):
+    """The secrets of a service, with their owners."""
+
+    def __init__(self, owners: Mapping[str, T]) -> None:
+        self._owners = {_digest(secret.encode()): owner for secret, owner in owners.items()}
+
+    def client_of(self, authorization: bytes) -> T | None:
+        """The owner of the secret in an ``Authorization`` header; None if it is unknown.
+
+        It is looked up by its digest: the time does not depend on the number of secrets, and says nothing about them.
+        """
+        scheme, _, presented = authorization.partition(b" ")
+        return self._owners.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def check_exposure(host: str, ring: SecretRing[T] | None, flag: str) -> None:
+    """Raise UserError, which names the flag of secrets, if there are none and ``host`` is not a loopback address."""
+    if ring is None and not is_loopback(host):
+        raise UserError(f"--host {host} lets other machines in: give {flag} FILE, or --host 127.0.0.1")

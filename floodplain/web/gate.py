@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from floodplain.web.bearer import SecretRing
 from floodplain.web.errors import ApiError, error_response
 
 HEADER = b"x-request-id"
@@ -97,18 +98,10 @@ PUBLIC_PATHS = PROBES | frozenset({"/", "/version", "/metrics", "/openapi.json"}
 except those in ``PAGE_FOLDER``."""
 
 CLIENT_SCOPE_KEY = "floodplain.client"
-"""Key of a request's scope with the result of ``Authenticator.client_of``; absent if no secret is needed."""
+"""Key of a request's scope with the result of ``SecretRing.client_of``; absent if no secret is needed."""
 
 HEAD_SCOPE_KEY = "floodplain.head"
 """Key of a request's scope that is there if the client sent ``HEAD``, which the application gets as ``GET``."""
-
-
-class Authenticator(Protocol):
-    """Identifies clients by the secret in their requests."""
-
-    def client_of(self, authorization: bytes, /) -> object | None:
-        """The client of the secret in an ``Authorization`` header; None if the secret is not valid."""
-        ...
 
 
 class DrainSwitch:
@@ -122,16 +115,14 @@ class Gate:
     """ASGI middleware that refuses requests by their head.
 
     While ``drain`` is on, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-    ``authenticator`` identifies the clients of paths that are not public; None: no key is needed. Bodies above
+    ``secrets`` identify the clients of paths that are not public; None: no secret is needed. Bodies above
     ``max_body_bytes`` get 413, before they are read if the length is declared.
     """
 
     def __init__(
-        self, app: ASGIApp, drain: DrainSwitch, authenticator: Authenticator | None, max_body_bytes: int
+        self, app: ASGIApp, drain: DrainSwitch, secrets: SecretRing[Any] | None, max_body_bytes: int
     ) -> None:
-        self._app = app
-        self._drain = drain
-        self._authenticator = authenticator
+        self._app, self._drain, self._secrets = app, drain, secrets
         self._budget = BodyBudget(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,8 +150,8 @@ class Gate:
         if self._drain.is_draining and (path.startswith("/v1/") or path in PROBES):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
         is_public = path in PUBLIC_PATHS or path.startswith(PAGE_FOLDER)
-        if self._authenticator is not None and not is_public:
-            client = self._authenticator.client_of(headers.get(b"authorization", b""))
+        if self._secrets is not None and not is_public:
+            client = self._secrets.client_of(headers.get(b"authorization", b""))
             if client is None:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
             scope[CLIENT_SCOPE_KEY] = client

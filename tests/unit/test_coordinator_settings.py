@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.coordinator.settings import CoordinatorConfig, default_store
-from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing, check_exposure, first_refused
+from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing, first_refused
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Shard
@@ -199,41 +199,6 @@ def test_a_role_alone_on_its_line_is_no_token(tmp_path: Path) -> None:
         TokenRing.from_file(secret_file(tmp_path, "token\nconsumer\n"))
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
-def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run chmod 600"):
-        TokenRing.from_file(secret_file(tmp_path, "t", mode))
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "none", tmp_path, tmp_path / "tokens"):
-        with pytest.raises(UserError, match="cannot read the token file"):
-            TokenRing.from_file(path)
-
-
-@given(st.binary(max_size=30))
-def test_no_other_header_gets_in(header: bytes) -> None:
-    ring = TokenRing({"a-long-enough-token": UNRESTRICTED})
-    assert ring.client_of(header) is None
-    assert ring.client_of(b"Bearer a-long-enough-token" + header.strip() + b"x") is None
-    assert ring.client_of(b"Basic a-long-enough-token") is None
-    assert ring.client_of(b"bEARER  a-long-enough-token ") is UNRESTRICTED
-
-
-def test_a_token_outside_ascii_is_known_by_its_utf_8(tmp_path: Path) -> None:
-    ring = TokenRing.from_file(secret_file(tmp_path, "s\u00e9cret\n"))
-    assert ring.client_of("Bearer s\u00e9cret".encode()) == UNRESTRICTED
-    assert ring.client_of("Bearer s\u00e9cret".encode("latin-1")) is None
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
-def test_other_machines_need_tokens(host: str) -> None:
-    check_exposure(host, TokenRing({"t": UNRESTRICTED}))
-    with pytest.raises(UserError, match=f"--host {host} lets other machines in: give --token-file FILE"):
-        check_exposure(host, None)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
-def test_this_machine_does_not(host: str) -> None:
-    check_exposure(host, None)
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="others may use the token file"):
+        TokenRing.from_file(secret_file(tmp_path, "t", 0o644))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import NO_GOALS, Goals
-from floodplain.server.auth import Client, KeyRing, check_exposure
+from floodplain.server.auth import Client, KeyRing
 from tests.support.secret_files import secret_file
 
 
@@ -63,10 +63,9 @@ def test_a_name_may_not_be_that_of_a_key_without_one(tmp_path: Path) -> None:
         KeyRing.from_file(secret_file(tmp_path, "secret-a\nkey-1 secret-b\n"))
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
-def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run chmod 600"):
-        KeyRing.from_file(secret_file(tmp_path, "k", mode))
+def test_a_file_that_others_may_open_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="others may use the API key file"):
+        KeyRing.from_file(secret_file(tmp_path, "k", 0o644))
 
 
 @pytest.mark.parametrize(
@@ -94,33 +93,6 @@ def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match="KEY") as caught:
         KeyRing.from_file(secret_file(tmp_path, text))
     assert "\n" not in str(caught.value)
-
-
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "none", tmp_path, tmp_path / "keys"):
-        with pytest.raises(UserError, match="cannot read the API key file"):
-            KeyRing.from_file(path)
-
-
-@given(st.binary(max_size=30))
-def test_no_other_header_gets_in(header: bytes) -> None:
-    keys = KeyRing({"a-long-enough-secret": Client("ann")})
-    assert keys.client_of(header) is None
-    assert keys.client_of(b"Basic a-long-enough-secret") is None
-    assert keys.client_of(b"bearer a-long-enough-secret") == Client("ann")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
-def test_other_machines_need_keys(host: str) -> None:
-    check_exposure(host, KeyRing({"k": Client("n")}))
-    with pytest.raises(UserError, match=f"--host {host} lets other machines in"):
-        check_exposure(host, None)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
-def test_this_machine_does_not(host: str) -> None:
-    check_exposure(host, None)
 
 
 names, salts = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
 from floodplain.files.reading import FileContent
-from floodplain.web.bearer import find_bearer, read_secret, read_secret_lines
+from floodplain.web.bearer import SecretRing, check_exposure, read_secret, read_secret_lines
 from floodplain.web.errors import ApiError
 from floodplain.web.origin import LOOPBACK_ONLY, OwnNames, expect_own_names
 from tests.support.secret_files import secret_file
@@ -91,7 +91,9 @@ def test_a_request_without_host_is_of_no_page(headers: list[tuple[bytes, bytes]]
 # -- bearer tokens -----------------------------------------------------------------------------------------------------
 
 
-SECRETS = st.binary(min_size=1, max_size=12).filter(lambda secret: secret == secret.strip())
+SECRETS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
+    lambda secret: secret.encode() == secret.encode().strip()
+)
 
 
 def test_lines_keep_their_numbers_where_others_are_skipped(tmp_path: Path) -> None:
@@ -149,9 +151,27 @@ def test_an_unreadable_file_is_refused_by_its_kind(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(SECRETS, st.integers()), SECRETS)
-def test_a_secret_finds_its_owner_and_no_other(owners: dict[bytes, int], secret: bytes) -> None:
+def test_a_secret_finds_its_owner_and_no_other(owners: dict[str, int], secret: str) -> None:
+    ring = SecretRing(owners)
     for given_secret in [*owners, secret]:
-        assert find_bearer(b"Bearer " + given_secret, owners) == owners.get(given_secret)
-        assert find_bearer(b"bEARER  " + given_secret + b" ", owners) == owners.get(given_secret)
-        assert find_bearer(b"Basic " + given_secret, owners) is None
-        assert find_bearer(given_secret, owners) is None
+        sent = given_secret.encode()
+        assert ring.client_of(b"Bearer " + sent) == owners.get(given_secret)
+        assert ring.client_of(b"bEARER  " + sent + b" ") == owners.get(given_secret)
+        assert ring.client_of(b"Basic " + sent) is None
+        assert ring.client_of(sent) is None
+
+
+@given(st.binary(max_size=30))
+def test_no_other_header_gets_in(header: bytes) -> None:
+    ring = SecretRing({"a-long-enough-s\u00e9cret": 1})
+    assert ring.client_of(header) is None
+    assert ring.client_of("Bearer a-long-enough-s\u00e9cret".encode() + header.strip() + b"x") is None
+    assert ring.client_of("Bearer a-long-enough-s\u00e9cret".encode("latin-1")) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_other_machines_need_a_secret(host: str) -> None:
+    check_exposure(host, SecretRing({"a": 1}), "--key-file")
+    told = f"--host {host} lets other machines in: give --key-file FILE, or --host 127.0.0.1"
+    with nullcontext() if host == "127.0.0.1" else pytest.raises(UserError, match=told):
+        check_exposure(host, None, "--key-file")
