@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -37,11 +37,12 @@ from floodplain.server.streams import (
     share_prompt,
     unless_hung_up,
 )
-from floodplain.server.trace_headers import TRACE_SCOPE_KEY
 from floodplain.web.bodies import is_large_body
 from floodplain.web.errors import ApiError, RequestFields, describe_errors, error_body
 from floodplain.web.gate import CLIENT_SCOPE_KEY, is_request_id
 from floodplain.web.workers import Workers
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ STRUCTURES = Workers(1, "structures")
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected."""
 
+TRACE_HEADERS = frozenset({"traceparent", "tracestate"})
+"""The W3C headers with which a client names the trace that its request belongs to."""
+
 STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {"text/event-stream": {}}, "description": "The answer."},  # no schema: a stream of JSON events
@@ -83,10 +87,17 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 class Answering:
-    """Answers with what an engine generates. A stream gets a comment after ``ping_s`` seconds of silence; 0: never."""
+    """Answers with what an engine generates.
 
-    def __init__(self, engine: ServingEngine, counts: RequestCounts, ping_s: float) -> None:
+    Args:
+        counts: Counts ends of answers.
+        ping_s: A stream gets a comment after so many seconds of silence; 0: never.
+        is_traced: Whether the engine gets ``TRACE_HEADERS``.
+    """
+
+    def __init__(self, engine: ServingEngine, counts: RequestCounts, ping_s: float, *, is_traced: bool) -> None:
         self._engine, self._counts, self._ping_s = engine, counts, ping_s
+        self._trace_headers = TRACE_HEADERS if is_traced else frozenset()
         self._groups = count(1)
 
     def reader(self, request: Request) -> PromptReader:
@@ -120,7 +131,7 @@ class Answering:
                 cache_salt=client.cache_salt(body.cache_salt),
                 session=body.session,
                 goals=goals,
-                trace_headers=request.scope.get(TRACE_SCOPE_KEY, ()),
+                trace_headers=tuple(pair for pair in request.headers.items() if pair[0] in self._trace_headers),
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -131,9 +142,7 @@ class Answering:
         if body.stream:
             events = _events(merge(streams), reply, tally)
             return EventStream(events, acceptance.is_whole, self._ping_s, partial(_end_of_failed, reply))
-        answer = await unless_hung_up(request.receive, _whole(merge(streams), reply, tally, len(streams)))
-        if answer is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        answer = await while_connected(request, _whole(merge(streams), reply, tally, len(streams)))
         return Response(answer, media_type="application/json")
 
     def _choices(self, request: EngineRequest, acceptance: Acceptance) -> Sequence[Deltas]:
@@ -150,6 +159,14 @@ class Answering:
 
     def _grammars(self) -> Grammars:
         return grammars_of(self._engine.tokenizer, self._engine.vocab_size)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. Raises ApiError 499 if the client disconnects, which cancels it."""
+    result = await unless_hung_up(request.receive, work)
+    if result is None:
+        raise ApiError(CLIENT_CLOSED_REQUEST, "the client has disconnected")
+    return result
 
 
 async def _without_output(stream: Deltas) -> Deltas:

@@ -19,7 +19,7 @@ from floodplain.core.request import NO_GOALS, Goals
 from floodplain.live.feed import Feed
 from floodplain.live.routes import page_routes
 from floodplain.server.access_log import AccessLog
-from floodplain.server.answering import ERRORS, REQUEST_FIELDS
+from floodplain.server.answering import ERRORS, REQUEST_FIELDS, Answering
 from floodplain.server.auth import KeyRing
 from floodplain.server.counts import RefusalCounter, RequestCounts
 from floodplain.server.draining import Draining
@@ -29,10 +29,9 @@ from floodplain.server.page_burst import Bursts
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.requests import PromptLimit
 from floodplain.server.responses import Health, Version
-from floodplain.server.routes import OpenAIRoutes, TextRoutes
+from floodplain.server.routes import OpenAIRoutes
 from floodplain.server.settings import DEFAULTS, ServerConfig
 from floodplain.server.status import StatusLine
-from floodplain.server.trace_headers import TraceHeaders
 from floodplain.server.vllm_metrics import VLLMMetrics
 from floodplain.web.address import is_loopback
 from floodplain.web.errors import ApiError, install_error_handlers
@@ -93,15 +92,13 @@ def create_app(
         )
     if tracer is not None:
         engine.subscribe(tracer.note)
-        app.add_middleware(TraceHeaders)
     counts = RequestCounts()
     app.add_middleware(RefusalCounter, counts=counts)
     if config.access_log:
         app.add_middleware(AccessLog)
     names = config.served_model_name or (engine.model_name,)
-    routes = OpenAIRoutes(engine, names, counts, config.ping_interval, config.tool_call_parser)
-    app.include_router(routes.router())
-    app.include_router(TextRoutes(engine, names).router())
+    answering = Answering(engine, counts, config.ping_interval, is_traced=tracer is not None)
+    app.include_router(OpenAIRoutes(engine, names, answering, config.tool_call_parser).router())
     metrics: list[ServingMetrics | VLLMMetrics] = [ServingMetrics(names[0], engine.stats, counts, goals)]
     if config.metrics_names == "vllm":
         metrics.append(VLLMMetrics(names[0], engine.stats, counts))

@@ -34,7 +34,8 @@ class PromptReader:
             RequestRefused: By its length, a text has too many tokens; it is not tokenised.
             UserError: A text has no tokens.
         """
-        return [await self._read(prompt) for prompt in prompts]
+        run = self._workers.run
+        return [await run(self._encode_some, one) if isinstance(one, str) else one for one in prompts]
 
     async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
         """The tokens of a conversation, and the fields of its body that were ignored.
@@ -60,18 +61,16 @@ class PromptReader:
         """The text of each token."""
         return await self._workers.run(lambda: list(map(self._tokenizer.token_text, tokens)))
 
-    async def _read(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            tokens = await self._workers.run(self._encode, prompt)
-            if not tokens:
-                raise UserError("prompt must hold at least one token")
-            return tokens
-        return prompt
-
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         least = self._tokenizer.least_tokens(text)
         self._limit.check(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_some(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokens = self._encode(text, add_special_tokens=add_special_tokens)
+        if not tokens:
+            raise UserError("prompt must hold at least one token")
+        return tokens
 
     def _encode_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
@@ -82,8 +81,4 @@ class PromptReader:
     def _encode_turns(
         self, turns: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any] = NO_OPTIONS
     ) -> list[int]:
-        text = self._tokenizer.render_chat(turns, tools, options)
-        tokens = self._encode(text, add_special_tokens=False)
-        if not tokens:
-            raise UserError("prompt must hold at least one token")
-        return tokens
+        return self._encode_some(self._tokenizer.render_chat(turns, tools, options), add_special_tokens=False)

@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.answering import CLIENT_CLOSED_REQUEST, ERRORS, STREAMED, Answering, name_of
-from floodplain.server.counts import RequestCounts
+from floodplain.server.answering import ERRORS, STREAMED, Answering, name_of, while_connected
 from floodplain.server.fields import Body, IgnoredFields, Off
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
@@ -23,153 +22,11 @@ from floodplain.server.requests import ChatRequest, CompletionRequest, Message, 
 from floodplain.server.response_reply import ResponseReply
 from floodplain.server.response_requests import ResponseRequest
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from floodplain.server.streams import (
-    unless_hung_up,
-)
 from floodplain.server.tool_parsers import BARE_LIST, CallParser, ForcedCall, form_of
 from floodplain.server.tools import MAX_TOOLS, Tool
 from floodplain.server.turns import Turn
 from floodplain.web.bodies import JsonRoute, is_large_body
 from floodplain.web.errors import ApiError
-
-
-class OpenAIRoutes:
-    """The endpoints under ``/v1``.
-
-    Args:
-        names: The names of the model.
-        counts: Counts ends of answers.
-        ping_s: A stream gets a comment after so many seconds of silence; 0: never.
-        tool_call_parser: A key of ``FORMS``, or ``auto``.
-    """
-
-    def __init__(
-        self,
-        engine: ServingEngine,
-        names: Sequence[str],
-        counts: RequestCounts,
-        ping_s: float,
-        tool_call_parser: str,
-    ) -> None:
-        self._engine, self._names = engine, names
-        self._answering = Answering(engine, counts, ping_s)
-        self._tool_call_parser = tool_call_parser
-        self._created = int(time.time())
-        self._ignored_fields = IgnoredFields()
-
-    def router(self) -> APIRouter:
-        """The routes, for an app."""
-        router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
-        router.add_api_route("/models", self.list_models, methods=["GET"])
-        router.add_api_route("/models/{name:path}", self.show_model, methods=["GET"])
-        for path, endpoint, model in (
-            ("/completions", self.complete, Completion),
-            ("/chat/completions", self.chat, ChatCompletion),
-        ):
-            router.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=STREAMED)
-        router.add_api_route("/responses", self.respond, methods=["POST"], responses=STREAMED)
-        return router
-
-    async def list_models(self) -> ModelList:
-        """The model that is served, under each of its names."""
-        return ModelList(data=[self._card(name) for name in self._names])
-
-    async def show_model(self, name: str) -> ModelCard:
-        """The model that is served, by name."""
-        check_model(name, self._names)
-        return self._card(name)
-
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        """Complete one prompt, or several."""
-        check_model(body.model, self._names)
-        params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
-        reader = self._answering.reader(request)
-        prompts = await unless_hung_up(request.receive, reader.read_prompts(body.prompts()))
-        if prompts is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        self._ignored_fields.note(body.ignored_fields)
-        of_choices = [prompt for prompt in prompts for _ in range(params.n)]
-        shown = of_choices if body.return_token_ids else None
-        reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
-        reply.num_choices, reply.prompts, reply.skips_special = params.n, of_choices, params.skip_special_tokens
-        if body.prompt_logprobs is not None:
-            reply.scored_prompts = prompts
-        if body.echo:
-            texts = await reader.write_texts(body.prompts())
-            reply.echoed = [text for text in texts for _ in range(params.n)]
-        return await self._answering.answer(request, body, prompts, params, reply)
-
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        check_model(body.model, self._names)
-        params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
-        prompt = await self._read_chat(request, body)
-        if prompt is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        shown = [prompt] if body.return_token_ids else None
-        params, make_turn = self._read_calls(body, params)
-        reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown, make_turn)
-        reply.num_choices = params.n
-        if body.prompt_logprobs is not None:
-            reply.scored_prompts = [prompt]
-        return await self._answering.answer(request, body, [prompt], params, reply)
-
-    async def respond(self, body: ResponseRequest, request: Request) -> Response:
-        """Answer a conversation, in the newer form of the API; the server keeps nothing of it."""
-        check_model(body.model, self._names)
-        chat = body.for_chat()
-        params, name = chat.sampling(), name_of(chat, request)
-        try:
-            prompt = await self._read_chat(request, chat)
-        except RequestRefused as refusal:  # the template refuses messages, which are called input here
-            raise RequestRefused(str(refusal), field=refusal.field and "input") from None
-        if prompt is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        self._ignored_fields.note(body.ignored)
-        params, make_turn = self._read_calls(chat, params)
-        reply = ResponseReply(body, name, make_turn())
-        return await self._answering.answer(request, chat, [prompt], params, reply)
-
-    async def _read_chat(self, request: Request, body: ChatRequest) -> list[int] | None:
-        """The tokens of a conversation; None if the client has disconnected. Raises UserError, as ``read_chat``."""
-        if not self._engine.tokenizer.has_chat_template:
-            raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
-        chat = await unless_hung_up(request.receive, self._answering.reader(request).read_chat(body))
-        if chat is None:
-            return None
-        prompt, ignored_fields = chat
-        self._ignored_fields.note(ignored_fields)
-        return prompt
-
-    def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
-        """Sampling parameters under which calls of tools can be seen, and a function that makes turns that find them.
-
-        Raises UserError if the model's form of calls is not known.
-        """
-        max_calls = 1 if body.parallel_tool_calls is False else None
-        match body.calls:
-            case "none":
-                return params, lambda: Turn(None)
-            case "required":
-                return params, lambda: Turn(CallParser(BARE_LIST), max_calls)
-            case "auto":
-                form = form_of(self._tool_call_parser, self._engine.tokenizer.chat_template)
-                if form.opens in self._engine.tokenizer.special_tokens:
-                    params = replace(params, skip_special_tokens=False)
-                names = {tool.function.name for tool in body.tools or ()}
-                return params, lambda: Turn(CallParser(form, names), max_calls)
-            case named:
-                return params, lambda: Turn(ForcedCall(named.function.name), max_calls)
-
-    def _card(self, name: str) -> ModelCard:
-        return ModelCard(id=name, created=self._created, max_model_len=self._engine.max_model_len)
-
-
-def check_model(name: str, names: Sequence[str]) -> None:
-    """Raise ApiError 404 for a name that is none of the model's."""
-    if name not in names:
-        message = f"there is no model {name!r} here: use {' or '.join(map(repr, names))}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class TokenizeRequest(Body):
@@ -207,23 +64,87 @@ class Detokenized(BaseModel):
     prompt: str
 
 
-class TextRoutes:
-    """``/tokenize``, ``/detokenize`` and the refusal of ``/v1/embeddings``. ``names`` are the model's."""
+class OpenAIRoutes:
+    """The endpoints. ``names`` are the model's; ``tool_call_parser`` is a key of ``FORMS``, or ``auto``."""
 
-    def __init__(self, engine: ServingEngine, names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: ServingEngine, names: Sequence[str], answering: Answering, tool_call_parser: str
+    ) -> None:
         self._engine, self._names = engine, names
+        self._answering, self._tool_call_parser = answering, tool_call_parser
+        self._created = int(time.time())
+        self._ignored_fields = IgnoredFields()
 
     def router(self) -> APIRouter:
         """The routes, for an app."""
         router = APIRouter(route_class=JsonRoute, responses=ERRORS)
-        router.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=Tokenized)
-        router.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=Detokenized)
-        router.add_api_route("/v1/embeddings", self.embed, methods=["POST"], include_in_schema=False)
+        router.get("/v1/models")(self.list_models)
+        router.get("/v1/models/{name:path}")(self.show_model)
+        router.post("/v1/completions", response_model=Completion, responses=STREAMED)(self.complete)
+        router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)(self.chat)
+        router.post("/v1/responses", responses=STREAMED)(self.respond)
+        router.post("/tokenize")(self.tokenize)
+        router.post("/detokenize")(self.detokenize)
+        router.post("/v1/embeddings", include_in_schema=False)(self.embed)
         return router
+
+    async def list_models(self) -> ModelList:
+        """The model that is served, under each of its names."""
+        return ModelList(data=[self._card(name) for name in self._names])
+
+    async def show_model(self, name: str) -> ModelCard:
+        """The model that is served, by name."""
+        self._check_model(name)
+        return self._card(name)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Complete one prompt, or several."""
+        self._check_model(body.model)
+        params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
+        reader = self._answering.reader(request)
+        prompts = await while_connected(request, reader.read_prompts(body.prompts()))
+        self._ignored_fields.note(body.ignored_fields)
+        of_choices = [prompt for prompt in prompts for _ in range(params.n)]
+        shown = of_choices if body.return_token_ids else None
+        reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
+        reply.num_choices, reply.prompts, reply.skips_special = params.n, of_choices, params.skip_special_tokens
+        if body.prompt_logprobs is not None:
+            reply.scored_prompts = prompts
+        if body.echo:
+            texts = await reader.write_texts(body.prompts())
+            reply.echoed = [text for text in texts for _ in range(params.n)]
+        return await self._answering.answer(request, body, prompts, params, reply)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
+        prompt = await self._read_chat(request, body)
+        shown = [prompt] if body.return_token_ids else None
+        params, make_turn = self._read_calls(body, params)
+        reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown, make_turn)
+        reply.num_choices = params.n
+        if body.prompt_logprobs is not None:
+            reply.scored_prompts = [prompt]
+        return await self._answering.answer(request, body, [prompt], params, reply)
+
+    async def respond(self, body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation, in the newer form of the API; the server keeps nothing of it."""
+        self._check_model(body.model)
+        chat = body.for_chat()
+        params, name = chat.sampling(), name_of(chat, request)
+        try:
+            prompt = await self._read_chat(request, chat)
+        except RequestRefused as refusal:  # the template refuses messages, which are called input here
+            raise RequestRefused(str(refusal), field=refusal.field and "input") from None
+        self._ignored_fields.note(body.ignored)
+        params, make_turn = self._read_calls(chat, params)
+        reply = ResponseReply(body, name, make_turn())
+        return await self._answering.answer(request, chat, [prompt], params, reply)
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Tokenized:
         """The tokens of a text, or of a conversation up to where the answer begins."""
-        check_model(body.model or self._names[0], self._names)
+        self._check_model(body.model or self._names[0])
         if (body.prompt is None) == (body.messages is None):
             raise UserError("prompt or messages: give one of them")
         reader = self._reader(request)
@@ -239,7 +160,7 @@ class TextRoutes:
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Detokenized:
         """The text of tokens."""
-        check_model(body.model or self._names[0], self._names)
+        self._check_model(body.model or self._names[0])
         too_high = [token for token in body.tokens if token >= self._engine.vocab_size]
         if too_high:
             last = self._engine.vocab_size - 1
@@ -247,10 +168,47 @@ class TextRoutes:
         (text,) = await self._reader(request).write_texts([body.tokens])
         return Detokenized(prompt=text)
 
-    def _reader(self, request: Request) -> PromptReader:
-        """A reader without a limit: clients count the tokens of texts that are too long."""
-        return PromptReader(self._engine.tokenizer, PromptLimit(sys.maxsize), is_long=is_large_body(request))
-
     async def embed(self) -> Any:
         """Refuse: this server generates text."""
         raise ApiError(404, "this server generates text and makes no embeddings: use a model server that does")
+
+    async def _read_chat(self, request: Request, body: ChatRequest) -> list[int]:
+        """The tokens of a conversation. Raises UserError, as ``read_chat``."""
+        if not self._engine.tokenizer.has_chat_template:
+            raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
+        prompt, ignored_fields = await while_connected(request, self._answering.reader(request).read_chat(body))
+        self._ignored_fields.note(ignored_fields)
+        return prompt
+
+    def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
+        """Sampling parameters under which calls of tools can be seen, and a function that makes turns that find them.
+
+        Raises UserError if the model's form of calls is not known.
+        """
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        match body.calls:
+            case "none":
+                return params, lambda: Turn(None)
+            case "required":
+                return params, lambda: Turn(CallParser(BARE_LIST), max_calls)
+            case "auto":
+                form = form_of(self._tool_call_parser, self._engine.tokenizer.chat_template)
+                if form.opens in self._engine.tokenizer.special_tokens:
+                    params = replace(params, skip_special_tokens=False)
+                names = {tool.function.name for tool in body.tools or ()}
+                return params, lambda: Turn(CallParser(form, names), max_calls)
+            case named:
+                return params, lambda: Turn(ForcedCall(named.function.name), max_calls)
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(id=name, created=self._created, max_model_len=self._engine.max_model_len)
+
+    def _check_model(self, name: str) -> None:
+        """Raise ApiError 404 for a name that is none of the model's."""
+        if name not in self._names:
+            message = f"there is no model {name!r} here: use {' or '.join(map(repr, self._names))}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _reader(self, request: Request) -> PromptReader:
+        """A reader without a limit: clients count the tokens of texts that are too long."""
+        return PromptReader(self._engine.tokenizer, PromptLimit(sys.maxsize), is_long=is_large_body(request))
