@@ -16,22 +16,9 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
+from floodplain.server import responses as api
 from floodplain.server.requests import UsageDetail
-from floodplain.server.responses import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    FinishReasonName,
-    PromptToken,
-    PromptTokens,
-    TopLogprob,
-    Usage,
-)
+from floodplain.server.responses import Usage
 from floodplain.server.streams import Tally
 from floodplain.server.turns import Turn
 from floodplain.web.workers import Workers
@@ -125,6 +112,7 @@ class ChoicesReply(ApiReply):
         self._told: set[int] = set()
         self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
+        self._turns: dict[int, Turn] = {}
 
     @abstractmethod
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
@@ -159,17 +147,17 @@ class ChoicesReply(ApiReply):
         """The delta with what else belongs to the text."""
         return delta
 
-    def _prompt_tokens(self, index: int, output: OutputDelta) -> PromptTokens | None:
+    def _prompt_tokens(self, index: int, output: OutputDelta) -> api.PromptTokens | None:
         if self.scored_prompts is None or index % self.num_choices:
             return None
         prompt, scores = self.scored_prompts[index // self.num_choices], output.prompt_logprobs or ()
         return [None, *(self._prompt_token(token, one) for token, one in zip(prompt[1:], scores, strict=True))]
 
-    def _prompt_token(self, token_id: int, entry: TokenLogprobs) -> dict[int, PromptToken]:
+    def _prompt_token(self, token_id: int, entry: TokenLogprobs) -> dict[int, api.PromptToken]:
         ranked = {other: (value, rank) for rank, (other, value) in enumerate(entry.top, 1)}
         text = self._tokenizer.token_text
         return {
-            other: PromptToken(logprob=value, rank=rank, decoded_token=text(other))
+            other: api.PromptToken(logprob=value, rank=rank, decoded_token=text(other))
             for other, (value, rank) in ({token_id: (entry.chosen, entry.rank)} | ranked).items()
         }
 
@@ -202,7 +190,7 @@ def _listed(name: str, token_ids: list[int] | None) -> str:
     return "" if token_ids is None else f', "{name}": {json.dumps(token_ids)}'
 
 
-def _finish_reason(output: OutputDelta, *, calls: bool = False) -> FinishReasonName:
+def _finish_reason(output: OutputDelta, *, calls: bool = False) -> api.FinishReasonName:
     return "length" if output.finish_reason == "length" else "tool_calls" if calls else "stop"
 
 
@@ -239,10 +227,10 @@ class CompletionReply(ChoicesReply):
         fields = f'"text": {json.dumps(shown.text)}{prompt}{_listed("token_ids", self._output(delta))}'
         return self._write(index, shown, self._usage_so_far(index, tally), fields)
 
-    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> api.Completion:
         """The whole answer."""
         choices = [
-            CompletionChoice(
+            api.CompletionChoice(
                 index=index,
                 text=output.text,
                 logprobs=self.logprobs(index, output),
@@ -253,9 +241,9 @@ class CompletionReply(ChoicesReply):
             )
             for index, output in enumerate(outputs)
         ]
-        return Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return api.Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
 
-    def logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
+    def logprobs(self, index: int, delta: OutputDelta) -> api.CompletionLogprobs | None:
         """The log-probabilities of a delta; None if it has none."""
         if delta.logprobs is None:
             return None
@@ -264,7 +252,7 @@ class CompletionReply(ChoicesReply):
         tops = [None if entry is NO_LOGPROBS else self._top(token, entry) for token, entry in pairs]
         offsets = list(map(self._offsets_of(index).take, delta.token_ids))
         chosen = [None if entry is NO_LOGPROBS else entry.chosen for entry in delta.logprobs]
-        return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
+        return api.CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
 
     def _offsets_of(self, index: int) -> _Offsets:
         if index not in self._offsets:
@@ -282,39 +270,28 @@ class CompletionReply(ChoicesReply):
 
 
 class ChatReply(ChoicesReply):
-    """The answers of ``/v1/chat/completions``."""
+    """The answers of ``/v1/chat/completions``. ``make_turn`` makes what finds the calls of a choice."""
 
     prefix = "chatcmpl"
     event_kind = "chat.completion.chunk"
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        name: str,
-        detail: UsageDetail = UsageDetail.NONE,
-        shown_prompts: Sequence[Sequence[int]] | None = None,
-        make_turn: Callable[[], Turn] = lambda: Turn(None),
-    ) -> None:
-        super().__init__(model, tokenizer, name, detail, shown_prompts)
-        self._make_turn = make_turn
-        self._turns: dict[int, Turn] = {}
+    make_turn: Callable[[], Turn] = staticmethod(lambda: Turn(None))
 
     def event(self, index: int, delta: OutputDelta, tally: Tally) -> bytes:
         """One delta as an event. The first event of a choice also has the role."""
-        turn, role = self._turns.get(index), {}
-        if turn is None:
-            turn, role = self._turns.setdefault(index, self._make_turn()), {"role": "assistant"}
+        role = {}
+        if index not in self._turns:
+            self._turns[index], role = self.make_turn(), {"role": "assistant"}
+        turn = self._turns[index]
         message = json.dumps(role | turn.delta(delta.text, is_last=delta.finish_reason is not None))
         fields = f'"delta": {message}{_listed("token_ids", self._output(delta))}'
         more = _listed("prompt_token_ids", self._new_prompt(0))
         usage = self._usage_so_far(index, tally)
         return self._write(index, delta, usage, fields, more, calls=turn.has_calls)
 
-    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> api.ChatCompletion:
         """The whole answer."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return ChatCompletion(
+        return api.ChatCompletion(
             id=self.request_id,
             created=self._created,
             model=self._model,
@@ -324,10 +301,10 @@ class ChatReply(ChoicesReply):
             prompt_logprobs=self._prompt_tokens(0, outputs[0]),
         )
 
-    def _choice(self, index: int, output: OutputDelta) -> ChatChoice:
-        turn = self._make_turn()
-        message = AssistantMessage(**turn.whole(output.text))
-        return ChatChoice(
+    def _choice(self, index: int, output: OutputDelta) -> api.ChatChoice:
+        turn = self.make_turn()
+        message = api.AssistantMessage(**turn.whole(output.text))
+        return api.ChatChoice(
             index=index,
             message=message,
             logprobs=self.logprobs(index, output),
@@ -335,22 +312,22 @@ class ChatReply(ChoicesReply):
             token_ids=self._output(output),
         )
 
-    def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:
+    def logprobs(self, index: int, delta: OutputDelta) -> api.ChatLogprobs | None:
         """The log-probabilities of a delta; None if it has none."""
         if delta.logprobs is None:
             return None
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-        return ChatLogprobs(content=[self._scored(token, entry) for token, entry in pairs])
+        return api.ChatLogprobs(content=[self._scored(token, entry) for token, entry in pairs])
 
-    def _scored(self, token_id: int, entry: TokenLogprobs) -> ChatTokenLogprob:
+    def _scored(self, token_id: int, entry: TokenLogprobs) -> api.ChatTokenLogprob:
         tops = [self._spelled(other, value) for other, value in entry.top]
         chosen = self._spelled(token_id, entry.chosen)
-        return ChatTokenLogprob(token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=tops)
+        return api.ChatTokenLogprob(token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=tops)
 
-    def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
+    def _spelled(self, token_id: int, logprob: float) -> api.TopLogprob:
         tokenizer = self._tokenizer
         spelled = list(tokenizer.token_bytes(token_id)) if tokenizer.is_byte_level else None
-        return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=spelled)
+        return api.TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=spelled)
 
 
 PIECE_TOKENS = 64

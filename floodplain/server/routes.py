@@ -122,8 +122,8 @@ class OpenAIRoutes:
         prompt = await self._read_chat(request, body)
         shown = [prompt] if body.return_token_ids else None
         params, make_turn = self._read_calls(body, params)
-        reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown, make_turn)
-        reply.num_choices = params.n
+        reply = ChatReply(body.model, self._engine.tokenizer, name, detail, shown)
+        reply.num_choices, reply.make_turn = params.n, make_turn
         if body.prompt_logprobs is not None:
             reply.scored_prompts = [prompt]
         return await self._answering.answer(request, body, [prompt], params, reply)
