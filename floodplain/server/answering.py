@@ -20,11 +20,19 @@ from floodplain.core.sampling import SamplingParams, Structure
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.server.auth import Client
 from floodplain.server.counts import RequestCounts
-from floodplain.server.fields import UNSUPPORTED_FIELDS
+from floodplain.server.fields import accepted_values
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import WRITERS, ApiReply
-from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, PromptLimit
+from floodplain.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    PromptLimit,
+    StreamOptions,
+    StructuredOutputs,
+)
 from floodplain.server.response_requests import ResponseRequest
 from floodplain.server.streams import (
     Acceptance,
@@ -58,16 +66,10 @@ ERRORS = describe_errors(
     }
 )
 
+_BODIES = (CompletionRequest, ChatRequest, ResponseRequest)
 REQUEST_FIELDS = RequestFields(
-    known=frozenset(
-        {
-            *CompletionRequest.model_fields,
-            *ChatRequest.model_fields,
-            *ResponseRequest.model_fields,
-            *(f.name for f in fields(SamplingParams)),
-        }
-    ),
-    unsupported=UNSUPPORTED_FIELDS,
+    known=frozenset({f.name for f in fields(SamplingParams)}.union(*(body.model_fields for body in _BODIES))),
+    unsupported=accepted_values(*(body.off for body in (*_BODIES, Message, StructuredOutputs, StreamOptions))),
 )
 """The fields of the endpoints, and those of ``SamplingParams``, because its errors name them."""
 

@@ -29,8 +29,6 @@ IGNORED = frozenset(
 
 OTHERS = "*"
 """Stands for unknown fields that are ignored: clients choose their names. OpenAI and vLLM ignore those of messages."""
-IGNORED_IN_MESSAGES = frozenset({"name"})
-IGNORED_IN_PARTS = frozenset({"cache_control"})
 
 OFF: Off = {
     "detokenize": (True,),
@@ -62,67 +60,15 @@ OFF: Off = {
 }
 """Refused fields of both endpoints."""
 
-OFF_IN_COMPLETIONS: Off = {
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "prompt_embeds": (),
-    "suffix": (),
-}
-OFF_IN_CHATS: Off = {
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "return_prompt_text": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-OFF_IN_MESSAGES: Off = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
-    "refusal": (),
-}
-OFF_IN_STRUCTURES: Off = {
-    "disable_additional_properties": (False,),
-    "disable_any_whitespace": (False, True),
-    "disable_fallback": (False, True),
-    "structural_tag": (),
-    "whitespace_pattern": (),
-}
-OFF_IN_RESPONSES: Off = {
-    "background": (False,),
-    "conversation": (),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-OFF_IN_STREAM_OPTIONS: Off = {"include_obfuscation": (False,)}
 
-
-def _accepted_values() -> dict[str, str]:
-    """The values of each refused field as text; none where the endpoints differ."""
+def accepted_values(*tables: Off) -> dict[str, str]:
+    """The values of each refused field as text, for errors; none where the tables differ."""
     texts: dict[str, str] = {}
-    parts = (OFF_IN_MESSAGES, OFF_IN_STRUCTURES, OFF_IN_STREAM_OPTIONS)
-    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_RESPONSES, *parts):
+    for table in tables:
         for name, values in table.items():
             text = " or ".join(map(json.dumps, values))
             texts[name] = text if texts.get(name, text) == text else ""
     return texts
-
-
-UNSUPPORTED_FIELDS: Mapping[str, str] = _accepted_values()
-"""All refused fields, with the values at which they are accepted, for errors."""
 
 
 class Body(BoundedModel):

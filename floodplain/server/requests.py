@@ -19,19 +19,7 @@ from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.request import Goals
 from floodplain.core.sampling import ANY_OBJECT, MAX_LOGPROBS, SamplingParams, Structure, StructureKind
 from floodplain.model.structure import structure_of_choices, structure_of_schema
-from floodplain.server.fields import (
-    IGNORED,
-    IGNORED_IN_MESSAGES,
-    IGNORED_IN_PARTS,
-    OFF,
-    OFF_IN_CHATS,
-    OFF_IN_COMPLETIONS,
-    OFF_IN_MESSAGES,
-    OFF_IN_STREAM_OPTIONS,
-    OFF_IN_STRUCTURES,
-    Body,
-    Off,
-)
+from floodplain.server.fields import IGNORED, OFF, Body, Off
 from floodplain.server.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, call_structure, check_choice
 from floodplain.web.errors import BRANCH
 from floodplain.web.gate import REQUEST_ID
@@ -120,7 +108,7 @@ Prompt = Annotated[
 class TextPart(Body):
     """A piece of a message."""
 
-    ignores: ClassVar[frozenset[str]] = IGNORED_IN_PARTS
+    ignores: ClassVar[frozenset[str]] = frozenset({"cache_control"})
     ignores_others: ClassVar[bool] = True
 
     type: Literal["text"]
@@ -138,8 +126,15 @@ Content = Annotated[
 class Message(Body):
     """One turn of a conversation."""
 
-    off: ClassVar[Off] = OFF_IN_MESSAGES
-    ignores: ClassVar[frozenset[str]] = IGNORED_IN_MESSAGES
+    off: ClassVar[Off] = {
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "partial": (False,),
+        "prefix": (False,),
+        "refusal": (),
+    }
+    ignores: ClassVar[frozenset[str]] = frozenset({"name"})
     ignores_others: ClassVar[bool] = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -195,7 +190,7 @@ class StreamOptions(Body):
     With ``include_usage``, ``continuous_usage_stats`` puts the usage so far on every event.
     """
 
-    off: ClassVar[Off] = OFF_IN_STREAM_OPTIONS
+    off: ClassVar[Off] = {"include_obfuscation": (False,)}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -235,7 +230,13 @@ BY_SCHEMA = Discriminator(
 class StructuredOutputs(Body):
     """vLLM's spelling of a structure: one of its fields."""
 
-    off: ClassVar[Off] = OFF_IN_STRUCTURES
+    off: ClassVar[Off] = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False, True),
+        "disable_fallback": (False, True),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
 
     json_schema: Annotated[Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[str, Tag(TEXT)], BY_SCHEMA] | None = (
         Field(None, alias="json")
@@ -366,7 +367,13 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``: one prompt or several, as text or as tokens."""
 
-    off: ClassVar[Off] = {**OFF, **OFF_IN_COMPLETIONS}
+    off: ClassVar[Off] = {
+        **OFF,
+        "add_special_tokens": (True,),
+        "best_of": (1,),
+        "prompt_embeds": (),
+        "suffix": (),
+    }
 
     prompt: Prompt
     logprobs: Int | None = None
@@ -414,7 +421,21 @@ TemplateName = Annotated[str, Field(max_length=64), AfterValidator(_check_templa
 class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``. Without ``max_tokens`` the answer may be as long as the model allows."""
 
-    off: ClassVar[Off] = {**OFF, **OFF_IN_CHATS}
+    off: ClassVar[Off] = {
+        **OFF,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "return_prompt_text": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Int | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError
 
 from floodplain.core.errors import UserError
-from floodplain.server.fields import IGNORED, OFF_IN_RESPONSES, Body, Off
+from floodplain.server.fields import IGNORED, Body, Off
 from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
 from floodplain.server.tools import BY_KIND, FUNCTION, MAX_TOOLS, ChoiceWord, ToolName
 from floodplain.web.errors import BRANCH
@@ -143,7 +143,16 @@ class ResponseText(Body):
 class ResponseRequest(Body):
     """The body of ``/v1/responses``: text and function tools, and no state in the server."""
 
-    off: ClassVar[Off] = OFF_IN_RESPONSES
+    off: ClassVar[Off] = {
+        "background": (False,),
+        "conversation": (),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "reasoning": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
     ignores: ClassVar[frozenset[str]] = IGNORED | {"include", "stream_options"}
 
     model: str

@@ -13,33 +13,9 @@ from pydantic import ValidationError
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.answering import REQUEST_FIELDS
-from floodplain.server.fields import (
-    IGNORED,
-    IGNORED_IN_MESSAGES,
-    IGNORED_IN_PARTS,
-    MAX_LOGGED,
-    OFF,
-    OFF_IN_CHATS,
-    OFF_IN_COMPLETIONS,
-    OFF_IN_MESSAGES,
-    OFF_IN_RESPONSES,
-    OFF_IN_STREAM_OPTIONS,
-    OFF_IN_STRUCTURES,
-    Body,
-    IgnoredFields,
-    Off,
-)
-from floodplain.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    ResponseFormat,
-    ResponseSchema,
-    StreamOptions,
-    StructuredOutputs,
-    TextPart,
-    UsageDetail,
-)
+from floodplain.server import requests
+from floodplain.server.fields import IGNORED, MAX_LOGGED, OFF, Body, IgnoredFields
+from floodplain.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, UsageDetail
 from floodplain.server.response_requests import ResponseRequest
 from floodplain.web.bodies import MAX_PARTS
 from floodplain.web.errors import error_body
@@ -431,22 +407,29 @@ def test_a_message_of_parts_is_their_text_and_developer_is_system() -> None:
 def test_the_documented_table_is_that_of_the_code() -> None:
     lines = (ROOT / "docs" / "api.md").read_text().splitlines()
     cells = {row[1].strip("` "): row[2:5] for line in lines if (row := line.split("|")) and len(row) == 6}
-    places: dict[str, tuple[list[type[Body]], Off, frozenset[str]]] = {
-        "both endpoints": ([CompletionRequest, ChatRequest], OFF, IGNORED),
-        "/v1/completions": ([CompletionRequest], OFF_IN_COMPLETIONS, frozenset()),
-        "/v1/responses": ([ResponseRequest], OFF_IN_RESPONSES, frozenset({"include", "stream_options"})),
-        "/v1/chat/completions": ([ChatRequest], OFF_IN_CHATS, frozenset()),
-        "a message": ([Message], OFF_IN_MESSAGES, IGNORED_IN_MESSAGES),
-        "a part of a message": ([TextPart], {}, IGNORED_IN_PARTS),
-        "response_format": ([ResponseFormat], {}, frozenset()),
-        "its `json_schema": ([ResponseSchema], {}, ResponseSchema.ignores),
-        "structured_outputs": ([StructuredOutputs], OFF_IN_STRUCTURES, frozenset()),
-        "stream_options": ([StreamOptions], OFF_IN_STREAM_OPTIONS, frozenset()),
+    places: dict[str, type[Body]] = {
+        "/v1/completions": CompletionRequest,
+        "/v1/chat/completions": ChatRequest,
+        "/v1/responses": ResponseRequest,
+        "a message": Message,
+        "a part of a message": requests.TextPart,
+        "response_format": requests.ResponseFormat,
+        "its `json_schema": requests.ResponseSchema,
+        "structured_outputs": requests.StructuredOutputs,
+        "stream_options": StreamOptions,
     }
-    shared = {*CompletionRequest.model_fields} & {*ChatRequest.model_fields}
-    for place, (kinds, off, ignored) in places.items():
-        served = set.intersection(*({one.alias or name for name, one in kind.model_fields.items()} for kind in kinds))
-        served -= shared if place.endswith("completions") else set()
+    facts = {
+        place: ({one.alias or name for name, one in kind.model_fields.items()}, kind.ignores, kind.off)
+        for place, kind in places.items()
+    }
+    both = facts["/v1/completions"][0] & facts["/v1/chat/completions"][0], IGNORED, OFF
+    for place in ("/v1/completions", "/v1/chat/completions"):
+        served, ignored, off = facts[place]
+        own = {name: values for name, values in off.items() if name not in OFF}
+        facts[place] = served - both[0], ignored - IGNORED, own
+    served, ignored, off = facts["/v1/responses"]
+    facts |= {"both endpoints": both, "/v1/responses": (served, ignored - IGNORED, off)}
+    for place, (served, ignored, off) in facts.items():
         documented = [set(re.findall("`([a-z_]+)`", cell)) for cell in cells[place]]
         assert documented == [served, set(ignored), set(off)]
         for name, values in off.items():
