@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import ConfigDict, Discriminator, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from floodplain.web.bodies import BoundedModel
 
@@ -69,6 +69,11 @@ def accepted_values(*tables: Off) -> dict[str, str]:
             text = " or ".join(map(json.dumps, values))
             texts[name] = text if texts.get(name, text) == text else ""
     return texts
+
+
+def chosen_by(kind_of: Callable[[Any], str | None], message: str) -> Discriminator:
+    """Chooses the branch of a union, whose tag ``kind_of`` returns; ``message`` refuses a value of no branch."""
+    return Discriminator(kind_of, custom_error_type="branch", custom_error_message=message)
 
 
 class Body(BoundedModel):

@@ -9,17 +9,17 @@ Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.request import Goals
 from floodplain.core.sampling import ANY_OBJECT, MAX_LOGPROBS, SamplingParams, Structure, StructureKind
 from floodplain.model.structure import structure_of_choices, structure_of_schema
-from floodplain.server.fields import IGNORED, OFF, Body, Off
+from floodplain.server.fields import IGNORED, OFF, Body, Off, chosen_by
 from floodplain.server.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, call_structure, check_choice
 from floodplain.web.errors import BRANCH
 from floodplain.web.gate import REQUEST_ID
@@ -78,9 +78,7 @@ def _kind_of_prompt(value: object) -> str | None:
 _StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stop = Annotated[
     Annotated[_StopText, Tag(TEXT)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
-    Discriminator(
-        kind_of_text, custom_error_type="stop", custom_error_message="should be a string or a list of strings"
-    ),
+    chosen_by(kind_of_text, "should be a string or a list of strings"),
 ]
 
 
@@ -97,12 +95,11 @@ Prompt = Annotated[
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
     | Annotated[Tokens, Tag(TOKENS)]
     | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
-    Discriminator(
-        _kind_of_prompt,
-        custom_error_type="prompt",
-        custom_error_message="should be a string, a list of strings, a list of token ids, or a list of such lists",
-    ),
+    chosen_by(_kind_of_prompt, "should be a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
+
+
+BY_PARTS = chosen_by(kind_of_text, "should be a string or a list of text parts")
 
 
 class TextPart(Body):
@@ -117,9 +114,7 @@ class TextPart(Body):
 
 Content = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(TEXTS)],
-    Discriminator(
-        kind_of_text, custom_error_type="content", custom_error_message="should be a string or a list of text parts"
-    ),
+    BY_PARTS,
 ]
 
 
@@ -220,10 +215,9 @@ class ResponseFormat(Body):
 
 
 OBJECT = f"{BRANCH} object"
-BY_SCHEMA = Discriminator(
+BY_SCHEMA = chosen_by(
     lambda value: TEXT if isinstance(value, str) else OBJECT if isinstance(value, dict) else None,
-    custom_error_type="schema",
-    custom_error_message="should be a JSON schema, as an object or a text",
+    "should be a JSON schema, as an object or a text",
 )
 
 
@@ -261,13 +255,6 @@ class StructuredOutputs(Body):
 
 def _schema(schema: dict[str, Any] | str) -> Structure:
     return Structure(StructureKind.JSON_SCHEMA, schema) if isinstance(schema, str) else structure_of_schema(schema)
-
-
-_SAMPLING_FIELDS = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
-    "ignore_eos", "skip_special_tokens",
-)  # fmt: skip
 
 
 class GenerationRequest(Body):
@@ -344,12 +331,10 @@ class GenerationRequest(Body):
         of_prompt = self.prompt_logprobs
         if echoes and logprobs is not None:
             of_prompt = max(logprobs, of_prompt or 0)
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {one.name: getattr(self, one.name, None) for one in fields(SamplingParams)}
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        structure = self._structure()
-        return SamplingParams(
-            max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=of_prompt, structure=structure, **chosen
-        )
+        chosen |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+        return SamplingParams(**{**chosen, "structure": self._structure()})
 
     @property
     def structure_field(self) -> str:

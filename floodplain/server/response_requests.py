@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Field, Tag, ValidationError
 
 from floodplain.core.errors import UserError
-from floodplain.server.fields import IGNORED, Body, Off
-from floodplain.server.requests import TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
+from floodplain.server.fields import IGNORED, Body, Off, chosen_by
+from floodplain.server.requests import BY_PARTS, TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
 from floodplain.server.tools import BY_KIND, FUNCTION, MAX_TOOLS, ChoiceWord, ToolName
 from floodplain.web.errors import BRANCH
 
@@ -31,9 +31,7 @@ class TextContent(Body):
 
 TextOrParts = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[TextContent], Field(min_length=1), Tag(TEXTS)],
-    Discriminator(
-        kind_of_text, custom_error_type="content", custom_error_message="should be a string or a list of text parts"
-    ),
+    BY_PARTS,
 ]
 
 
@@ -81,19 +79,13 @@ Item = Annotated[
     Annotated[MessageItem, Tag(f"{BRANCH} message")]
     | Annotated[CallItem, Tag(f"{BRANCH} function_call")]
     | Annotated[OutputItem, Tag(f"{BRANCH} function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="item",
-        custom_error_message="should be a message, a function_call or a function_call_output",
-    ),
+    chosen_by(_kind, "should be a message, a function_call or a function_call_output"),
 ]
 
 
 Input = Annotated[
     Annotated[str, Tag(TEXT)] | Annotated[list[Item], Field(min_length=1, max_length=4096), Tag(TEXTS)],
-    Discriminator(
-        kind_of_text, custom_error_type="input", custom_error_message="should be a string or a list of items"
-    ),
+    chosen_by(kind_of_text, "should be a string or a list of items"),
 ]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import Structure
 from floodplain.model.structure import structure_of_schema
-from floodplain.server.fields import Body
+from floodplain.server.fields import Body, chosen_by
 from floodplain.web.bodies import parse_json
 from floodplain.web.errors import BRANCH, ApiError
 
@@ -87,10 +87,8 @@ def _kind_of_choice(value: object) -> str | None:
     return WORD if isinstance(value, str) else FUNCTION if isinstance(value, dict | Body) else None
 
 
-BY_KIND = Discriminator(
-    _kind_of_choice,
-    custom_error_type="choice",
-    custom_error_message='should be "none", "auto", "required" or an object that names a function',
+BY_KIND = chosen_by(
+    _kind_of_choice, 'should be "none", "auto", "required" or an object that names a function'
 )
 """Chooses the branch of a choice of tools."""
 ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag(WORD)]
