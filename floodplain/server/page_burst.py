@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from random import Random
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from floodplain.core.errors import UserError
 from floodplain.core.request import Request as EngineRequest
@@ -25,8 +26,6 @@ from floodplain.web.origin import LOOPBACK_ONLY, expect_json, expect_own_names
 NUM_REQUESTS = 48
 PROMPT_TOKENS, OUTPUT_TOKENS = (16, 256), (32, 256)
 """Least and most tokens of a request of a burst; a model with a shorter context gets at most a half of it each."""
-
-
 MOST_TOKEN_IDS = 256
 """Prompts are of the first ids, which every tokenizer has: a model's vocabulary may be padded."""
 
@@ -35,12 +34,6 @@ class BurstBody(BoundedModel):
     """How many requests to send."""
 
     requests: int = Field(NUM_REQUESTS, ge=1, le=256)
-
-
-class BurstBegun(BaseModel):
-    """So many requests were sent."""
-
-    requests: int
 
 
 class Bursts:
@@ -56,15 +49,15 @@ class Bursts:
         routes = APIRouter(route_class=JsonRoute, include_in_schema=False)
 
         @routes.post("/live/burst")
-        async def burst(body: BurstBody, request: Request) -> BurstBegun:
+        async def burst(body: BurstBody, request: Request) -> BurstBody:
             expect_own_names(request.scope, LOOPBACK_ONLY)
             expect_json(request.scope)
-            client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
-            return BurstBegun(requests=self.begin(body.requests, client))
+            self.begin(body.requests, request.scope.get(CLIENT_SCOPE_KEY, Client()))
+            return body
 
         return routes
 
-    def begin(self, num_requests: int, client: Client) -> int:
+    def begin(self, num_requests: int, client: Client) -> None:
         """Send that many requests at once. Raises ApiError 409 while an earlier burst runs."""
         if self._running:
             raise ApiError(409, "a burst runs already: wait until its requests have ended", code="burst_runs")
@@ -72,29 +65,23 @@ class Bursts:
             task = asyncio.get_running_loop().create_task(self._serve(request))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-        return num_requests
 
-    def _make(self, num_requests: int, client: Client) -> list[EngineRequest]:
+    def _make(self, num_requests: int, client: Client) -> Iterator[EngineRequest]:
         half, name, now = self._engine.max_model_len // 2, uuid.uuid4().hex[:8], time.monotonic()
         num_ids = min(self._engine.vocab_size, MOST_TOKEN_IDS)
-        requests = []
         for number in range(num_requests):
             num_prompt, num_output = (
                 self._random.randint(min(least, half), min(most, half))
                 for least, most in (PROMPT_TOKENS, OUTPUT_TOKENS)
             )
-            prompt = tuple(self._random.randrange(num_ids) for _ in range(num_prompt))
-            requests.append(
-                EngineRequest(
-                    request_id=f"burst-{name}-{number}",
-                    prompt_token_ids=prompt,
-                    params=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
-                    arrival_s=now,
-                    priority=client.priority(None),
-                    client=client.name,
-                )
+            yield EngineRequest(
+                request_id=f"burst-{name}-{number}",
+                prompt_token_ids=tuple(self._random.randrange(num_ids) for _ in range(num_prompt)),
+                params=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
+                arrival_s=now,
+                priority=client.priority(None),
+                client=client.name,
             )
-        return requests
 
     async def _serve(self, request: EngineRequest) -> None:
         with suppress(UserError, RuntimeError):  # refused, or the server stops: the page shows which were served
