@@ -6,7 +6,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +20,93 @@ PERCENTILES = (90, 95, 99)
 STATISTICS = ("mean", "median", "std", *(f"p{percent}" for percent in PERCENTILES), "max")
 
 
-class Gaps(Protocol):
-    """The gaps between tokens of all requests, in seconds."""
+def summarise(values: Sequence[float] | Floats) -> dict[str, float | None]:
+    """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
+
+    Percentiles are quantiles (``core.quantiles``).
+    """
+    if not len(values):
+        return dict.fromkeys(STATISTICS)
+    values = np.asarray(values, dtype=np.float64)
+    in_order = np.sort(values).tolist()
+    return {
+        "mean": float(values.mean()),
+        "median": float(np.median(values)),
+        "std": float(values.std()),
+        **{f"p{p}": quantile(in_order, p / 100) for p in PERCENTILES},
+        "max": float(values.max()),
+    }
+
+
+class AllGaps:
+    """Gaps between tokens in seconds, 8 bytes each; statistics are exact."""
+
+    def __init__(self) -> None:
+        self._gaps_s = array("d")
+
+    def add(self, gaps_s: Floats) -> None:
+        """Take in the gaps of a request."""
+        self._gaps_s.frombytes(gaps_s.tobytes())
 
     @property
     def max_s(self) -> float | None:
         """The longest; None for no gaps."""
-        ...
-
-    def add(self, gaps_s: Floats) -> None:
-        """Take in the gaps of a request."""
-        ...
+        return max(self._gaps_s, default=None)
 
     def summarise_ms(self) -> dict[str, float | None]:
         """As ``summarise``, in milliseconds."""
-        ...
+        return summarise(np.asarray(self._gaps_s) * 1e3)
+
+
+class GapHistogram:
+    """The same from counts of gaps in bins that grow by 0.1 %, 280 kB for any number of gaps.
+
+    Mean, std and max are those of the gaps; percentiles are within 0.05 % of theirs between 1 ns and 1e6 s.
+    """
+
+    _LEAST_S, _MOST_S, _GROWTH = 1e-9, 1e6, math.log(1.001)
+
+    def __init__(self) -> None:
+        self.max_s: float | None = None
+        self._counts = np.zeros(2 + math.ceil(math.log(self._MOST_S / self._LEAST_S) / self._GROWTH), dtype=np.int64)
+        self._origin_s = self._sum_s = self._squares = 0.0  # sums are from a first gap on: equal gaps have no deviation
+
+    def add(self, gaps_s: Floats) -> None:
+        """Take in the gaps of a request."""
+        if not len(gaps_s):
+            return
+        bins = np.log(np.maximum(gaps_s, self._LEAST_S) / self._LEAST_S) / self._GROWTH
+        np.add.at(self._counts, np.minimum(np.ceil(bins).astype(np.int64), len(self._counts) - 1), 1)
+        if self.max_s is None:
+            self._origin_s = float(gaps_s[0])
+        self.max_s = max(self.max_s or 0.0, float(gaps_s.max()))
+        further_s = gaps_s - self._origin_s
+        self._sum_s += float(further_s.sum())
+        self._squares += float(further_s @ further_s)
+
+    def summarise_ms(self) -> dict[str, float | None]:
+        """As ``summarise``, in milliseconds."""
+        num_gaps = int(self._counts.sum())
+        if self.max_s is None:
+            return dict.fromkeys(STATISTICS)
+        mean_s = self._sum_s / num_gaps
+        quantiles = {"median": 0.5, **{f"p{p}": p / 100 for p in PERCENTILES}}
+        found_s: dict[str, Any] = {
+            name: min(self._find_quantile_s(part * (num_gaps - 1)), self.max_s) for name, part in quantiles.items()
+        }
+        std_s = math.sqrt(max(0.0, self._squares / num_gaps - mean_s**2))
+        found_s |= {"mean": self._origin_s + mean_s, "std": std_s, "max": self.max_s}
+        return {name: found_s[name] * 1e3 for name in STATISTICS}
+
+    def _find_quantile_s(self, rank: float) -> float:
+        """Between the two values next to a rank, counted from 0."""
+        low, high = np.searchsorted(np.cumsum(self._counts), [math.floor(rank), math.ceil(rank)], side="right")
+        low_s, high_s = self._middle_s(int(low)), self._middle_s(int(high))
+        return low_s + (high_s - low_s) * (rank - math.floor(rank))
+
+    def _middle_s(self, place: int) -> float:
+        """The middle of a bin; the first one has gaps of at most 1 ns, which count as 0."""
+        return self._LEAST_S * math.exp((place - 0.5) * self._GROWTH) if place else 0.0
 
 
 class LoadTable:
@@ -54,7 +126,7 @@ class LoadTable:
         gaps: The gaps between tokens.
     """
 
-    def __init__(self, gaps: Gaps, start_s: float = 0.0) -> None:
+    def __init__(self, gaps: AllGaps | GapHistogram, start_s: float = 0.0) -> None:
         self.gaps, self.start_s = gaps, start_s
         self.sent_s, self.finished_s, self.num_tokens = array("d"), array("d"), array("q")
         self.latencies_s = {"ttft": array("d"), "tpot": array("d"), "e2el": array("d")}
@@ -97,87 +169,3 @@ class LoadTable:
     def max_tokens_per_s(self) -> float | None:
         """The most tokens in one second, counted from ``start_s``; None without tokens."""
         return float(max(self._tokens_by_second.values())) if self._tokens_by_second else None
-
-
-def summarise(values: Sequence[float] | Floats) -> dict[str, float | None]:
-    """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
-
-    Percentiles are quantiles (``core.quantiles``).
-    """
-    if not len(values):
-        return dict.fromkeys(STATISTICS)
-    values = np.asarray(values, dtype=np.float64)
-    in_order = np.sort(values).tolist()
-    return {
-        "mean": float(values.mean()),
-        "median": float(np.median(values)),
-        "std": float(values.std()),
-        **{f"p{p}": quantile(in_order, p / 100) for p in PERCENTILES},
-        "max": float(values.max()),
-    }
-
-
-class AllGaps:
-    """Every gap, 8 bytes each; statistics are exact."""
-
-    def __init__(self) -> None:
-        self._gaps_s = array("d")
-
-    def add(self, gaps_s: Floats) -> None:  # noqa: D102
-        self._gaps_s.frombytes(gaps_s.tobytes())
-
-    @property
-    def max_s(self) -> float | None:  # noqa: D102
-        return max(self._gaps_s, default=None)
-
-    def summarise_ms(self) -> dict[str, float | None]:  # noqa: D102
-        return summarise(np.asarray(self._gaps_s) * 1e3)
-
-
-class GapHistogram:
-    """Counts of gaps in bins that grow by 0.1 %, 280 kB for any number of gaps.
-
-    Mean, std and max are those of the gaps; percentiles are within 0.05 % of theirs between 1 ns and 1e6 s.
-    """
-
-    _LEAST_S, _MOST_S, _GROWTH = 1e-9, 1e6, math.log(1.001)
-
-    def __init__(self) -> None:
-        self.max_s: float | None = None
-        self._counts = np.zeros(2 + math.ceil(math.log(self._MOST_S / self._LEAST_S) / self._GROWTH), dtype=np.int64)
-        self._origin_s = self._sum_s = self._squares = 0.0  # sums are from a first gap on: equal gaps have no deviation
-
-    def add(self, gaps_s: Floats) -> None:  # noqa: D102
-        if not len(gaps_s):
-            return
-        bins = np.log(np.maximum(gaps_s, self._LEAST_S) / self._LEAST_S) / self._GROWTH
-        np.add.at(self._counts, np.minimum(np.ceil(bins).astype(np.int64), len(self._counts) - 1), 1)
-        if self.max_s is None:
-            self._origin_s = float(gaps_s[0])
-        self.max_s = max(self.max_s or 0.0, float(gaps_s.max()))
-        further_s = gaps_s - self._origin_s
-        self._sum_s += float(further_s.sum())
-        self._squares += float(further_s @ further_s)
-
-    def summarise_ms(self) -> dict[str, float | None]:  # noqa: D102
-        num_gaps = int(self._counts.sum())
-        if self.max_s is None:
-            return dict.fromkeys(STATISTICS)
-        mean_s = self._sum_s / num_gaps
-        quantiles = {"median": 0.5, **{f"p{p}": p / 100 for p in PERCENTILES}}
-        found_s: dict[str, Any] = {
-            name: min(self._find_quantile_s(part * (num_gaps - 1)), self.max_s) for name, part in quantiles.items()
-        }
-        std_s = math.sqrt(max(0.0, self._squares / num_gaps - mean_s**2))
-        found_s |= {"mean": self._origin_s + mean_s, "std": std_s, "max": self.max_s}
-        return {name: found_s[name] * 1e3 for name in STATISTICS}
-
-    def _find_quantile_s(self, rank: float) -> float:
-        """Between the two values next to a rank, counted from 0."""
-        low, high = np.searchsorted(np.cumsum(self._counts), [math.floor(rank), math.ceil(rank)], side="right")
-        low_s, high_s = self._middle_s(int(low)), self._middle_s(int(high))
-        return low_s + (high_s - low_s) * (rank - math.floor(rank))
-
-    def _middle_s(self, place: int) -> float:
-        """The middle of a bin; the first one has gaps of at most 1 ns, which count as 0."""
-        return self._LEAST_S * math.exp((place - 0.5) * self._GROWTH) if place else 0.0
