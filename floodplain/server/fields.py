@@ -30,34 +30,33 @@ IGNORED = frozenset(
 OTHERS = "*"
 """Stands for unknown fields that are ignored: clients choose their names. OpenAI and vLLM ignore those of messages."""
 
+
+def at_null(*names: str) -> Off:
+    """Refused fields that are accepted at null alone."""
+    return dict.fromkeys(names, ())
+
+
 OFF: Off = {
+    **at_null(
+        "ec_transfer_params", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json",
+        "guided_regex", "guided_whitespace_pattern", "kv_transfer_params", "repetition_detection",
+        "thinking_token_budget", "truncate_prompt_tokens", "truncation_side",
+    ),
     "detokenize": (True,),
     "early_stopping": (False,),
-    "ec_transfer_params": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "mm_processor_kwargs": ({},),
-    "repetition_detection": (),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
-}
+}  # fmt: skip
 """Refused fields of both endpoints."""
 
 

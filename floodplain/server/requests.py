@@ -19,7 +19,7 @@ from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.request import Goals
 from floodplain.core.sampling import ANY_OBJECT, MAX_LOGPROBS, SamplingParams, Structure, StructureKind
 from floodplain.model.structure import structure_of_choices, structure_of_schema
-from floodplain.server.fields import IGNORED, OFF, Body, Off, chosen_by
+from floodplain.server.fields import IGNORED, OFF, Body, Off, at_null, chosen_by
 from floodplain.server.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, call_structure, check_choice
 from floodplain.web.errors import BRANCH
 from floodplain.web.gate import REQUEST_ID
@@ -122,12 +122,10 @@ class Message(Body):
     """One turn of a conversation."""
 
     off: ClassVar[Off] = {
+        **at_null("audio", "function_call", "refusal"),
         "annotations": ([],),
-        "audio": (),
-        "function_call": (),
         "partial": (False,),
         "prefix": (False,),
-        "refusal": (),
     }
     ignores: ClassVar[frozenset[str]] = frozenset({"name"})
     ignores_others: ClassVar[bool] = True
@@ -225,11 +223,10 @@ class StructuredOutputs(Body):
     """vLLM's spelling of a structure: one of its fields."""
 
     off: ClassVar[Off] = {
+        **at_null("structural_tag", "whitespace_pattern"),
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (False, True),
         "disable_fallback": (False, True),
-        "structural_tag": (),
-        "whitespace_pattern": (),
     }
 
     json_schema: Annotated[Annotated[dict[str, Any], Tag(OBJECT)] | Annotated[str, Tag(TEXT)], BY_SCHEMA] | None = (
@@ -354,10 +351,9 @@ class CompletionRequest(GenerationRequest):
 
     off: ClassVar[Off] = {
         **OFF,
+        **at_null("prompt_embeds", "suffix"),
         "add_special_tokens": (True,),
         "best_of": (1,),
-        "prompt_embeds": (),
-        "suffix": (),
     }
 
     prompt: Prompt
@@ -408,18 +404,15 @@ class ChatRequest(GenerationRequest):
 
     off: ClassVar[Off] = {
         **OFF,
+        **at_null("audio", "chat_template", "prediction", "web_search_options"),
         "add_special_tokens": (False,),
-        "audio": (),
-        "chat_template": (),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
         "return_prompt_text": (False,),
         "verbosity": ("medium",),
-        "web_search_options": (),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]

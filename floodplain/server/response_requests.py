@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, ValidationError
 
 from floodplain.core.errors import UserError
-from floodplain.server.fields import IGNORED, Body, Off, chosen_by
+from floodplain.server.fields import IGNORED, Body, Off, at_null, chosen_by
 from floodplain.server.requests import BY_PARTS, TEXT, TEXTS, ChatRequest, Int, RequestId, SessionName, kind_of_text
 from floodplain.server.tools import BY_KIND, FUNCTION, MAX_TOOLS, ChoiceWord, ToolName
 from floodplain.web.errors import BRANCH
@@ -136,12 +136,8 @@ class ResponseRequest(Body):
     """The body of ``/v1/responses``: text and function tools, and no state in the server."""
 
     off: ClassVar[Off] = {
+        **at_null("conversation", "max_tool_calls", "previous_response_id", "prompt", "reasoning"),
         "background": (False,),
-        "conversation": (),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "reasoning": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -168,21 +164,14 @@ class ResponseRequest(Body):
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseToolChoice):
             choice = {"type": "function", "function": {"name": choice.name}}
-        fields = {
-            "model": self.model,
+        shared = [name for name in ChatRequest.model_fields if name in type(self).model_fields]
+        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        fields |= {
             "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
             "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
             "tools": [tool.for_chat() for tool in self.tools] if self.tools else None,
             "tool_choice": choice if self.tools or choice not in ("auto", "none") else None,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "priority": self.priority,
-            "session_id": self.session_id,
-            "prompt_cache_key": self.prompt_cache_key,
-            "request_id": self.request_id,
         }
         try:
             return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
