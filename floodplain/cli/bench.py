@@ -88,13 +88,13 @@ def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
 
 def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]) -> None:
     from floodplain.observe.strict_json import to_json
-    from floodplain.observe.table import format_table, summary_rows, transposed
+    from floodplain.observe.table import format_table, summary_table
 
     try:
         if bench.out is not None:
             _save(bench, bench.out, result, quiet=args.quiet)
     finally:  # shown even if it cannot be saved
-        table = format_table(*transposed(*summary_rows([(args.verb, result)])))
+        table = format_table(*summary_table([(args.verb, result)]))
         say(to_json(result) if args.format == "json" else table)
 
 

@@ -143,9 +143,9 @@ def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run
 
 
 def _describe(runs: Sequence[Run]) -> str:
-    from floodplain.observe.table import format_table, summary_rows, transposed
+    from floodplain.observe.table import format_table, summary_table
 
-    parts = [format_table(*transposed(*summary_rows(runs)))]
+    parts = [format_table(*summary_table(runs))]
     first = runs[0][1]
     facts = first["floodplain"]["simulation"]
     parts.append(f"{facts['kv_blocks']} KV blocks an instance; a step's time: {facts['step_cost']}")

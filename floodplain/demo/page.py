@@ -33,7 +33,7 @@ from floodplain.observe.report import Lead, Section, render_report
 from floodplain.observe.strict_json import save_result, to_json
 from floodplain.observe.strips import draw_beside_stock
 from floodplain.observe.style import small_png
-from floodplain.observe.table import format_number, format_table, lookup, summary_rows, transposed
+from floodplain.observe.table import format_number, format_table, lookup, summary_table
 from floodplain.observe.terminal import say
 
 NUMBERS = (
@@ -143,7 +143,7 @@ def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) ->
         say(to_json(summary))
         return
     say(f"{describe_headline(summary['headline'])}\n")
-    say(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
+    say(format_table(*summary_table([(run["name"], run) for run in summary["runs"]])))
     for run in summary["runs"]:
         moved = run["floodplain"]["expansion"]
         if moved["in_bytes"]:
@@ -227,7 +227,7 @@ def print_cluster_summary(folder: Path, summary: Mapping[str, Any], *, as_json: 
         say(to_json(summary))
         return
     runs = summary["runs"]
-    headings, rows = transposed(*summary_rows([(run["name"], run) for run in runs]))
+    headings, rows = summary_table([(run["name"], run) for run in runs])
     say(format_table(["", *headings[1:]], [row for row in rows if row[0] in RELIEF_ROWS]))
     say(f"\n{describe_drop(summary['cluster'])}\n{describe_price([(run['name'], run) for run in runs])}")
     say(verdict(summary["other_load"]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.observe.plots import draw_all, to_svg
 from floodplain.observe.style import Run, subtitle
-from floodplain.observe.table import format_number, lookup, summary_rows, transposed
+from floodplain.observe.table import format_number, lookup, summary_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def render_report(
     from jinja2 import Environment, PackageLoader
 
     templates = Environment(loader=PackageLoader("floodplain.observe"), autoescape=True, keep_trailing_newline=True)
-    headings, rows = transposed(*summary_rows(runs))
+    headings, rows = summary_table(runs)
     return templates.get_template("report.html").render(
         title=title,
         where=subtitle(runs),

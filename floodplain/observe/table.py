@@ -49,14 +49,13 @@ def format_number(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def summary_rows(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
-    """Return headings and one row for each (name, benchmark result)."""
-    headings = ["run", *(heading for heading, _, _ in SUMMARY)]
+def summary_table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows with a column for each (name, benchmark result), which stays narrow on a terminal."""
     rows = []
-    for name, result in runs:
-        values = [(lookup(result, key), factor) for _, key, factor in SUMMARY]
-        rows.append([name, *(format_number(None if v is None else v * factor) for v, factor in values)])
-    return headings, rows
+    for heading, key, factor in SUMMARY:
+        values = [lookup(result, key) for _, result in runs]
+        rows.append([heading, *(format_number(None if value is None else value * factor) for value in values)])
+    return ["run", *(name for name, _ in runs)], rows
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,9 +72,3 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     top, *body = map(line, lines)
     return "\n".join([top, "  ".join("-" * width for width in widths), *body])
-
-
-def transposed(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return the transposed table: one column per run, which stays narrow on a terminal."""
-    first, *others = zip(headings, *rows, strict=True)
-    return list(first), [list(other) for other in others]
