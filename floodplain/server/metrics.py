@@ -19,7 +19,7 @@ from floodplain.web.scrape import Families
 # PROMETHEUS_MULTIPROC_DIR is meant for other servers' worker processes: with it the library keeps histograms in files.
 prometheus_client.values.ValueClass = prometheus_client.values.MutexValue
 
-Measure = tuple[str, str, Sequence[float], Callable[[Lifecycle, Request], float | None | Sequence[float]]]
+Measure = tuple[str, str, Sequence[float], Callable[[Lifecycle, Request], float | Sequence[float] | None]]
 """A histogram of ended requests: its name, text, buckets, and what it counts of a request; None is not counted."""
 
 
@@ -28,7 +28,7 @@ class RequestFamilies(Families):
 
     def __init__(self, prefix: str, labels: Mapping[str, str], measures: Sequence[Measure]) -> None:
         super().__init__(prefix, labels)
-        self._measured = [(self._histogram(*facts), values_of) for *facts, values_of in measures]
+        self._measured = [(self._histogram(name, text, bounds), of) for name, text, bounds, of in measures]
 
     def observe(self, ended: EndedRequest) -> None:
         """Add a request that has ended to the histograms."""

@@ -241,7 +241,9 @@ class CompletionReply(ChoicesReply):
             )
             for index, output in enumerate(outputs)
         ]
-        return api.Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
+        return api.Completion(
+            id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage
+        )
 
     def logprobs(self, index: int, delta: OutputDelta) -> api.CompletionLogprobs | None:
         """The log-probabilities of a delta; None if it has none."""

@@ -119,9 +119,7 @@ class Gate:
     ``max_body_bytes`` get 413, before they are read if the length is declared.
     """
 
-    def __init__(
-        self, app: ASGIApp, drain: DrainSwitch, secrets: SecretRing[Any] | None, max_body_bytes: int
-    ) -> None:
+    def __init__(self, app: ASGIApp, drain: DrainSwitch, secrets: SecretRing[Any] | None, max_body_bytes: int) -> None:
         self._app, self._drain, self._secrets = app, drain, secrets
         self._budget = BodyBudget(max_body_bytes)
 

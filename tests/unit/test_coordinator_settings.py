@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from floodplain.coordinator.settings import CoordinatorConfig, default_store
 from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing, first_refused

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.answering import REQUEST_FIELDS
 from floodplain.server import requests
+from floodplain.server.answering import REQUEST_FIELDS
 from floodplain.server.fields import IGNORED, MAX_LOGGED, OFF, Body, IgnoredFields
 from floodplain.server.requests import ChatRequest, CompletionRequest, Message, StreamOptions, UsageDetail
 from floodplain.server.response_requests import ResponseRequest
