@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from floodplain.core.errors import UserError
 from floodplain.model.network.config import RopeConfig
 from floodplain.model.network.hf_rope import yarn_attention
 from floodplain.model.weights.gguf_file import GgufFile
-from floodplain.model.weights.gguf_header import read_gguf
+from floodplain.model.weights.gguf_header import read_header
 from floodplain.model.weights.open_model import packaged_smollm2
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_gguf
@@ -179,36 +182,57 @@ def test_the_error_of_a_split_model_names_the_missing_or_wrong_part(tmp_path: Pa
     assert "split.tensors.count is 99" in refusal(write_gguf_file(tmp_path / "m.gguf", short, TENSORS))
 
 
-# -- the fast GGUF reader returns what the gguf package's reader returns -----------------------------------------------
+# -- headers are read as the gguf package reads them -------------------------------------------------------------------
 
 
 def write(path: Path, name: str) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(name)
-    writer.add_token_list([f"{name} {i}" for i in range(50)])
+    for number, add in enumerate(
+        (writer.add_uint8, writer.add_int8, writer.add_uint16, writer.add_int16, writer.add_uint64, writer.add_int64)
+    ):
+        add(f"some.whole.{number}", 100 + number)
+    writer.add_float64("some.number", 0.1)
+    writer.add_array("some.flags", [True, False])
+    writer.add_array("some.numbers", [0.1, -2.5])
+    writer.add_custom_alignment(64)
+    writer.add_tensor("odd", np.arange(3, dtype=np.float16))
+    writer.add_tensor("next", np.ones((2, 3), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return path
 
 
-def contents(reader: gguf.GGUFReader) -> dict[str, object]:
-    return {name: field.contents() for name, field in reader.fields.items()}
-
-
-def test_it_reads_what_the_packages_own_reader_reads() -> None:
-    path = packaged_smollm2()
-    quick, own = read_gguf(path, 0), gguf.GGUFReader(path)
-    assert contents(quick) == contents(own)
-    assert [(t.name, t.data.tobytes()[:64]) for t in quick.tensors] == [
-        (t.name, t.data.tobytes()[:64]) for t in own.tensors
-    ]
+def test_headers_are_read_as_by_the_packages_own_reader(tmp_path: Path) -> None:
+    for path in (packaged_smollm2(), write(tmp_path / "m.gguf", "any")):
+        (keys, tensors), own = read_header(path, 0), gguf.GGUFReader(path)
+        assert keys == {k: field.contents() for k, field in own.fields.items() if not k.startswith("GGUF.")}
+        assert [(name, list(one.shape), one.kind, one.begin, math.prod(one.row_shape)) for name, one in tensors] == [
+            (one.name, one.shape.tolist()[::-1], one.tensor_type.name, one.data_offset, one.n_bytes)
+            for one in own.tensors
+        ]
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "before")
-    before = read_gguf(path, 1)
-    assert read_gguf(path, 1) is before
-    path.unlink()  # the mapped file stays unchanged
+    before = read_header(path, 1)
+    assert read_header(path, 1) is before
     write(path, "after")
-    assert contents(read_gguf(path, 2))["general.name"] == "after"
+    assert read_header(path, 2)[0]["general.name"] == "after"
+
+
+@pytest.mark.parametrize(
+    ("version", "keys", "reason"),
+    [
+        (4, b"", "its version is 4, and 2 and 3 are supported"),
+        (3, struct.pack("<Q1sIB", 1, b"a", 0, 7) * 2, "its key 'a' occurs twice"),
+        (3, struct.pack("<Q17sII", 17, b"general.alignment", 4, 24), "general.alignment is not a power of two"),
+    ],
+)
+def test_a_header_that_the_package_refuses_is_refused(tmp_path: Path, version: int, keys: bytes, reason: str) -> None:
+    path = tmp_path / "m.gguf"
+    num_keys = 2 if "twice" in reason else min(1, len(keys))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, num_keys) + keys)
+    assert reason in refusal(path)

@@ -17,7 +17,7 @@ from floodplain.model.network.fields import Fields
 from floodplain.model.weights.checkpoint import Format, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import parse_gguf_config
-from floodplain.model.weights.gguf_header import GgufParts
+from floodplain.model.weights.gguf_header import GgufParts, GgufTensor
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _FREQUENCIES = "rope_freqs.weight"
@@ -58,25 +58,25 @@ _FORMAT = Format(
 
 
 class GgufFile:
-    """A model in one ``.gguf`` file, or in the parts of a split one, of which ``path`` is the first.
-
-    Raises UserError if a file cannot be read, the model is not supported, or a part of it would not be read.
-    """
+    """A model in one ``.gguf`` file, or in the parts of a split one that begins with ``path``. Raises UserError."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
         self._path = path
         with parsing(path):
             parts = GgufParts(path)
-            self._tensors = parts.tensors
-            stored = parts.stored()
-            divisors = self._read_divisors() if stored.pop(_FREQUENCIES, None) else ()
-            self.config = parse_gguf_config(parts.fields, stored, divisors, name)
-        self._stored_name = match_tensors(self.config, stored, _FORMAT, str(path))
+            tensors = parts.tensors
+            self._files = [path, *(Path(tensor.file) for tensor in tensors.values())]
+            frequencies = tensors.pop(_FREQUENCIES, None)
+            divisors = () if frequencies is None else _read_divisors(frequencies)
+            self.config = parse_gguf_config(parts.fields, tensors, divisors, name)
+        self._tensors = tensors
+        self._stored_name = match_tensors(self.config, tensors, _FORMAT, str(path))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write one dequantised tensor into ``target``."""
-        weights = _expand(*self._tensors[self._stored_name[name]])
+        stored = self._stored_name[name]
+        weights = _expand(stored, self._tensors[stored])
         if ".q_proj." in name:
             weights = _undo_interleaving(weights, self.config.shape.num_heads)
         elif ".k_proj." in name:
@@ -85,17 +85,17 @@ class GgufFile:
 
     def digest_weights(self) -> bytes:
         """The hash of all parts, metadata included."""
-        return digest_files(list(dict.fromkeys([self._path, *(file for file, _ in self._tensors.values())])))
+        return digest_files(list(dict.fromkeys(self._files)))
 
     def load_tokenizer(self) -> HfTokenizer:
         """The tokenizer in the file's metadata."""
         return _read_tokenizer(self._path, self._path.stat().st_mtime_ns)
 
-    def _read_divisors(self) -> tuple[float, ...]:
-        """llama.cpp's divisors of the rotary frequencies: Llama 3's scaling, computed when the file was made."""
-        file, tensor = self._tensors[_FREQUENCIES]
-        values = _expand(file, tensor).ravel().tolist()
-        return Fields({_FREQUENCIES: values}, str(file)).numbers(_FREQUENCIES, len(values))
+
+def _read_divisors(tensor: GgufTensor) -> tuple[float, ...]:
+    """llama.cpp's divisors of the rotary frequencies: Llama 3's scaling, computed when the file was made."""
+    values = _expand(_FREQUENCIES, tensor).ravel().tolist()
+    return Fields({_FREQUENCIES: values}, tensor.file).numbers(_FREQUENCIES, len(values))
 
 
 @lru_cache(maxsize=2)
@@ -104,15 +104,15 @@ def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
     return HfTokenizer.from_gguf(path)
 
 
-def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _expand(name: str, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    form = tensor.data
-    with parsing(f"{file}: {tensor.name}"):  # read, not mapped: mapped pages would stay in memory
-        stored = np.fromfile(file, form.dtype, form.size, offset=int(tensor.data_offset)).reshape(form.shape)
-        weights = dequantize(stored.reshape(_few_rows(form.shape), -1), tensor.tensor_type)
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    return np.asarray(weights, dtype=np.float32).reshape(shape)
+    num_bytes, num_rows = math.prod(tensor.row_shape), _few_rows(tensor.row_shape)
+    with parsing(f"{tensor.file}: {name}"):  # read, not mapped: mapped pages would stay in memory
+        stored = np.fromfile(tensor.file, np.uint8, num_bytes, offset=tensor.begin)
+        weights = dequantize(stored.reshape(num_rows, -1), GGMLQuantizationType[tensor.kind])
+    return np.asarray(weights, dtype=np.float32).reshape(tensor.shape)
 
 
 def _few_rows(shape: tuple[int, ...]) -> int:

@@ -1,21 +1,19 @@
 """Keys and tensor tables of a GGUF model: one file, or all parts of a split one (``NAME-00001-of-00003.gguf`` etc.).
 
-A header is parsed only after a check that it ends inside its file: the parsers of ``gguf`` and ``transformers`` loop
-over the counts in a file, and read past its end without noticing.
-Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Headers are read here and not by ``gguf.GGUFReader``, which loops over any count that a file states, and reads past the
+file's end without noticing. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from floodplain.core.errors import UserError
 from floodplain.files.extras import require
@@ -29,22 +27,32 @@ MAX_ELEMENTS = 2**22
 MAX_DEPTH = 4
 MAX_DIMENSIONS = 4
 """Most dimensions of a tensor, as in ggml."""
+VERSIONS = (2, 3)
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
-_HARMLESS_OF_PARTS = r"(GGUF|general)\..*"
+_HARMLESS_OF_PARTS = r"general\..*"
 _STRING, _ARRAY = 8, 9
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
+_ENDS = "it ends inside its header"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor(StoredTensor):
+    """A tensor in a file's table; ``begin`` is its first byte in the file, of ``row_shape`` bytes: quantised rows."""
+
+    begin: int
+    row_shape: tuple[int, ...]
 
 
 class GgufParts:
     """A model in one file or several, of which ``path`` is the first, with the model's keys (``fields``).
 
-    ``tensors`` has each one's file and ``gguf`` entry. Raises UserError if a file cannot be read, is missing, or is not
-    the part that it should be.
+    Raises UserError if a file cannot be read, is missing, or is not the part that it should be.
     """
 
     def __init__(self, path: Path) -> None:
-        self.tensors: dict[str, tuple[Path, Any]] = {}
+        self.tensors: dict[str, GgufTensor] = {}
         self.fields = self._add(path)
         count = self.fields.whole(_COUNT, 1, least=0)
         number = self.fields.whole(_NO, 0, least=0)
@@ -56,19 +64,13 @@ class GgufParts:
                 f"{path}: {_NUM_TENSORS} is {wanted}, and the {count} files hold {len(self.tensors)} tensors"
             )
 
-    def stored(self) -> dict[str, StoredTensor]:
-        """All tensors by name, as in the files' tables."""
-        return {name: _listed(file, tensor) for name, (file, tensor) in self.tensors.items()}
-
     def _add(self, path: Path) -> Fields:
-        reader = _open(path)
-        for tensor in reader.tensors:
-            if tensor.name in self.tensors:
-                raise UserError(
-                    f"{path}: the tensor {tensor.name[:120]!r} is in {self.tensors[tensor.name][0].name}, too"
-                )
-            self.tensors[tensor.name] = path, tensor
-        return Fields(_Values(reader.fields), str(path))
+        keys, tensors = _open(path)
+        for name, tensor in tensors:
+            if name in self.tensors:
+                raise UserError(f"{path}: the tensor {name[:120]!r} is in {Path(self.tensors[name].file).name}, too")
+            self.tensors[name] = tensor
+        return Fields(keys, str(path))
 
     def _add_others(self, path: Path, number: int, count: int) -> None:
         match = _PART_NAME.fullmatch(path.name)
@@ -93,11 +95,7 @@ class GgufParts:
 
 def read_fields(path: Path) -> Fields:
     """The keys of one file. Raises UserError if it cannot be read."""
-    return Fields(_Values(_open(path).fields), str(path))
-
-
-def _listed(file: Path, tensor: Any) -> StoredTensor:
-    return StoredTensor(str(file), tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
+    return Fields(_open(path)[0], str(path))
 
 
 def _stated_count(path: Path) -> int:
@@ -106,149 +104,108 @@ def _stated_count(path: Path) -> int:
     return int(match[3]) if match else 1
 
 
-def _open(path: Path) -> Any:
+Header = tuple[dict[str, Any], list[tuple[str, GgufTensor]]]
+"""The values of a file's keys, and its tensors with their names."""
+
+
+def _open(path: Path) -> Header:
     try:
-        check_header(path)
-        return read_gguf(path, path.stat().st_mtime_ns)
-    except Exception as error:  # the parser may raise anything on a malformed file
+        return read_header(path, path.stat().st_mtime_ns)
+    except Exception as error:  # a malformed file may cause any error
         raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason_of(error)})") from error
 
 
-class _Values(Mapping[str, Any]):
-    """The values of a file's keys, each decoded when it is read, because a vocabulary takes long."""
+@lru_cache(maxsize=2)
+def read_header(path: Path, changed_ns: int) -> Header:
+    """Read a file's header, cached while its mtime ``changed_ns`` does not change.
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
-
-
-def check_header(path: Path) -> None:
-    """Walk a file's metadata and tensor table.
-
-    Raises OSError or ValueError if it is no ``.gguf`` file, ends inside its header, or exceeds a limit.
+    Raises OSError or ValueError if it is no ``.gguf`` file, ends before its tensors do, or exceeds a limit; a malformed
+    file may cause any error.
     """
     if not is_file(path):
         raise ValueError("it is not a regular file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            _Walk(data).walk()
+            return _Reader(data, path).read()
         except struct.error:
-            raise ValueError("it ends inside its header") from None
+            raise ValueError(_ENDS) from None
 
 
-@lru_cache(maxsize=2)
-def read_gguf(path: Path, changed_ns: int) -> Any:
-    """A ``gguf.GGUFReader`` of a file with a checked header, cached while its mtime ``changed_ns`` does not change.
-
-    A vocabulary has hundreds of thousands of values, and the original reader makes several arrays for each. Here an
-    array of numbers is one array, and an array of strings is a list of views. A malformed file may raise any error.
-    """
-    require(str(path), "gguf")
-
-    from gguf import GGUFReader, GGUFValueType
-
-    class QuickReader(GGUFReader):  # type: ignore[misc]
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != GGUFValueType.ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            head = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            begin, kind, count = orig_offs + 12, GGUFValueType(int(head[0][0])), int(head[1][0])
-            number = self.gguf_scalar_to_np.get(kind)
-            if count == 0 or (number is None and kind != GGUFValueType.STRING):
-                return super()._get_field_parts(orig_offs, raw_type)
-            parts = _read_strings(self.data, begin, count) if number is None else [self._get(begin, number, count)]
-            num_bytes = sum(part.nbytes for part in parts) + (8 * count if number is None else 0)
-            places = list(range(len(head), len(head) + len(parts)))
-            return 12 + num_bytes, [*head, *parts], places, [GGUFValueType.ARRAY, kind]
-
-    return QuickReader(path)
-
-
-class _Walk:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+class _Reader:
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data, self._path = data, path
         self._position = 4
         self._num_elements = 0
 
-    def walk(self) -> None:
+    def read(self) -> Header:
         if self._data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        if not self._number("I") & 0xFFFF:  # its version is big-endian, and so are the numbers in its blocks
+        version = self._number("I")
+        if not version & 0xFFFF:  # its version is big-endian, and so are the numbers in its blocks
             raise ValueError("it is big-endian: convert it with gguf-convert-endian FILE little")
+        if version not in VERSIONS:
+            raise ValueError(f"its version is {version}, and {' and '.join(map(str, VERSIONS))} are supported")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
+        keys: dict[str, Any] = {}
         for _ in range(num_keys):
-            self._skip_string()
-            self._skip_value(self._number("I"), depth=0)
-        for _ in range(num_tensors):
-            self._skip_string()
-            num_dimensions = self._number("I")
-            if num_dimensions > MAX_DIMENSIONS:
-                raise ValueError(f"a tensor has {num_dimensions} dimensions")
-            self._skip(8 * num_dimensions + 12)  # sizes, type, offset
+            key = self._text()
+            if key in keys:
+                raise ValueError(f"its key {key[:120]!r} occurs twice")
+            keys[key] = self._value(self._number("I"), depth=0)
+        entries = [self._entry() for _ in range(num_tensors)]
+        align = keys.get("general.alignment", 32)
+        if type(align) is not int or align < 1 or align & (align - 1):
+            raise ValueError("its general.alignment is not a power of two")
+        begin = -(-self._position // align) * align
+        return keys, [(name, self._tensor(shape, kind, begin + offset)) for name, shape, kind, offset in entries]
 
-    def _number(self, kind: str) -> int:
-        value: int
-        (value,) = struct.unpack_from(f"<{kind}", self._data, self._position)
-        self._position += struct.calcsize(f"<{kind}")
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape with rows first, type and offset of a tensor."""
+        name, num_dimensions = self._text(), self._number("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"a tensor has {num_dimensions} dimensions")
+        sizes = [self._number("Q") for _ in range(num_dimensions)]
+        return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
+
+    def _tensor(self, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+        require(str(self._path), "gguf")
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quant_shape_to_byte_shape
+
+        known = GGMLQuantizationType(kind)
+        row_shape = quant_shape_to_byte_shape(shape, known)
+        if begin + math.prod(row_shape) > len(self._data):
+            raise ValueError("it ends inside its tensors")
+        return GgufTensor(str(self._path), shape, known.name, begin, row_shape)
+
+    def _number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f"<{form}", self._data, self._position)
+        self._position += struct.calcsize(f"<{form}")
         return value
 
-    def _skip(self, num_bytes: int) -> None:
-        self._position += num_bytes
+    def _text(self) -> str:
+        begin = self._position + _LENGTH.size
+        self._position = begin + _LENGTH.unpack_from(self._data, self._position)[0]
         if self._position > len(self._data):
-            raise ValueError("it ends inside its header")
+            raise ValueError(_ENDS)
+        return self._data[begin : self._position].decode()
 
-    def _skip_string(self) -> None:
-        self._skip(self._number("Q"))
-
-    def _skip_strings(self, count: int) -> None:
-        """Skip strings in one loop: a vocabulary and its merges are most of a header, and a call for each is slow."""
-        read, position, end = struct.Struct("<Q").unpack_from, self._position, len(self._data)
-        for _ in range(count):
-            position += 8 + read(self._data, position)[0]
-            if position > end:
-                raise ValueError("it ends inside its header")
-        self._position = position
-
-    def _skip_value(self, kind: int, depth: int) -> None:
-        if kind in _SCALAR_BYTES:
-            self._skip(_SCALAR_BYTES[kind])
-        elif kind == _STRING:
-            self._skip_string()
-        elif kind == _ARRAY:
-            self._skip_array(depth + 1)
-        else:
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
             raise ValueError(f"a value has the unknown type {kind}")
-
-    def _skip_array(self, depth: int) -> None:
         kind, count = self._number("I"), self._number("Q")
         self._num_elements += count
         if self._num_elements > MAX_ELEMENTS:
             raise ValueError(f"its arrays have more than {MAX_ELEMENTS} elements")
-        if depth > MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise ValueError(f"arrays are nested deeper than {MAX_DEPTH} levels")
-        if kind in _SCALAR_BYTES:
-            self._skip(count * _SCALAR_BYTES[kind])
-            return
-        if kind == _STRING:
-            self._skip_strings(count)
-            return
-        for _ in range(count):
-            self._skip_value(kind, depth)
-
-
-def _read_strings(data: Any, position: int, count: int) -> list[memoryview]:
-    """The bytes of adjacent strings, each preceded by its length, as views of ``data``."""
-    view, read, strings = memoryview(data), struct.Struct("<Q").unpack_from, []
-    for _ in range(count):
-        begin = position + 8
-        position = begin + read(view, position)[0]
-        strings.append(view[begin:position])
-    return strings
+        if kind in _SCALARS:
+            form = f"<{count}{_SCALARS[kind]}"
+            numbers = struct.unpack_from(form, self._data, self._position)
+            self._position += struct.calcsize(form)
+            return list(numbers)
+        return [self._value(kind, depth + 1) for _ in range(count)]

@@ -32,10 +32,9 @@ def is_hub_id(model: str) -> bool:
 
 
 def hub_folder(model: str) -> Path:
-    """The folder of a model of the hub, with all of its files; a progress bar shows what is downloaded.
+    """The folder of a model of the hub with all of its files; what is not in the cache is downloaded.
 
-    The cache, ``HF_TOKEN``, ``HF_HUB_OFFLINE`` and ``HF_ENDPOINT`` are those of ``huggingface_hub``. Raises UserError,
-    with what to do, if the hub has no such model or does not give it, or it is not in the cache and cannot be fetched.
+    Variables such as ``HF_TOKEN`` are those of ``huggingface_hub``. Raises UserError with what to do.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -66,10 +65,7 @@ _FORMS = "a name of the Hugging Face hub, a folder, a .gguf file, smollm2, or du
 
 
 def peek_shape(model: str) -> ModelShape:
-    """The shape of the model that ``open_model`` would open.
-
-    Raises UserError if there is no such model, or its configuration is missing, unreadable or not supported.
-    """
+    """The shape of the model that ``open_model`` would open; UserError if there is none, or it is refused."""
     if model.startswith("dummy:"):
         return shape_named(model.removeprefix("dummy:"))
     path = find_model(model)
@@ -119,7 +115,7 @@ def _shape_of_gguf(path: Path, name: str) -> ModelShape:
 
     with parsing(path):
         parts = GgufParts(path)
-        return parse_gguf_config(parts.fields, parts.stored(), (), name).shape
+        return parse_gguf_config(parts.fields, parts.tensors, (), name).shape
 
 
 def packaged_smollm2() -> Path:
