@@ -137,8 +137,7 @@ class PieLayers(LayerSlots):
     _fifo: PieFifo
     _ledger: BlockLedger
 
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor of a layer on the device."""
+    def _find_present(self, layer: int) -> torch.Tensor:
         place = self._fifo.table[layer].gpu_place
         if place is None:
             raise InvariantError(f"layer {layer} has no place on the device")
@@ -180,6 +179,7 @@ class PieLayers(LayerSlots):
     def _take_over(self, ledger: BlockLedger, line: TwoWayLine) -> None:
         self.line.close()
         self.line, self._clock, self._ledger = line, StepClock(line), ledger
+        self._tensor_of = self._find_present
         self._fifo = PieFifo(len(self), self.places.num_arenas)
         self._far = list(self._homes.values())[: self._fifo.num_cpu_places]
         line.set_places(Direction.INBOUND, self._far)

@@ -1,8 +1,4 @@
-"""Builds one stage of a pipeline: some layers of a model, and a KV pool for these.
-
-The pool also gets the memory of the other layers: with equal ``--kv-memory`` a stage has as much memory as an instance
-that holds the whole model.
-"""
+"""Builds one stage of a pipeline: some layers of a model, and a KV pool for these in the memory of all layers."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.errors import UserError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
@@ -24,7 +20,7 @@ from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtyp
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
-from floodplain.memory.kv_layout import PlacedLayers
+from floodplain.memory.kv_layout import LayerTensors
 from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
@@ -119,7 +115,14 @@ class Stage:
 
     def make_runner(self, max_model_len: int) -> StageRunner:
         """Make a runner over the pool without sequences, for the ``max_model_len`` of the pipeline."""
-        return self.parts.make_runner(PlacedLayers(self.pool.layers, self.parts.layers.start), max_model_len)
+        held = self.parts.layers
+
+        def tensor_of(layer: int) -> torch.Tensor:
+            if layer not in held:
+                raise InvariantError(f"layer {layer} is another stage's")
+            return self.pool.layers[layer - held.start]
+
+        return self.parts.make_runner(LayerTensors(held.stop, tensor_of), max_model_len)
 
     def make_ledger(self, num_blocks: int) -> BlockLedger:
         """Make the pipeline's ledger of ``num_blocks`` free blocks; each stage has its layers' part of them."""
@@ -131,10 +134,7 @@ class Stage:
 
 
 def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
-    """Load stage number ``stage`` of a model, and map its KV pool.
-
-    Raises UserError if the model cannot be read, has too few layers, or memory is too small for one request.
-    """
+    """Load stage number ``stage`` of a model, and map its KV pool. UserError if it is unreadable, or too small."""
     start_log = StartLog()
     start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)

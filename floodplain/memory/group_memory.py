@@ -28,8 +28,7 @@ _BLOCKS_PER_MOVE = 256
 class GroupArena:
     """Blocks of one layer, by group block id, and their pages. Nothing is mapped at first. One thread at a time.
 
-    The address range begins with ``first_quantum`` and has room for ``num_quanta``. ``pages`` are those behind each
-    mapped group quantum.
+    It has addresses for ``num_quanta`` from ``first_quantum`` on; ``pages`` are those behind each mapped quantum.
     """
 
     def __init__(self, device: Device, layout: KVLayout, num_quanta: int, first_quantum: int = 0) -> None:
@@ -143,7 +142,7 @@ class GroupKV:
         self._device, self._layout = device, layout
         self.arenas: dict[int, GroupArena] = {}
         self.leaving: dict[int, GroupArena] = {}
-        self.layers = GroupLayers(layout.num_layers, self.arenas)
+        self.layers = LayerTensors(layout.num_layers, self._tensor_of)
         self.max_quanta = 0
 
     @property
@@ -152,10 +151,9 @@ class GroupKV:
         return tuple(sorted(min(self.arenas.items())[1].pages)) if self.arenas else ()
 
     def place(self, places: GroupPlaces, max_quanta: int, first_leaving: int) -> None:
-        """Map pages in new arenas, then close the old ones. Until then other arenas may map the same pages, too.
+        """Map pages in new arenas, then close the old ones, which stay if that fails. Both may map a page meanwhile.
 
         The kept layers get room for ``max_quanta``; leaving layers begin with group quantum ``first_leaving``.
-        Everything is mapped before anything is unmapped, so the old arenas stay if that fails.
         """
         num_leaving = max((len(quanta) for quanta in places.leaving.values()), default=0)
         with ExitStack() as on_failure:
@@ -220,19 +218,8 @@ class GroupKV:
             arena.map(quanta)
         return arenas
 
-
-class GroupLayers(LayerTensors):
-    """KV of the kept layers by the model's index, looked up anew at each access; other layers are refused."""
-
-    def __init__(self, num_layers: int, arenas: Mapping[int, GroupArena]) -> None:
-        self._num_layers = num_layers
-        self._arenas = arenas
-
-    def __len__(self) -> int:
-        return self._num_layers
-
     def _tensor_of(self, layer: int) -> torch.Tensor:
-        arena = self._arenas.get(layer)
+        arena = self.arenas.get(layer)
         if arena is None:
             raise InvariantError(f"the KV of layer {layer} is with another member of the group")
         return arena.tensor
@@ -241,19 +228,17 @@ class GroupLayers(LayerTensors):
 class GroupMemory:
     """Owner of one member's pages between ``drop`` and ``close_group`` or ``abandon``; empty before and after.
 
-    A group block ``b`` is block ``b % Q`` of group quantum ``b // Q``, with Q = ``quantum_blocks``. All ids of blocks
-    and quanta below are group ids, except ``quanta`` and ``used`` of ``drop``.
+    A group block ``b`` is block ``b % Q`` of group quantum ``b // Q``, with Q = ``quantum_blocks``. All ids below are
+    group ids, except ``quanta`` and ``used`` of ``drop``.
 
-    Threads: every call takes one lock, so ``read`` and ``write`` copy mapped pages only. Compute uses ``layers``
-    without the lock. Beside compute may run: ``read``, ``write`` of blocks that no step uses, ``settle``, ``grow``,
-    ``map_parameters``, ``take_spare``. At a boundary only, with no kernel running: ``drop``, ``drop_more``, ``shrink``,
-    ``abandon``, ``close_group``.
+    Threads: every call takes one lock, and compute uses ``layers`` without it. Beside compute may run: ``read``,
+    ``write`` of blocks that no step uses, ``settle``, ``grow``, ``map_parameters``, ``take_spare``. The rest only at a
+    boundary, with no kernel running.
 
     Attributes:
         quantum_pages: Pages of one layer's quantum.
         kept: The layers that this member computes; empty without a group.
-        layers: KV of the kept layers by the model's index, for compute: [max_blocks, 2, block_tokens, kv_heads,
-            head_dim]. Other layers raise ``InvariantError``. Looked up anew at each access.
+        layers: KV of the kept layers by the model's index, for compute; others raise ``InvariantError``.
     """
 
     def __init__(self, device: Device, layout: KVLayout, layer_buffers: Sequence[PagedBuffer]) -> None:
@@ -297,8 +282,7 @@ class GroupMemory:
         """Unmap the other layers' parameters, and map all pages behind ``num_quanta`` group quanta of ``kept``.
 
         The KV of ``used`` keeps its bytes, as group quanta ``first_quantum`` and following: in kept layers for good, in
-        the others readable until ``settle``. Bytes of other quanta are unspecified. The caller has checked, with all
-        members, that the pages are enough.
+        the others readable until ``settle``. Bytes of other quanta are unspecified.
 
         Args:
             pages: ``Shrunk.pages`` of a pool that shrank to 0: layer by layer, in each quantum by quantum.
@@ -320,8 +304,7 @@ class GroupMemory:
     def drop_more(self, used: Sequence[int], kept: range, first_quantum: int, num_quanta: int) -> None:
         """Drop further layers of a settled member, as ``drop`` does, from this group's own quanta.
 
-        ``used`` are present ids, in the order of their new ones; ``kept`` are some of the layers kept so far. Raises as
-        ``drop``, and ``InvariantError`` without a group or before it has settled.
+        ``used`` are present ids, in the order of their new ones; ``kept`` are some of the layers kept so far.
         """
         with self._lock:
             if not self.kept or self._kv.leaving or not set(kept) <= set(self.kept):
@@ -339,10 +322,7 @@ class GroupMemory:
             return self.grow(num_quanta)
 
     def grow(self, num_quanta: int) -> list[int] | None:
-        """Map free pages behind the lowest empty group quanta, until there are ``num_quanta``.
-
-        Returns the new ones, ascending; None, with nothing changed, if pages or addresses are too few.
-        """
+        """Map free pages behind the lowest empty quanta until there are ``num_quanta``; None without room for all."""
         with self._lock:
             if not self._can_grow(num_quanta, len(self._free)):
                 return None
@@ -404,10 +384,9 @@ class GroupMemory:
             return True
 
     def abandon(self) -> list[Page]:
-        """End the group from any state: unmap all KV, and map all parameters, unfilled.
+        """End the group from any state: unmap all KV, map all parameters, unfilled; returns all other pages.
 
-        Returns all other pages: those of the pool before ``drop``, less what ``take_spare`` gave; empty without a
-        group. After a ``UserError`` the KV is gone, and it can be called again.
+        After a ``UserError`` the KV is gone, and it can be called again.
         """
         with self._lock:
             self._free += self._kv.empty()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import torch
-
-from floodplain.core.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +45,17 @@ class KVLayout:
         return math.lcm(self.layer_block_bytes, page_bytes) // self.layer_block_bytes
 
 
-class LayerTensors(Sequence[torch.Tensor], ABC):
-    """One tensor for each layer, [max_blocks, 2, block_tokens, kv_heads, head_dim]."""
+class LayerTensors(Sequence[torch.Tensor]):
+    """One tensor for each layer, [max_blocks, 2, block_tokens, kv_heads, head_dim], looked up anew at each access.
 
-    @abstractmethod
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        """The tensor of a layer's KV now; raises ``InvariantError`` if the layer has no memory here."""
+    ``tensor_of`` raises ``InvariantError`` for a layer without memory here: touching its tensor would be a crash.
+    """
+
+    def __init__(self, num_layers: int, tensor_of: Callable[[int], torch.Tensor]) -> None:
+        self._num_layers, self._tensor_of = num_layers, tensor_of
+
+    def __len__(self) -> int:
+        return self._num_layers
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...
@@ -64,18 +66,3 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
     def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         layers = range(len(self))[index]
         return self._tensor_of(layers) if isinstance(layers, int) else [self._tensor_of(layer) for layer in layers]
-
-
-class PlacedLayers(LayerTensors):
-    """Tensors of adjacent layers, ``first`` and following, by the index that a layer has in the whole model."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], first: int) -> None:
-        self._tensors, self._first = tensors, first
-
-    def __len__(self) -> int:
-        return self._first + len(self._tensors)
-
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        if layer < self._first:
-            raise InvariantError(f"layer {layer} is another stage's")
-        return self._tensors[layer - self._first]

@@ -3,9 +3,8 @@
 A block has a part in every layer, at the same place of each arena. Only whole pages are unmapped, so the pool shrinks
 by the *quantum*: as many blocks as make a layer's part whole pages. Holes between quanta are fine.
 
-Layers can be unmapped and mapped again, too: with fewer *mapped*, the same pages hold more blocks. A layer's blocks are
-in its arena, or *placed* elsewhere under the same ids, such as in a copy in the host's memory. The arena may then be
-unmapped, or serve other layers.
+With fewer layers *mapped*, the same pages hold more blocks. A layer's blocks are in its arena, or *placed* elsewhere
+under the same ids, such as in the host's memory.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ Places = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The result of a shrink.
-
-    Attributes:
-        pages: Unmapped pages, which the caller releases to the device or maps elsewhere.
-        moved: Old block to new; every block table must be rewritten before the next step.
-    """
+    """Unmapped ``pages``, now the caller's, and blocks ``moved``, old to new, for all block tables before the next."""
 
     pages: list[Page]
     moved: dict[BlockId, BlockId]
@@ -47,14 +41,13 @@ class Shrunk:
 class KVPool:
     """Owner of the KV bytes. Nothing is mapped at first: ``grow`` it. One thread at a time, at a boundary.
 
-    Address space for whole quanta of ``max_blocks``, also while layers are unmapped, is reserved.
+    Address space for whole quanta of ``max_blocks`` is reserved.
 
     Attributes:
         mapped_layers: The layers that have pages, in order, all behind the same blocks; at first all.
-        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. An unmapped
-            layer raises ``InvariantError``, since touching its tensor would crash the process.
-        words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
-            was placed elsewhere. A new tuple when that changes: code that keeps addresses reads them anew.
+        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim].
+        words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]; a new tuple when that
+            changes.
     """
 
     def __init__(self, device: Device, layout: KVLayout, max_blocks: int) -> None:
@@ -70,7 +63,8 @@ class KVPool:
         self.words = self._own_words = tuple(arena.tensor(torch.int32, words) for arena in self._arenas)
         self._placed: dict[int, torch.Tensor] = {}
         self.mapped_layers = tuple(range(layout.num_layers))
-        self.layers = _Tensors([arena.tensor(layout.dtype, shape) for arena in self._arenas])
+        self._tensors = [arena.tensor(layout.dtype, shape) for arena in self._arenas]
+        self.layers = LayerTensors(layout.num_layers, self._tensor_of)
 
     @property
     def num_blocks(self) -> int:
@@ -154,10 +148,7 @@ class KVPool:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def unmap_layers(self, layers: Sequence[int]) -> list[Page]:
-        """Take all pages from behind mapped layers that are placed elsewhere, ``num_layer_pages`` each.
-
-        One layer at least stays mapped. No copy may be in flight.
-        """
+        """Take the pages, ``num_layer_pages`` each, of layers that are placed elsewhere; one layer stays mapped."""
         left = {*self.mapped_layers} - {*layers}
         if len(left) + len(layers) != len(self.mapped_layers) or not left:
             mapped = list(self.mapped_layers)
@@ -165,18 +156,15 @@ class KVPool:
         if not self._placed.keys() >= {*layers}:
             raise InvariantError(f"layers {list(layers)} cannot go: the blocks of some are nowhere else")
         pages = self._unmap(layers, self._backed_places())
-        self._set_mapped(left)
+        self.mapped_layers = tuple(sorted(left))
         return pages
 
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
-        """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
-
-        The caller fills all blocks in use, and cached blocks unless it drops them.
-        """
+        """Put ``num_layer_pages`` pages for each behind all blocks of unmapped layers, for the caller to fill."""
         if len({*layers} - {*self.mapped_layers}) < len(layers):
             raise InvariantError(f"layers {list(layers)} are not all unmapped")
         self._map(layers, self._backed_places(), pages)
-        self._set_mapped({*self.mapped_layers, *layers})
+        self.mapped_layers = tuple(sorted({*self.mapped_layers, *layers}))
 
     def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
         """Set where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
@@ -199,10 +187,9 @@ class KVPool:
     # -- shrinking -------------------------------------------------------------------------------------------------
 
     def shrink(self, ledger: BlockLedger, target_blocks: int) -> Shrunk:
-        """Shrink to the fewest quanta that hold ``target_blocks`` and all used blocks: prepare, copy, commit or abort.
+        """Shrink to the fewest quanta that hold ``target_blocks`` and all used blocks, which move together.
 
-        Blocks in use move out of the emptiest quanta, cached ones there are dropped, and quanta that a copy in flight
-        touches stay.
+        Cached blocks there are dropped, and quanta that a copy in flight touches stay.
         """
         self._expect_own(ledger)
         plan = plan_shrink(ledger, target_blocks)
@@ -236,17 +223,14 @@ class KVPool:
         return pages
 
     def discard_quanta(self, quanta: Sequence[int]) -> bool:
-        """Return the memory of quanta without used blocks to the system until written; True if any was returned.
-
-        Placed layers are skipped: their arenas may serve others.
-        """
+        """Return the memory of unused quanta of layers in their arenas until written; True if any was returned."""
         places = _join([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
         arenas = [self._arenas[layer] for layer in self.mapped_layers if layer not in self._placed]
         return sum(arena.discard(first, count) for arena in arenas for first, count in places) > 0
 
     def close(self) -> None:
         """Release everything to the device. The tensors must not be used any more."""
-        self.layers.clear()
+        self._tensors = []
         self.words = self._own_words = ()
         self._backed = []
         self._placed.clear()
@@ -299,9 +283,10 @@ class KVPool:
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
 
-    def _set_mapped(self, layers: set[int]) -> None:
-        self.mapped_layers = tuple(sorted(layers))
-        self.layers.set_readable(layers)
+    def _tensor_of(self, layer: int) -> torch.Tensor:
+        if layer not in self.mapped_layers:
+            raise InvariantError(f"the KV of layer {layer} is not mapped")
+        return self._tensors[layer]
 
     def _map(self, layers: Sequence[int], places: Places, pages: Sequence[Page]) -> None:
         """Map pages behind the places of each layer, layer by layer, or behind none."""
@@ -334,26 +319,3 @@ def _join(places: Places) -> Places:
         start = joined.pop()[0] if joined and sum(joined[-1]) == first else first
         joined.append((start, first + count - start))
     return joined
-
-
-class _Tensors(LayerTensors):
-    """One tensor per layer; each access checks anew that the layer is mapped."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._readable = set(range(len(tensors)))
-
-    def set_readable(self, indices: set[int]) -> None:
-        """Set the layers that may be accessed; all others are refused from now on."""
-        self._readable = set(indices)
-
-    def clear(self) -> None:
-        self._tensors = []
-
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        if layer not in self._readable:
-            raise InvariantError(f"the KV of layer {layer} is not mapped")
-        return self._tensors[layer]
-
-    def __len__(self) -> int:
-        return len(self._tensors)

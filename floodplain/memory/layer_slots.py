@@ -1,14 +1,12 @@
 """KV of streamed layers: the memory each layer computes in, copies around it, and how layers start and stop streaming.
 
-Blocks have the same ids in all layers, wherever these lie, so block tables, prefix keys and policies do not change:
-attention gets another base pointer. When a slot changes its layer, its content is invalid; a layer's copy lacks only
-what the line has not written yet. The order of copies alone makes both correct (``memory.layer_line``).
+Blocks have the same ids in all layers, so block tables, prefix keys and policies do not change: attention gets another
+base pointer. When a slot changes its layer, its content is invalid; a layer's copy lacks only what the line has not
+written yet. The order of copies alone makes both correct (``memory.layer_line``).
 
-A second, *near* copy behind a faster link, in a neighbour's memory, only makes loads faster. The copy in the host's
-memory, *home*, is always complete: a near copy may be dropped at any time, and added at any time with any content. A
-block of it is *stale* while it may differ from home: at first all are, later those that something other than the line
-has written at home. A stale block is filled from home just before a load that reads it, by the same line and so in that
-order. The line writes a step's rows to both copies.
+A second, *near* copy behind a faster link, in a neighbour's memory, only makes loads faster: *home*, in the host's
+memory, is always complete, and a near copy may be added with any content, or dropped, at any time. Its block is *stale*
+while it may differ from home, and filled from there, by the same line, just before a load that reads it.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ _MEASURED_BYTES, _MEASURED_COPIES = 2**23, 3
 
 
 class NearCopies:
-    """Adds, fills and drops near copies. Any thread may call ``drop``; the thread that submits to the line, the rest.
-
-    The owner of the layers changes ``homes``, the home copies; ``block_bytes`` are one layer's.
-    """
+    """Adds, fills and drops near copies of ``homes``. Any thread may call ``drop``; the one that submits, the rest."""
 
     def __init__(self, line: LayerLine, homes: Mapping[int, torch.Tensor], max_blocks: int, block_bytes: int) -> None:
         self._line = line
@@ -94,10 +89,7 @@ class NearCopies:
                 is_stale[list(blocks)] = True
 
     def mend(self, layer: int, offsets: np.ndarray) -> None:
-        """Fill the stale ones of these blocks from the layer's home, before a load of them is submitted.
-
-        ``offsets`` are bytes of whole blocks, int64 [any], each once. Does nothing for a layer without a near copy.
-        """
+        """Fill the stale ones of these blocks (byte offsets, int64 [any], each once) before their load is submitted."""
         with self._lock:
             is_stale = self._is_stale.get(layer)
             if is_stale is None:
@@ -139,6 +131,7 @@ class LayerSlots(LayerTensors):
     def __init__(
         self, pool: KVPool, line: LayerLine, num_slots: int, open_home: OpenHome, close_home: CloseHome
     ) -> None:
+        super().__init__(pool.layout.num_layers, lambda layer: pool.layers[self.places.arena_of(layer)])
         self.places = LayerPlaces(pool.layout.num_layers, 0, num_slots)
         self.step_bytes = 0
         self.line = line
@@ -156,18 +149,11 @@ class LayerSlots(LayerTensors):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def _tensor_of(self, layer: int) -> torch.Tensor:
-        return self._pool.layers[self.places.arena_of(layer)]
-
-    def __len__(self) -> int:
-        return self.places.num_layers
-
     def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
         """Start a step: load the blocks that its first streamed layers read.
 
-        Args:
-            read_blocks: Blocks with a token that the step reads and does not write itself, int64 [any].
-            written_tokens: Where the step's keys and values go: ``block * block_tokens + offset``, int64 [T].
+        ``read_blocks`` have a token that the step reads and does not write itself; ``written_tokens``, ``block *
+        block_tokens + offset``, are where its keys and values go. Both are int64 [any].
         """
         self._clock.begin_step()
         is_read = np.zeros(self._pool.max_blocks, dtype=np.bool_)
@@ -182,10 +168,7 @@ class LayerSlots(LayerTensors):
             self._load(layer)
 
     def before_layer(self, index: int) -> None:
-        """Make compute wait until a streamed layer is whole in its slot.
-
-        It waits also if the layer reads nothing: rows of the slot's previous layer must be written from the slot first.
-        """
+        """Make compute wait until the rows of a slot's last layer are written, and its new layer is whole."""
         slot = self.places.slot_of(index)
         ticket = None if slot is None else self._tickets.pop(slot, None)
         if ticket is not None:
@@ -249,10 +232,9 @@ class LayerSlots(LayerTensors):
     def change_to(self, places: LayerPlaces, ledger: BlockLedger, remap: Remap) -> None:
         """Stream more layers for a larger pool, or fewer for a smaller pool, as far as used blocks allow.
 
-        No step is outstanding, and no copy to or from swap space under way. If used blocks need the pages, a change to
-        fewer stays incomplete: the pool is as small as it can be, and a later call continues when blocks are free.
-        ``remap`` is called as soon as blocks have moved, so that an error after that leaves right tables. Raises
-        ``UserError``, with no layer changed, if there is no memory for a copy.
+        No step or copy to swap space is outstanding. If used blocks need the pages, a change to fewer stays incomplete,
+        and a later call continues it. ``remap`` is called as soon as blocks have moved. Raises ``UserError``, with no
+        layer changed, if there is no memory for a copy.
         """
         if self.places == places:
             return
@@ -353,10 +335,7 @@ class LayerSlots(LayerTensors):
 
 
 def find_read_blocks(tables: np.ndarray, lengths: np.ndarray, block_tokens: int) -> np.ndarray:
-    """Blocks, each at least once, that hold the first ``lengths`` (int64 [B]) tokens of some sequences: int64 [any].
-
-    ``tables`` are their block ids, [B, max_blocks].
-    """
+    """Blocks, int64 [any], that hold the first ``lengths`` [B] tokens of sequences with ``tables`` [B, max_blocks]."""
     num_blocks = -(-lengths // block_tokens)
     blocks: np.ndarray = tables[np.arange(tables.shape[1]) < num_blocks[:, None]]
     return blocks
