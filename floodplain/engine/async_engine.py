@@ -38,12 +38,11 @@ _INBOX_S = 0.005
 class AsyncEngine:
     """The engine of the server and of in-process benchmarks.
 
-    Submissions and aborts wait in an inbox until the next step boundary. If the thread ends with an exception, all
-    calls raise an error with it.
+    Submissions and aborts wait in an inbox until the next step boundary.
 
     Attributes:
         engine: Only the engine's thread may use its state once started.
-        failure: The exception that ended the engine's thread; None if none did.
+        failure: The exception that ended the engine's thread, which all calls raise; None if none did.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -140,9 +139,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
-        ``on_added`` is called on the engine's thread when the request is queued, before a step can schedule it, and
-        then ``on_accepted`` on the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while the engine
-        drains.
+        ``on_added`` is called on the engine's thread before a step can schedule the request, then ``on_accepted`` on
+        the event loop. Raises RequestRefused, QueueFull, or ShuttingDown while it drains.
         """
         if self._loop is None or self.failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self.failure
@@ -166,10 +164,7 @@ class AsyncEngine:
             self._inbox.put(lambda: self._abandon(caller))
 
     async def pause(self) -> Pause:
-        """Complete all steps and copies under way, and hold the engine's thread until ``Pause.release``.
-
-        Deltas of these steps have been delivered when this returns. Raises RuntimeError if the engine is not running.
-        """
+        """Complete all steps and copies, deliver their deltas, and hold the engine's thread until ``Pause.release``."""
         if self._loop is None or self.failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self.failure
         pause = Pause(self._loop)
@@ -273,12 +268,9 @@ class AsyncEngine:
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """The caller of one ``AsyncEngine.generate``.
+    """The caller of one ``AsyncEngine.generate``. ``accepted`` is done when the engine has accepted or refused it.
 
-    Attributes:
-        accepted: Done when the engine has accepted or refused the request.
-        seq_id: Set and read on the engine's thread.
-        deltas: The results, or why the engine ended; only touched on the event loop.
+    ``seq_id`` is of the engine's thread, ``deltas`` of the event loop: the results, or why the engine ended.
     """
 
     request: Request

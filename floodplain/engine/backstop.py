@@ -48,10 +48,7 @@ class Backstop:
         self._damage: str | None = None
 
     def check(self) -> str | None:
-        """Why no layer should be dropped, in one line; None if size and header are the expected ones.
-
-        It takes a fraction of a millisecond. Only ``fill`` finds damaged layers.
-        """
+        """Why no layer should be dropped, by the file's size and header, in one line; None if they are right."""
         if self._damage is not None:
             return self._damage
         try:
@@ -63,10 +60,8 @@ class Backstop:
     def fill(self, layer: int, buffer: ParameterBuffer) -> None:
         """Read a layer's parameters into its mapped buffer, check their digest, and set ``is_filled``.
 
-        Raises:
-            BackstopDamaged: The file is unreadable or damaged. ``check`` refuses from now on, and the file is deleted,
-                so that the next start writes a new one.
-            InvariantError: The buffer has no memory, or is another layer's.
+        Raises BackstopDamaged if the file is unreadable or damaged: ``check`` refuses from now on, and the file is
+        deleted, so that the next start writes a new one.
         """
         self._expect(layer, buffer)
         try:
@@ -81,10 +76,7 @@ class Backstop:
         buffer.is_filled = True
 
     def accept(self, layer: int, buffer: ParameterBuffer) -> bool:
-        """Set ``is_filled`` if parameters that a peer sent have the expected digest, and return whether they do.
-
-        Raises InvariantError if the buffer has no memory, or is another layer's.
-        """
+        """Set ``is_filled``, and return it: whether parameters that a peer sent have the expected digest."""
         self._expect(layer, buffer)
         buffer.is_filled = _compute_layer_digest(buffer.tensor) == self._layers.digests[layer]
         return buffer.is_filled
@@ -117,15 +109,12 @@ def default_backstop_folder() -> Path:
 
 
 def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuffer]) -> Backstop:
-    """Open the machine's backstop of a model; write it if it is missing or not the expected one.
+    """Open the machine's backstop of a model in ``folder``; write it if it is missing or not the expected one.
 
-    Processes that start at the same time wait until the first one has written it. Files of other models, number formats
-    and versions stay: the user deletes them. Raises UserError if the folder is not writable or the disk is full.
+    Processes that start at the same time wait until the first one has written it. Files of other models stay: the user
+    deletes them. Raises UserError if the folder is not writable or the disk is full.
 
-    Args:
-        folder: On a local disk; made if it is missing.
-        fingerprint: Of the model, its number format and the kind of device.
-        buffers: All layers of the model, filled, in order.
+    ``fingerprint`` is of the model, its number format and the kind of device; ``buffers`` are all its layers, filled.
     """
     if not all(buffer.is_filled for buffer in buffers):
         raise InvariantError("a backstop is opened before all parameters are loaded")

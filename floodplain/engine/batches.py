@@ -47,10 +47,7 @@ class PromptScores:
         self._prompts.pop(seq_id, None)
 
     def add(self, plan: StepPlan, x: torch.Tensor, logits_of: LogitsOf) -> dict[SeqId, PromptLogprobs]:
-        """Score the prompt tokens that follow those of a step, from the last layer's activations x [T, hidden].
-
-        Returns the scores of the prompts that end with the step.
-        """
+        """Score prompt tokens after those of a step, from activations x [T, hidden]; returns ended prompts' scores."""
         if not self._prompts:
             return {}
         ended: dict[SeqId, PromptLogprobs] = {}
@@ -164,10 +161,7 @@ class BatchRows:
 
 
 class Batches:
-    """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``.
-
-    ``grammars`` are those of the model, for structured requests. ``scores`` are those of prompts.
-    """
+    """Owner of a runner's state between steps. Plans are applied in their order; batches lie on ``device``."""
 
     def __init__(
         self, device: torch.device, *, block_tokens: int, max_model_len: int, grammars: Grammars | None = None
@@ -265,10 +259,7 @@ class Batches:
         self.slots.num_generated[rows] += 1
 
     def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
-        """Rows that feed one token: the decodes, then the chunks of one token, which compute like decodes.
-
-        A swapped-in sequence resumes with such a chunk.
-        """
+        """Rows that feed one token: decodes, then chunks of one token, with which swapped-in sequences resume."""
         slots, singles = self.slots, [chunk for chunk in plan.prefills if len(chunk.token_ids) == 1]
         if not singles:
             return self._decode_rows

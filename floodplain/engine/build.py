@@ -60,10 +60,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine and its parts, which ``Engine.close`` closes.
-
-    ``parts`` are those of a pipeline stage with all layers; ``slots`` are swap space in host memory, if there is any.
-    """
+    """An engine and its parts, which ``Engine.close`` closes; ``slots`` are swap space in host memory, if any."""
 
     engine: Engine
     parts: StageParts
@@ -90,8 +87,7 @@ def open_engine(
 ) -> OpenedEngine:
     """Load the model, map the KV pool, open the swap space, build the engine, and join the coordinator if any.
 
-    ``policy`` and ``lending`` replace what the flags name; ``start_log`` continues an earlier one.
-    Raises UserError if a part cannot be opened.
+    ``policy`` and ``lending`` replace what the flags name; ``start_log`` continues an earlier one. Raises UserError.
     """
     start_log = start_log or StartLog()
     start_log.begin(f"opening the model {config.model}")

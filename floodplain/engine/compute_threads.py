@@ -9,11 +9,10 @@ _SOFT = 1
 
 
 def release_compute_threads() -> bool:
-    """Release the OpenMP workers of the calling thread; return False if OpenMP cannot, or inside a parallel region.
+    """Release the OpenMP workers of the calling thread; False if OpenMP cannot, or inside a parallel region.
 
-    OpenMP keeps workers for each thread that computes. GNU's spin between two operations only while all pools together
-    have no more threads than there are cores; else they sleep after each, and a step of hundreds of operations takes
-    half as long again. So a thread that loaded a model calls this before another thread runs it.
+    A thread that loaded a model calls this before another runs it. GNU's workers spin between two operations only while
+    all pools together have no more threads than cores; else a step takes half as long again.
     """
     try:
         pause = ctypes.CDLL(None).omp_pause_resource_all

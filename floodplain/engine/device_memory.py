@@ -31,15 +31,10 @@ _ALIGN_SLACK_PERCENT = 105
 
 
 class DeviceMemory:
-    """Owner of the device object and of everything mapped on it.
+    """Owner of the device object and of everything mapped on it. Raises UserError if memory or the name is taken.
 
-    Raises UserError if the machine has less memory than was asked for, or another engine uses that name.
-
-    Args:
-        shared_name: Name under which neighbours find the device; None makes a private device.
-
-    Attributes:
-        layer_buffers: Each layer's parameters, in the order in which they were allocated.
+    ``shared_name`` is the name under which neighbours find the device; None makes a private one. ``layer_buffers`` are
+    each layer's parameters, in the order in which they were allocated.
     """
 
     def __init__(
@@ -168,10 +163,7 @@ def load_model(
     only: range | None = None,
     start_log: StartLog | None = None,
 ) -> Decoder:
-    """Load a model's layers (``only`` those of a stage) into an engine's memory, or packed for a CPU beside it.
-
-    Raises UserError if weights are missing or unreadable, or memory is too small.
-    """
+    """Load a model's layers (``only`` those of a stage) into an engine's memory, or packed for a CPU beside it."""
     is_packed = config.pack_weights and can_pack(dtype, device)
     total_bytes = sum(math.prod(part.shape) for part in parameter_parts(source.config, only)) * dtype.itemsize
     return load_decoder(

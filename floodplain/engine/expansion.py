@@ -31,9 +31,7 @@ _FEWEST_LAYERS = _FEWEST_SLOTS + 1
 class ExpansionPlan:
     """The places that an engine may use, by ascending expansion; it begins with the first.
 
-    Attributes:
-        base_blocks: Blocks of the pool while no layer streams.
-        quantum_blocks: Blocks of a quantum; the pool has whole quanta while any layer streams.
+    ``base_blocks`` are the pool's while no layer streams; else it has whole quanta of ``quantum_blocks``.
     """
 
     base_blocks: int
@@ -69,10 +67,7 @@ def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> 
 
 
 def place_for(expansion: float, num_layers: int) -> LayerPlaces:
-    """The places whose expansion (above 1) is nearest by ratio; ties go to three slots.
-
-    Raises UserError if the model has too few layers; it must have at least three.
-    """
+    """The places whose expansion (above 1) is nearest by ratio; ties go to three slots. UserError if none is."""
     most = num_layers / _FEWEST_SLOTS
     if expansion > most:
         raise UserError(
@@ -90,10 +85,7 @@ def place_for(expansion: float, num_layers: int) -> LayerPlaces:
 def plan_expansion(
     config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
 ) -> ExpansionPlan:
-    """Plan the places that the flags ask for, for a pool of ``base_blocks`` while no layer streams.
-
-    Raises UserError if the model, the pool or the free host memory (``available_bytes``) does not allow them.
-    """
+    """Plan the places that the flags ask for, for ``base_blocks`` without streamed layers. UserError if none fit."""
     asked = config.asked_expansion
     if asked == 1.0:
         return ExpansionPlan(base_blocks, quantum_blocks, (LayerPlaces(layout.num_layers),))
@@ -245,10 +237,7 @@ class Expansion:
 
     @property
     def num_wanted_copies(self) -> int:
-        """Near copies that can be used: those of streamed layers.
-
-        If no layer streams because loads from home would stall compute: those of the smallest place.
-        """
+        """Near copies that can be used: of streamed layers, or of the smallest place if loads from home would stall."""
         num_streamed = self.slots.places.num_streamed
         would_show = not num_streamed and self._limited == ExpansionLimit.COPIES_SHOW.value
         return self._fewest if would_show else num_streamed
@@ -302,8 +291,7 @@ def open_layer_slots(
 ) -> LayerSlots | None:
     """Open the layer slots of a pool with the plan's first place; None if no layer ever streams.
 
-    Close them before the pool. Raises UserError if this kind of device streams no layers, or there is no memory for
-    their copies.
+    Raises UserError if this kind of device streams no layers, or there is no memory for their copies.
     """
     if plan.is_off:
         return None

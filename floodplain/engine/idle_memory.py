@@ -1,8 +1,7 @@
 """Returns physical memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
 
-The pool keeps its blocks and its owned pages, swap space its slots. Cached prefixes in them are dropped first.
-
-A unit is the smallest part that can be returned: a quantum of the KV pool, a slot of swap space.
+The pool keeps its blocks and its owned pages, swap space its slots; cached prefixes in them are dropped. A *unit* is
+the smallest part that can be returned: a quantum of the KV pool, a slot of swap space.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from floodplain.memory.swap_slots import SwapSlots
 
 
 class IdleUnits:
-    """Units whose use has ended, the longest ago first. Pure: the caller has the clock, and the pages.
-
-    A unit is due ``idle_s`` seconds after its last use; the ``num_kept`` last used ones never are.
-    """
+    """Units whose use has ended, the longest ago first, due after ``idle_s``; the ``num_kept`` last used never are."""
 
     def __init__(self, idle_s: float, num_kept: int = 0) -> None:
         self.idle_s = idle_s
@@ -39,10 +35,7 @@ class IdleUnits:
             self._ended_s[unit] = now_s
 
     def take_due(self, now_s: float) -> Iterator[int]:
-        """Yield and remove units that are due; those that are not consumed stay due.
-
-        A caller skips units that are in use again: their end will be noted.
-        """
+        """Yield and remove due units; a caller skips those in use again, whose end will be noted."""
         while len(self._ended_s) > self.num_kept:
             unit = next(iter(self._ended_s))
             if now_s - self._ended_s[unit] < self.idle_s:
@@ -60,10 +53,9 @@ KEPT_SHARE = 16
 
 
 class IdleMemory:
-    """Returns memory at step boundaries after ``idle_s`` seconds without use, on the thread that steps.
+    """Returns memory at step boundaries after ``idle_s`` seconds without use, and at once what building touched.
 
-    Memory that was touched while the parts were built is returned at once. The pool's device must be one whose pages
-    take memory when they are written.
+    The pool's device must be one whose pages take memory when they are written.
     """
 
     def __init__(

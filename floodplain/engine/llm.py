@@ -33,10 +33,9 @@ Prompt = str | Mapping[str, Sequence[int]]
 
 
 class LLM:
-    """A loaded model; as a context manager it frees its memory at exit.
+    """A loaded model; as a context manager it frees its memory at exit. Raises UserError if a flag is not usable.
 
-    With a coordinator, a thread handles leases between two calls. Raises UserError if a flag or the model is not
-    usable.
+    With a coordinator, a thread handles leases between two calls.
 
     Args:
         model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
@@ -85,8 +84,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as memory allows; return one output per prompt, in their order.
 
-        Raises UserError, before anything runs, if a prompt can never be served, the numbers of prompts and parameters
-        differ, or this object is closed.
+        Raises UserError, before anything runs, if a prompt can never be served or has no parameters.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._match_params(sampling_params, len(many))
@@ -252,10 +250,7 @@ def _output(request: Request, prompt: str | None, collectors: Sequence[_Collecto
 
 
 class IdleSteps:
-    """A thread that steps an engine periodically and on news of leases, while no caller drives it.
-
-    Only one thread steps at a time: a driving caller holds the lock. Without neighbours no thread is started.
-    """
+    """A thread that steps an engine with neighbours periodically and on news of leases, while no caller drives it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

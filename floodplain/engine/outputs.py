@@ -61,17 +61,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionFacts:
-    """State and counters of an engine's expansion.
+    """State and counters of an engine's expansion: its blocks over those without streamed layers.
 
     Attributes:
-        expansion: Blocks that the pool's memory holds, over those that it would hold if no layer streamed.
-        loaded_bytes: KV that was loaded onto the device for steps, since the start.
-        written_bytes: KV that was written to layers' copies.
+        loaded_bytes: KV loaded onto the device for steps, since the start; ``near_loaded_bytes`` of it from neighbours'
+            copies of ``num_near`` layers.
+        written_bytes: KV written to layers' copies; ``near_written_bytes``: to those of neighbours.
         stall_s: Time for which compute waited for loads.
         host_bytes: Host memory of the copies.
-        num_near: Layers that have a second copy in a neighbour's memory.
-        near_loaded_bytes: Of ``loaded_bytes``, those from such copies.
-        near_written_bytes: KV that was written to such copies, from the device or the host.
         block_bytes: Device memory of a block; 0: as much as in swap space.
         limited: Why the expansion is not larger; None while it is not limited.
     """

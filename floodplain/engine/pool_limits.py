@@ -53,10 +53,9 @@ def find_limits(
     block_bytes: int,
     steady: SteadyState | None = None,
 ) -> PoolLimits:
-    """The limits that the flags ask for, or else that the model and the pool allow.
+    """The limits that the flags ask for, or else that the model and the pool allow. UserError if they do not fit.
 
-    ``num_blocks`` are the pool's while nothing is lent; ``steady`` limits lending. Raises UserError if limits do not
-    fit.
+    ``num_blocks`` are the pool's while nothing is lent; ``steady`` limits lending.
     """
     asked_lent = _lent_blocks(config, block_bytes)
     spare = num_blocks if steady is None else min(num_blocks, steady.free_bytes // block_bytes)

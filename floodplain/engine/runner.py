@@ -25,7 +25,6 @@ class ModelRunner:
 
     Args:
         kv_layers: The KV of each layer, [num_blocks, 2, block_tokens, kv_heads, head_dim].
-        grammars: Of the model, for structured requests.
         on_close: Frees the memory behind ``kv_layers``.
         layer_slots: Slots for streamed layers of ``kv_layers``; None: no layer ever streams.
     """
@@ -88,10 +87,7 @@ class ModelRunner:
         return self._results.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end. Its transfers begin first and run beside it; they may end after the step.
-
-        Raises InvariantError if swap space is missing for a transfer, or the runner is closed.
-        """
+        """Run one step to its end. Its transfers begin first and run beside it; they may end after the step."""
         if self._is_closed:
             raise InvariantError("a plan reached a closed model runner")
         self._batches.apply(plan)

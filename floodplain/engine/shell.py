@@ -47,10 +47,7 @@ class Executor(Protocol):
     """Runs step plans in the order of submission. Up to ``LoopConfig.depth`` plans may be outstanding."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Take the next plan: apply its tables, start its transfers, run its batch after those of earlier plans.
-
-        It may return before the batch has run.
-        """
+        """Take the next plan: its tables, transfers, and its batch behind earlier ones, which may run later."""
         ...
 
     def collect(self) -> StepResult:
@@ -58,11 +55,7 @@ class Executor(Protocol):
         ...
 
     def poll_transfers(self) -> Seq[tuple[int, Seq[int]]]:
-        """Transfers that ended since the last call.
-
-        Returns:
-            (transfer id, places in ``Transfer.blocks`` of the blocks that did not arrive whole) of each.
-        """
+        """(transfer id, places of blocks that did not arrive whole) of each transfer that ended since the last call."""
         ...
 
     def wait_transfers(self, timeout_s: float) -> Seq[tuple[int, Seq[int]]]:
@@ -82,10 +75,8 @@ class Engine:
     """A model behind a step loop, driven one step at a time by its owner (one thread). ``close`` closes its parts.
 
     Args:
-        model_name: The name under which the model is served.
         config: Resolved: fields that have a value are not None.
         block_bytes: Bytes of one KV block over all layers.
-        vocab_size: Token ids are below this.
         links: The facts of each link to swap space (see ``observe.result.HardwareReport``).
         neighbours: Started; None if it has none.
         expansion: Decides how many layers of its KV stream. None: no layer ever streams.
@@ -96,7 +87,7 @@ class Engine:
     Attributes:
         has_news: Set by the owner that feeds the engine from another thread: a waiting step returns when it is True.
         scheduler_s: The loop's own time, all steps.
-        copy_log: Records the copies of requests, for traces; None, unless it is set before the first request: does not.
+        copy_log: Records the copies of requests, for traces, if it is set before the first request.
         is_stepping: Whether a step has begun and not returned. If it was interrupted, the loop's state is inconsistent.
     """
 
@@ -406,8 +397,7 @@ class OutputProcessor:
     def process(self, outputs: StepOutputs) -> Iterator[tuple[SeqId, OutputDelta]]:
         """One delta for every sequence that got a token, or should have got one.
 
-        If its ``finish_reason`` is ``stop`` although the step did not finish the sequence, a stop string was found: the
-        caller must end the sequence in the loop.
+        If its ``finish_reason`` is ``stop``, the caller ends the sequence in the loop, which does not see stop strings.
         """
         for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
             stream = self._streams.get(seq_id)

@@ -67,10 +67,7 @@ class OpenedSwap:
 
 
 def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwap:
-    """Make the swap space of an engine, without tiers for ``--swap none``. Close it before the pool.
-
-    Raises UserError if the machine has less memory than was asked for, or the memory asked for holds no block.
-    """
+    """Make an engine's swap space, without tiers for ``--swap none``. Close it before the pool. Raises UserError."""
     if config.swap == "none":
         return OpenedSwap(SwapSpace({}), (), (), ())
     num_slots = _count_slots(config.swap_memory, pool, backend)

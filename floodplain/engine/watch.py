@@ -53,10 +53,7 @@ class EngineWatch:
 def why_waiting(
     rows: Iterable[Row], *, max_num_seqs: int, block_tokens: int, num_available: int, limits: Iterable[str]
 ) -> str | None:
-    """Why requests wait, in one sentence; None if none waits. ``limits``: those that decisions met since the last look.
-
-    The request that arrived first stands for all that wait.
-    """
+    """Why requests wait, by the one that arrived first; None if none does. ``limits`` are those of recent decisions."""
     absent, num_present = [], 0
     for row in rows:
         if row.state in ("waiting", "swapped"):

@@ -33,10 +33,7 @@ class Arena(Protocol):
         """Take pages, with their bytes, from behind places that no kernel reads; ``InvariantError`` if one has none."""
 
     def discard(self, offset_page: int, num_pages: int) -> bool:
-        """Return the memory of mapped pages to the system until they are written again; their content is lost.
-
-        False, with nothing changed, on a device whose pages have memory as long as they are owned. Raises as ``unmap``.
-        """
+        """Return the memory of mapped pages to the system until they are written; False if pages always have memory."""
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """View the range from its start; valid until ``close``, readable only where pages are."""

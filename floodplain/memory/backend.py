@@ -66,10 +66,7 @@ class Backend(Protocol):
         """A started line for streamed layers; raises ``UserError`` if layers cannot stream on this device."""
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a streamed layer's copy, int32 of this shape, as the copies of ``open_layer_line`` need it.
-
-        Raises ``UserError`` if the system does not give that much memory.
-        """
+        """Memory for a streamed layer's copy, int32 of this shape; ``UserError`` if the system does not give it."""
 
     def close_layer_copy(self, words: torch.Tensor) -> None:
         """Free the memory of ``open_layer_copy``; no copy uses it any more."""

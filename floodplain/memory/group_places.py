@@ -52,13 +52,8 @@ def place_pages(
 ) -> GroupPlaces:
     """Pages of used quanta keep their quantum under its group id; the others fill the kept layers.
 
-    Args:
-        held: Pages of the KV before.
-        free: Further pages: free ones, and those of dropped parameters.
-        used, kept, first_quantum, num_quanta: As in ``GroupMemory.drop``.
-        quantum_pages: Pages of one layer's quantum.
-
-    Raises ``InvariantError`` if pages are too few.
+    ``held`` are pages of the KV before, ``free`` further ones; the rest is as in ``GroupMemory.drop``. Raises
+    ``InvariantError`` if pages are too few.
     """
     at = {quantum: first_quantum + k for k, quantum in enumerate(used)}
     unused = [page for pages in held.values() for quantum in pages if quantum not in at for page in pages[quantum]]

@@ -1,13 +1,10 @@
 """The line of streamed layers: ordered copies between a layer's copies off the device and the memory it computes in.
 
-A layer's copy and every arena have the same layout, ``[max_blocks, 2, block_tokens, kv_heads, head_dim]``, and a block
-the same place in each. So a copy is a list of offsets and a size.
+A block has the same place in a layer's copies and in every arena, so a copy is a list of offsets and a size.
 
 Order makes the copies safe: a slot is loaded after the rows of the layer that was computed in it are written to that
-layer's copy, and a layer is loaded after its own rows are written, because both are submitted in that order. On a host
-one queue keeps the order of all copies; on a GPU two streams do, which wait for each other's events.
-
-``StepClock`` measures how long compute takes for a step, and how long it waits for the line.
+layer's copy, and a layer is loaded after its own rows are written. On a host one queue keeps the order of all copies;
+on a GPU two streams do, which wait for each other's events.
 """
 
 from __future__ import annotations
@@ -26,10 +23,9 @@ Mark = Any
 
 @dataclass(frozen=True, slots=True)
 class LineStats:
-    """Totals of a line since it was opened: bytes loaded onto the device, busy seconds of loads, bytes written to home.
+    """Totals since the start: bytes loaded onto the device, busy seconds of loads, bytes written to home.
 
-    ``near_loaded_bytes`` are those of ``loaded_bytes`` from near copies; ``near_written_bytes`` went to near copies,
-    from the device or from home.
+    Of these loads, ``near_loaded_bytes`` are from near copies; ``near_written_bytes`` went to near copies.
     """
 
     loaded_bytes: int = 0
@@ -52,16 +48,13 @@ class LayerLine(Protocol):
     """Runs ordered copies of streamed layers. One thread submits and waits; any thread may call ``place``.
 
     A *place* is where a layer is computed: its slot, or its own arena. Offsets are int64 [n], in bytes from the start
-    of the place and of the copy alike; they are multiples of ``piece_bytes``, the size of each piece. The caller does
-    not change an array of offsets after it has passed it.
+    of place and copy alike, and multiples of ``piece_bytes``. The caller does not change them afterwards.
     """
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
         """Set where a layer's copies are. When this returns, nothing is copied from or to the earlier ones.
 
-        ``home`` is the copy in the host's memory, complete once the line is drained; None while the layer does not
-        stream. ``near`` is a second copy behind a faster link, kept equal by ``write`` and ``fill``; None: there is
-        none.
+        ``home`` is the host's copy; None: the layer does not stream. ``near`` is behind a faster link, if there is one.
         """
 
     def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
@@ -86,10 +79,7 @@ class LayerLine(Protocol):
         """Wait until no copy is under way: layers' copies may be read, and pages may be unmapped."""
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Emulate links of these bandwidths, or none (0); raises ``InvariantError`` where links are real.
-
-        Loads take at least their link's time, and wait for earlier fills to pass home's link.
-        """
+        """Emulate links of these bandwidths, or none (0); raises ``InvariantError`` where links are real."""
 
     def stats(self) -> LineStats:
         """Totals of the copies that have ended; any thread may call it."""

@@ -15,7 +15,6 @@ class PagedBuffer:
     """One layer's parameters on a device. Nothing is mapped at first. One thread at a time, at a boundary.
 
     Views of ``tensor``, uint8 [num_bytes], stay valid while pages come and go; touching them without pages is a fault.
-    The code that writes all of the content sets ``is_filled``; ``unmap`` clears it. The device closes the arena.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:

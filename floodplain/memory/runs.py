@@ -8,10 +8,7 @@ import numpy as np
 
 
 def find_runs(values: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-    """Split into maximal runs v, v+1, v+2, …, in order: ``(first value, count)`` of each.
-
-    A plain loop: most inputs are a handful of slots, beside every step, for which NumPy takes several times as long.
-    """
+    """Split into maximal runs v, v+1, …, as ``(first value, count)``, in order. For a handful a loop beats NumPy."""
     runs: list[tuple[int, int]] = []
     first = count = 0
     for value in values.tolist() if isinstance(values, np.ndarray) else values:

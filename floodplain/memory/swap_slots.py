@@ -1,10 +1,7 @@
-"""Slots of swap space, each with room for one block: their bytes and digests.
+"""Slots of swap space, each with room for one block: their bytes and digests. ``core.tiers.SlotLedger`` assigns them.
 
-``core.tiers.SlotLedger`` assigns slots to blocks.
-
-Slots that a GPU copies from and to are page-locked, exactly their bytes: torch's own page-locked memory is rounded up
-to powers of two, and torch keeps it. With unified addresses, memory that is locked here is mapped for every device
-(cudaHostRegisterDefault): kernels read and write it at the host's address.
+torch's own page-locked memory is rounded up to powers of two and kept, so exactly the slots' bytes are locked here;
+with unified addresses kernels of every device read and write them at the host's address (cudaHostRegisterDefault).
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ from floodplain.memory.runs import find_runs
 
 
 def lock_pages(words: torch.Tensor, advice: str) -> None:
-    """Lock the memory behind a contiguous tensor of the host. The caller unlocks it before the memory goes.
-
-    Raises ``UserError`` with ``advice`` if the system does not lock that much memory.
-    """
+    """Lock a host tensor's memory until ``unlock_pages``; ``UserError`` with ``advice`` if the system refuses."""
     if int(_cuda_runtime().cudaHostRegister(words.data_ptr(), words.nbytes, 0)):
         raise UserError(f"the system locks no {show_size(words.nbytes)} of memory: {advice}")
 
@@ -70,10 +64,7 @@ class Slots(ABC):
 
     @abstractmethod
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
-        """Keep memory in place while the context is open; yields which of these slots (int64 [n]) have any, bool [n].
-
-        Every copy runs in this context: touching memory that is not there would crash the process.
-        """
+        """Keep memory in place while the context of a copy is open; yields which of these slots have any, bool [n]."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,10 +78,9 @@ class Slots(ABC):
 
 
 class SwapSlots(Slots):
-    """A fixed number of slots in host memory, page-locked for copies from and to a CUDA device if ``is_pinned``.
+    """Slots in host memory, page-locked for copies of a CUDA device if ``is_pinned``; ``UserError`` without memory.
 
-    A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded. Raises
-    ``UserError`` if the system does not give, or lock, that much memory.
+    A slot takes memory from its first write, or at once if the buffer is page-locked, until it is discarded.
     """
 
     tier = Tier.HOST
@@ -119,10 +109,7 @@ class SwapSlots(Slots):
         return nullcontext(np.ones(len(slots), dtype=np.bool_))
 
     def discard(self, slots: Sequence[int]) -> bool:
-        """Return the memory of slots to the system, and mark them empty; False if it stays because it is page-locked.
-
-        No copy may read or write them. A system page that other slots share keeps its memory.
-        """
+        """Return the memory of slots without copies to the system, and empty them; False if it is page-locked."""
         self.digests[list(slots)] = EMPTY_DIGEST
         if self._is_locked:
             return False

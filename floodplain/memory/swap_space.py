@@ -1,7 +1,4 @@
-"""Swap space: its tiers, each with slots and the engine that copies between them and the KV pool.
-
-Mechanism only: ``core.backups`` assigns blocks to slots, and the step loop decides what a failed copy means.
-"""
+"""Swap space: its tiers, each with slots and the engine that copies between them and the KV pool."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ class SwapSpace:
         return len(self._open)
 
     def start(self, transfer: Transfer) -> None:
-        """Begin a transfer and return at once; its parts in several tiers run side by side.
-
-        Raises ``InvariantError`` if it moves nothing, is under way, or goes to a tier, slot or block that is not there.
-        """
+        """Begin a transfer and return at once; ``InvariantError`` without such a place, or if it is under way."""
         parts = _parts(transfer)
         if transfer.transfer_id in self._open or not parts or not parts.keys() <= self._tiers.keys():
             wanted = [tier.value for tier in parts]

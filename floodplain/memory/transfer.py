@@ -60,8 +60,7 @@ class CopyResult:
     """How a copy ended.
 
     Attributes:
-        lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. The bytes at
-            their destinations are unspecified.
+        lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending.
         digests: Of each block as it was copied, in the order of ``BlockCopy.blocks``.
     """
 
@@ -90,10 +89,7 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
 def judge_copy(
     transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
 ) -> CopyResult:
-    """Result of a copy. An outbound block is lost if its slot had no memory: its digest is ``EMPTY_DIGEST``.
-
-    An inbound block is lost if its slot was empty, or its digest is not the stored one, ``expected``.
-    """
+    """Result of a copy: a block is lost if its slot was empty or had no memory, or another digest was ``expected``."""
     is_outbound = direction is Direction.OUTBOUND
     is_empty = (found if is_outbound else expected) == EMPTY_DIGEST
     lost = tuple(np.flatnonzero(is_empty if is_outbound else is_empty | (expected != found)).tolist())
@@ -131,9 +127,8 @@ class Lane(Protocol[Job]):
 class CopyEngine(Generic[Job]):
     """Runs copies beside compute, with a queue, a thread and a lane for each direction. One thread submits and polls.
 
-    Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
-    ``submit`` and its result, the blocks of an outbound copy must not be written, and those of an inbound copy and the
-    slots of either must not be touched.
+    Copies of one direction run in order; the two directions overlap. Between ``submit`` and its result, the blocks of
+    an outbound copy must not be written, and those of an inbound copy and the slots of either not be touched.
     """
 
     def __init__(self, store: BlockStore, slots: Slots, open_lane: Callable[[Direction], Lane[Job]]) -> None:
@@ -177,10 +172,7 @@ class CopyEngine(Generic[Job]):
         return self._num_in_flight
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
-        """Begin a copy and return at once. An outbound copy sees what earlier steps wrote.
-
-        Raises ``InvariantError`` if a block has no memory, a slot does not exist, or one of them is named twice.
-        """
+        """Begin a copy and return at once; raises as ``check_copy``. An outbound copy sees what earlier steps wrote."""
         self._expect_alive()
         check_copy(copy, self._store, self._slots)
         self._jobs[copy.direction].put(self._lanes[copy.direction].begin(transfer_id, copy))
@@ -239,8 +231,7 @@ class CopyEngine(Generic[Job]):
     def _run(self, direction: Direction) -> None:
         """Body of a copy thread. A lane's exception is raised to the caller of the engine, and ends the process there.
 
-        The thread continues after that: lanes release memory as copies end, and a thread that must return that memory
-        must not wait for ever.
+        Until then lanes release memory as copies end: a thread that must return it must not wait for ever.
         """
         lane = self._lanes[direction]
         while jobs := self._take_jobs(direction, lane.most_jobs):

@@ -12,8 +12,7 @@ class PrefillSegment:
     """A run of ``num_tokens`` consecutive tokens of one sequence, from row ``first_row`` of the batch on.
 
     Attributes:
-        context_len: Tokens of the sequence up to the end of the run; its first position is ``context_len -
-            num_tokens``.
+        context_len: Tokens of the sequence up to the end of the run.
         block_table: The sequence's blocks, int64, at least those that hold ``context_len`` tokens.
     """
 

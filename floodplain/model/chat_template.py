@@ -1,8 +1,4 @@
-"""Renders chat templates: Jinja programs of a model's folder, in a sandbox, with the functions of transformers.
-
-The variables and functions are those of ``apply_chat_template``, for which templates are written
-(https://huggingface.co/docs/transformers/chat_templating_writing).
-"""
+"""Renders chat templates in a sandbox, as ``apply_chat_template`` of transformers does (docs: Writing a template)."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """The text of a conversation; with ``continue_final_message`` it ends where the last message does.
-
-    Keys of messages whose value is None are absent for the template. A template may raise any error.
-    """
+    """The text of a conversation; with ``continue_final_message`` up to the last message's end. May raise any error."""
     if not messages:
         raise ValueError("the conversation has no message")
     chat = [_with_reasoning({key: value for key, value in one.items() if value is not None}) for one in messages]

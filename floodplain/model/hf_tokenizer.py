@@ -75,10 +75,7 @@ class HfTokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
-        """The tokenizer in a ``.gguf`` file; it encodes texts as llama.cpp does.
-
-        Raises UserError if there is none, it cannot be read, or llama.cpp's rules for it are not implemented here.
-        """
+        """The tokenizer in a ``.gguf`` file, as in llama.cpp; UserError if it is missing or not supported."""
         from floodplain.model.weights.gguf_header import read_fields
         from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 
@@ -95,10 +92,7 @@ class HfTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of ``text``, by default with the special tokens that the model expects before it.
-
-        Raises UserError if the tokenizer fails on it.
-        """
+        """Tokens of ``text``, by default with the special tokens that the model expects. May raise UserError."""
         with parsing("the text", "cannot be encoded by the model's tokenizer"):
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
@@ -153,10 +147,8 @@ class HfTokenizer:
     ) -> str:
         """The text of a conversation up to where the answer begins, by the model's template; encode it as it is.
 
-        ``tools`` are functions that the model may call, as in the OpenAI API. ``options`` are the template's variables,
-        and ``add_generation_prompt`` (true) and ``continue_final_message`` (false) of transformers.
-
-        Raises UserError if the model has no chat template, or the template refuses these messages or knows no tools.
+        ``tools`` are as in the OpenAI API; ``options`` are the template's variables, ``add_generation_prompt`` and
+        ``continue_final_message``. Raises UserError if the template is missing, or refuses messages or tools.
         """
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")

@@ -1,8 +1,4 @@
-"""Changes logits before a token is chosen: masks, biases and penalties of the requests of a batch.
-
-Their order is that of vLLM: structures, allowed tokens, bad words, tokens held back until ``min_tokens``, biases,
-penalties. A batch whose requests ask for nothing has no step, and costs nothing.
-"""
+"""Changes logits before a token is chosen: masks, biases and penalties of the requests of a batch, in vLLM's order."""
 
 from __future__ import annotations
 

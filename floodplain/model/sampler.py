@@ -49,12 +49,11 @@ class Sampler:
     ) -> tuple[IntArray, list[TokenLogprobs] | None]:
         """Choose one token for each row; returns ids [S], and log-probabilities of every row if any row asked for them.
 
-        A row whose logits are not finite numbers gets ``NO_TOKEN``: its activations overflowed.
+        A row whose logits are not finite numbers gets ``NO_TOKEN``.
 
         Args:
             logits: [S, vocab], float32; may be overwritten.
-            params: One for each row. While the batch does not change, pass the same list object: derived data is then
-                reused.
+            params: One for each row; the same list object while the batch does not change.
             positions: [S], positions of the chosen tokens in their sequences.
             num_generated: [S], tokens that each sequence has generated before this one.
             histories: Of each row whose parameters use one.
@@ -158,13 +157,7 @@ def _log_min_p(params: Sequence[SamplingParams], device: torch.device) -> torch.
 
 
 def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Set probabilities that top-k and then top-p exclude to zero; also tell whether n tokens were enough for that.
-
-    Args:
-        probabilities: [R, n] of the n likeliest tokens, in falling order.
-        top_k: [R, 1], ``_NO_TOP_K`` for none.
-        top_p: [R, 1], as a share of the mass that top-k leaves.
-    """
+    """Zero what top-k and then top-p [R, 1] exclude of the n likeliest [R, n]; also tell whether n were enough."""
     num_candidates = probabilities.shape[-1]
     kept = probabilities * (torch.arange(num_candidates, device=probabilities.device) < top_k)
     cumulative = kept.cumsum(-1)

@@ -1,8 +1,4 @@
-"""Masks of structured answers, made by llguidance beside the steps.
-
-A mask is a function of the structure and of the tokens so far. So it survives whatever happens to their KV, and another
-engine that gets the request with its known tokens continues with equal masks.
-"""
+"""Masks of structured answers, functions of structure and tokens so far, made by llguidance beside the steps."""
 
 from __future__ import annotations
 
@@ -66,10 +62,7 @@ class Grammars:
         self._llguidance_tokenizer: Any = None
 
     def check(self, structure: Structure, field: str = "structure") -> None:
-        """Compile a structure, in up to a second.
-
-        Raises UserError, with the ``field`` that has it and llguidance's message, if it cannot be compiled.
-        """
+        """Compile a structure, in up to a second; UserError, with its ``field``, if that fails."""
         with parsing(field, f"its {structure.kind.value} cannot be followed"):  # llguidance may also panic
             self._compiled(structure)
 

@@ -28,12 +28,9 @@ _MAX_LOOK_BACK = 256
 class StreamDecoder:
     """The text of one sequence, token by token; it ends before the stop string that ends first.
 
-    No result has a part of a character, or text that may still become a stop string.
-
-    Args:
-        prompt: The tokens before the output: a word that follows them keeps its space.
-        stop: Strings that end the text. A special token with such a text ends it too, even if it is removed.
-        min_tokens: Stop strings count only from this token on.
+    No result has a part of a character, or text that may still become a stop string. A special token with a stop
+    string's text ends it too, even if it is removed. ``prompt`` are the tokens before: a word that follows keeps its
+    space. Stop strings count only from token ``min_tokens`` on.
     """
 
     def __init__(
@@ -144,10 +141,7 @@ class BytePieces:
 
 
 class WindowPieces:
-    """Pieces of a tokenizer whose tokens depend on their neighbours (SentencePiece, WordPiece).
-
-    Decodes each token after the last returned ones. Byte tokens are checked one by one: an invalid one breaks its run.
-    """
+    """Pieces of a tokenizer whose tokens depend on their neighbours: each is decoded after the last returned ones."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer

@@ -24,10 +24,7 @@ def bytes_of_letters() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """The bound of a tokenizer whose tokens represent every byte of a text except ``dropped`` ones.
-
-    A token represents at most ``longest_token_bytes``; with ``composes`` a text is first normalised to NFC.
-    """
+    """The bound if tokens represent every byte of a text, in NFC if it ``composes``, except ``dropped`` ones."""
 
     longest_token_bytes: int
     dropped: bytes = b""
@@ -35,10 +32,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, tokenizer_json: str, letters: Mapping[str, int]) -> Self | None:
-        """The bound of a ``tokenizer.json``; None if its settings may drop or join bytes in other ways.
-
-        ``letters`` has the byte of each letter of byte-level tokens.
-        """
+        """The bound of a ``tokenizer.json``; None if its settings may drop or join bytes in other ways."""
         settings = json.loads(tokenizer_json)
         model, added = settings["model"], settings["added_tokens"]
         normalizers, splitters = _flat(settings["normalizer"]), _flat(settings["pre_tokenizer"])

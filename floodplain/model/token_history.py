@@ -19,13 +19,9 @@ IntArray = npt.NDArray[np.int64]
 
 
 class TokenHistory:
-    """The distinct tokens of a prompt and its output, and how often each is in the output.
+    """The distinct tokens of a prompt and its output, and how often each is in the output. A token costs constant time.
 
-    It is a function of the tokens alone, so it survives whatever happens to their KV, and another engine that gets the
-    request with its known tokens makes an equal one. A token costs constant time.
-
-    Args:
-        grammars: Of the model; needed for a request with a structure.
+    It is a function of the tokens alone. ``grammars`` are the model's, needed for a request with a structure.
 
     Attributes:
         structure: Which tokens its structure allows next; None without one.
@@ -78,11 +74,7 @@ class TokenHistory:
 
 
 def with_bad_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """Return parameters whose ``bad_token_ids`` hold the tokens of ``bad_words``; the same object without any.
-
-    A word has two forms, at the beginning of a text and after a space. Other ways to spell it in tokens stay possible,
-    as in vLLM.
-    """
+    """Return parameters with ``bad_token_ids`` for ``bad_words``, at a text's beginning and after a space."""
     if not params.bad_words:
         return params
     texts = [text for word in params.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]

@@ -46,8 +46,7 @@ _SETTINGS = frozenset((
 def view_of_folder(folder: Path) -> Iterator[Path]:
     """A view of the tokenizer in a Hugging Face folder, while the context is open.
 
-    Raises UserError if the folder names an unsupported tokenizer class, a file is malformed or too large, or there is
-    no room for the view.
+    Raises UserError if the tokenizer's class is not supported, a file is malformed or too large, or no room is left.
     """
     with ExitStack() as stack:
         try:

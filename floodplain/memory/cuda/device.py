@@ -1,7 +1,6 @@
 """A CUDA device's memory through the driver's virtual memory management (cuda-bindings, loaded when it is opened).
 
-cuMemCreate makes pages, cuMemMap puts them behind a reserved range: the same contract as the host device's.
-Here also what a borrower's context takes of the device before it allocates anything.
+cuMemCreate makes pages, cuMemMap puts them behind a reserved range.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -79,19 +78,15 @@ class CudaDevice:
         """None: the driver's memory lies in no folder."""
 
     def num_foreign_pages(self) -> int:
-        """Pages' worth of memory in use beyond this object's pages, torch's own and what was in use at the start.
+        """Pages' worth of memory in use beyond our pages, torch's own, and what was in use at the start.
 
-        The driver says how much of a device is free, not who owns the rest (cuMemGetInfo). Memory in use when the
-        device was opened, or at the last ``forget_others``, is not counted: it is mostly contexts. So memory that a
-        neighbour borrowed before then is missed, and a context that it creates later is counted.
+        The driver does not say who owns memory (cuMemGetInfo). What was in use when the device was opened, or at the
+        last ``forget_others``, is mostly contexts: memory borrowed before is missed, and a later context counted.
         """
         return max(0, self._other_bytes() - self._base_bytes) // self.page_bytes
 
     def forget_others(self) -> None:
-        """Stop counting memory in use now as foreign, like memory in use at the start. Any thread may call it.
-
-        Memory that another thread allocates or releases meanwhile may later count as foreign, and is never missed.
-        """
+        """Stop counting memory in use now as foreign; what other threads allocate meanwhile is never missed."""
         self._base_bytes = self._other_bytes(max)
 
     def _other_bytes(self, choose: Callable[[int, int], int] = min) -> int:
@@ -104,10 +99,9 @@ class CudaDevice:
         return len(self._owned) * self.page_bytes + int(torch.cuda.memory_reserved(self._driver.index))
 
     def cap_torch(self, kept_bytes: int) -> None:
-        """Keep torch's own pool (activations, workspaces, what no arena has) out of ``kept_bytes``, until ``close``.
+        """Keep torch's own pool out of ``kept_bytes``, for our pages and borrowers, until ``close``.
 
-        Those bytes are for this object's pages and for borrowers: lent memory must be free whenever it is lent. Raises
-        ``UserError`` if torch has taken more than the rest already.
+        Lent memory must be free whenever it is lent. ``UserError`` if torch has taken more than the rest already.
         """
         _, total_bytes = torch.cuda.mem_get_info(self._driver.index)
         room = int(total_bytes) - self._base_bytes - kept_bytes
@@ -285,10 +279,7 @@ class DeviceBytes:
 
 
 def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice:
-    """Open a device; ``max_bytes`` bounds what is owned through it, rounded down to whole pages.
-
-    Raises ``UserError`` without the device, cuda-bindings, or virtual memory management.
-    """
+    """Open a device, of at most ``max_bytes`` in whole pages. ``UserError`` without it, cuda-bindings or mapping."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UserError(f"there is no CUDA device {index}: use --device cpu or install a CUDA build of torch")
     driver = CudaDriver(index)
@@ -301,8 +292,7 @@ def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice
 def measure_context_bytes(index: int, program: str = CONTEXT_PROGRAM) -> int:
     """Bytes that a bare context of another process takes of CUDA device ``index``; runs for a second or two.
 
-    Memory that other processes allocate or free there meanwhile changes the result, too. Raises ``UserError`` if no
-    second process can make a context there.
+    Other processes change the result, too. Raises ``UserError`` if no second process can make a context there.
     """
     before, _ = torch.cuda.mem_get_info(index)
     with subprocess.Popen(

@@ -55,10 +55,7 @@ class CudaDriver:
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes that are the same in every process; a MIG instance has its own.
-
-        Before CUDA 13 the call without ``_v2`` returns the UUID of the whole GPU for a MIG instance.
-        """
+        """16 bytes, the same in every process; a MIG instance has its own (before CUDA 13 only by ``_v2``)."""
         function = getattr(self.api, "cuDeviceGetUuid_v2", self.api.cuDeviceGetUuid)
         return bytes(self.call(function, self.handle).bytes)
 

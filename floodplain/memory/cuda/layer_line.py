@@ -3,12 +3,9 @@
 Events keep the order that a queue keeps on a host: a load waits for the last write from its place and for the last
 write to its layer; a write waits for compute submitted before it; compute waits for the copies of a layer's place.
 
-Pieces of a layer are copied between the GPU and page-locked or neighbours' memory: runs of pieces by the copy engine,
-scattered ones by a kernel that accesses the far memory at its own address. A call of the copy engine takes the host
-some 5 µs, whatever its size; a link takes some 1 µs for a block of 64 KiB, and less for a row of 2 KiB, so a thousand
-scattered pieces would be launched more slowly than they are copied. One kernel copies them all, but takes its share of
-the multiprocessors. So the copy engine, which takes none, gets runs that are long enough to hide its calls, and copies
-of only a few runs. Both limits are estimates: ``benchmarks/gpu`` compares the two by the size of a piece.
+A call of the copy engine takes the host some 5 µs, and a link some 1 µs for a block of 64 KiB, so a kernel copies
+scattered pieces at their own addresses. It takes its share of the multiprocessors, so the copy engine gets runs that
+are long enough to hide its calls, and copies of only a few runs. ``benchmarks/gpu`` compares the two.
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ LONG_RUN_BYTES = 2**19
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """How the pieces of one array of offsets are copied: ``runs`` (first, count), or ``ids`` by a kernel if any.
-
-    The array is kept, so that no other one has its identity. ``ids`` are int64 [n] in the GPU's memory.
-    """
+    """How the pieces of one array of offsets are copied: ``runs`` (first, count), or by a kernel ``ids``, if any."""
 
     offsets: np.ndarray
     piece_bytes: int
@@ -86,11 +80,7 @@ class PieceCopier:
             copy_pieces(target.data_ptr(), source.data_ptr(), last.ids, piece_bytes // 4)
 
     def _look_at(self, offsets: np.ndarray, piece_bytes: int) -> _Pieces:
-        """Choose runs, or ids for a kernel.
-
-        torch reuses memory of a stream in that stream's order, and page-locked memory only after its copies: so ids may
-        be dropped as soon as others replace them.
-        """
+        """Choose runs, or ids for a kernel, which may be dropped at once: torch reuses memory in a stream's order."""
         pieces = np.sort(offsets) // piece_bytes
         num_runs = 1 + int(np.count_nonzero(np.diff(pieces) != 1))
         if num_runs <= self._few_runs or len(pieces) * piece_bytes >= num_runs * self._long_run_bytes:
@@ -227,10 +217,7 @@ class CudaLayerLine:
         piece_bytes: int,
         carried: LineStats,
     ) -> tuple[Ticket, torch.cuda.Event]:
-        """Enqueue copies of (target, source) pairs on a lane behind some events; returns their ticket and end event.
-
-        Also without pieces: waiting for the copy then means waiting for those events.
-        """
+        """Enqueue (target, source) copies behind events; returns their ticket and end, also without pieces."""
         self._forget_ended()
         for event in waits:
             lane.stream.wait_event(event)

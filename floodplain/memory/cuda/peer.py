@@ -1,12 +1,10 @@
 """Memory of this process on a neighbour GPU, mapped for our own GPU, the only one that accesses it.
 
-No kernel ever runs on the neighbour, and nothing here makes a context there: physical memory is created with the
-neighbour as its location, and only the home device gets the right to read and write it.
+No kernel ever runs on the neighbour, and nothing here makes a context there.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 
-A producer's engine claims a small file with its GPU's UUID while it runs; the file maps the producer's name to the GPU
-in every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives it there. It lies where those of host devices do, under
-the same rules (``named_file``).
+A producer's engine claims a small file with its GPU's UUID while it runs: it maps the producer's name to the GPU in
+every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives it there (rules: ``named_file``).
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ _MAGIC = b"floodcu1"
 def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> ExitStack:
     """Claim ``name`` for the engine on the GPU with that UUID, 16 bytes, until the result is closed.
 
-    The file of a killed engine is replaced. Raises ``UserError`` if another engine has that name, or the file is
-    another user's, or no GPU's.
+    Raises ``UserError`` if another engine has that name, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
     while True:
@@ -86,9 +83,8 @@ logger = logging.getLogger(__name__)
 class CudaPeerMemory:
     """``PeerMemory`` on GPUs of this machine, each under its producer's name. Safe to call from several threads.
 
-    A neighbour may be the home device itself: another engine on the same GPU. The constructor checks which GPUs that
-    this process sees can be borrowed from, and logs that; it raises ``UserError`` if there is none, or no cuda-
-    bindings.
+    A neighbour may be the home device itself. The constructor logs which visible GPUs can be borrowed from, and raises
+    ``UserError`` if there is none, or no cuda-bindings.
     """
 
     def __init__(self, index: int, directory: Path | None = None) -> None:
@@ -109,10 +105,7 @@ class CudaPeerMemory:
         """A multiple of the page size of each GPU that can be borrowed from."""
 
     def allocate(self, producer: str, num_bytes: int) -> CudaExtent | None:
-        """Take the whole pages in ``num_bytes`` on a producer's GPU, of unspecified bytes; else None.
-
-        Raises ``UserError`` if no such engine runs here, or its GPU is not visible or not reachable.
-        """
+        """Whole pages in ``num_bytes`` on a producer's GPU, unspecified bytes, or None; ``UserError`` out of reach."""
         neighbour = self._find(producer)
         num_bytes -= num_bytes % self.page_bytes
         return _create_extent(self._home, neighbour, num_bytes) if num_bytes else None
@@ -150,8 +143,7 @@ class CudaExtent:
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """View the extent from its start; ``InvariantError`` if it is too small, closed, or not on the home device.
 
-        torch would run kernels for memory on another device there, and that device has no right to this memory: copies
-        go by ``address``.
+        torch would run kernels on another device, which has no right to this memory: copies go by ``address``.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.num_bytes:

@@ -1,15 +1,12 @@
 """Copies on a GPU: ``submit`` enqueues them on the stream of their direction, and the copy thread waits for them.
 
-All work of a direction is on its stream in order: gather into staging, copy, next gather. So staging is never refilled
-before its copy has read it, and submitting work waits for nothing.
-
-Memory of a copy's slots is kept in place from ``submit`` to the end of the copy, and released by the copy thread:
-memory that must be returned now waits for the copies that are under way there, and never for the step loop.
+All work of a direction is on its stream in order: gather into staging, copy, next gather. Memory of a copy's slots is
+kept in place from ``submit`` to the end of the copy: memory that must be returned now waits for the copies that are
+under way there, and never for the step loop.
 
 A *wire* copies rows of staging to and from adjacent slots: page-locked ones through torch, a neighbour's through the
-driver. torch would copy between two GPUs on a stream of the source's device, with a context there; the driver's call
-stays on our stream, and our copy engine does all of it. An *end* is where blocks are: it fills staging with them, or
-empties it into them, and adds up their digests.
+driver, since torch would make a context there. An *end* is where blocks are: it fills staging with them, or empties it
+into them, and adds up their digests.
 """
 
 from __future__ import annotations
@@ -91,11 +88,7 @@ class PoolEnd:
         self._read_addresses()
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
-        """Gather or scatter blocks, and add to their digests; on the current stream.
-
-        torch reuses memory of a stream in that stream's order, and page-locked memory only after its copies: so the
-        temporary here may be dropped at once.
-        """
+        """Gather or scatter blocks, and add to digests, on the current stream, in whose order memory is reused."""
         from floodplain.memory.cuda.triton_copy import gather, scatter
 
         if self._words is not self._pool.words:
@@ -135,10 +128,9 @@ def _current_stream(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One filling of the staging buffer: a part of a copy, its slots ascending.
+    """One filling of the staging buffer: a part of a copy, its slots ascending, with the ``order`` of each in the copy.
 
-    ``order`` has the index of each row in ``BlockCopy.blocks``. Each of the ``runs`` (row, first slot, count) is one
-    copy over the link.
+    Each of the ``runs`` (row, first slot, count) is one copy over the link.
     """
 
     order: np.ndarray
@@ -161,10 +153,7 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
 
 
 class CudaMark:
-    """The end of copies that were enqueued on a CUDA stream. ``digests``, page-locked int64 [n], are valid after it.
-
-    ``begin`` is behind earlier work on the stream; a thread that waits for ``end`` sleeps.
-    """
+    """The end of copies on a CUDA stream; ``digests``, page-locked int64 [n], are valid after it."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event, digests: torch.Tensor) -> None:
         self._begin, self._end, self._digests = begin, end, digests
@@ -176,10 +165,7 @@ class CudaMark:
 
 
 class CudaStream:
-    """Copies of one direction on a CUDA stream, one after another, beside everything else.
-
-    ``end`` is where the blocks are; ``wire`` copies between staging, for ``staging_blocks``, and the slots.
-    """
+    """Copies of one direction on a CUDA stream, between an ``end`` and, through staging and a ``wire``, slots."""
 
     def __init__(
         self, direction: Direction, device: torch.device, layout: KVLayout, end: End, wire: Wire, staging_blocks: int
@@ -229,13 +215,10 @@ class CudaStream:
 
 @dataclass(frozen=True, slots=True)
 class CudaJob:
-    """A copy under way.
+    """A copy under way, until ``mark``; ``held`` keeps its slots where they are.
 
-    Attributes:
-        order: Which of the copy's blocks each digest belongs to; slots without memory have none.
-        expected: The digests of its slots when it began: int64 [n].
-        mark: Its end; None if none of its slots has memory.
-        held: Keeps the slots' memory where it is.
+    ``order`` tells which of the copy's blocks each digest belongs to; slots without memory have none. ``expected`` are
+    the digests of its slots when it began: int64 [n].
     """
 
     transfer_id: int
@@ -313,10 +296,9 @@ class CudaTransferEngine(CopyEngine[CudaJob]):
 def open_pool_copies(
     pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
 ) -> CudaTransferEngine:
-    """The transfer engine of a KV pool on a GPU and page-locked slots or slots on neighbours, not yet started.
+    """The transfer engine of a KV pool on a GPU and page-locked or neighbours' slots, not yet started.
 
-    Each direction gathers ``staging_blocks`` at a time on the device. Raises ``InvariantError`` if slots in host memory
-    are not page-locked.
+    Each direction gathers ``staging_blocks`` at a time on the device.
     """
     end, wire = PoolEnd(pool, device), _open_wire(slots, device)
     return CudaTransferEngine(
@@ -325,11 +307,7 @@ def open_pool_copies(
 
 
 class CudaSlotMover(SlotMover):
-    """A ``SlotMover`` whose copies pass through staging on the GPU, which computes their digests.
-
-    The neighbours' memory is mapped for the GPU; each direction stages ``staging_blocks``. Raises ``InvariantError`` if
-    the buffer ``host`` is not page-locked.
-    """
+    """A ``SlotMover`` whose copies pass through staging of ``staging_blocks`` each way on the GPU."""
 
     def __init__(self, host: SwapSlots, peer: PeerSlots, device: torch.device, staging_blocks: int) -> None:
         end, wire = PinnedEnd(host), _open_wire(peer, device)

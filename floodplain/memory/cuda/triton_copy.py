@@ -1,7 +1,6 @@
 """Gather and scatter of KV blocks with their digests on a GPU, and copies of pieces of a layer to and from it.
 
-Imports triton: load it lazily. One program moves a stretch of one layer's part of one block. Sums are integers, so that
-the order in which programs add to a digest (``memory.digest``) does not matter.
+Imports triton: load it lazily. Digests are sums of integers, so the order of programs does not matter.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ def _pieces_kernel(target, source, ids, num_pieces, piece_words, stretch: tl.con
 def gather(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
     """Copy scattered blocks into staging, on the current stream, adding to their digests.
 
-    Args:
-        bases: Address of each layer's words: int64 [num_layers].
-        blocks: Which blocks: int64 [n].
-        staging: int32 [n or more, num_layers, layer_block_words], contiguous.
-        digests: int64 [n]; starts at ``digest.SEED``.
+    ``bases`` are addresses of layers, int64 [num_layers]; ``blocks`` int64 [n]; ``staging`` int32 [n or more,
+    num_layers, layer_block_words], contiguous; ``digests`` int64 [n], beginning at ``digest.SEED``.
     """
     _gather_kernel[_grid(blocks, staging)](bases, blocks, staging, digests, *staging.shape[1:], stretch=_STRETCH_WORDS)
 

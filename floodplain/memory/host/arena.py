@@ -24,10 +24,7 @@ _SPARE_MAPPINGS = 4096
 
 
 class MappingBudget:
-    """How many mappings the arenas of a process may make before ``vm.max_map_count`` is reached.
-
-    The kernel would fail halfway with ENOMEM; counting ahead fails with nothing changed.
-    """
+    """How many mappings the arenas of a process may make below ``vm.max_map_count``; the kernel would fail halfway."""
 
     def __init__(self, max_mappings: int) -> None:
         self.max_mappings = max_mappings

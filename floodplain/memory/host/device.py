@@ -31,9 +31,8 @@ from floodplain.memory.runs import find_runs
 class HostDevice:
     """A ``Device`` of shared memory. Made by one of the functions below; safe to use from several threads.
 
-    All users of one ``HostDevice`` share the locks of its ``fd``, so pages owned here are also kept in a set. ``path``
-    is None for a file without a name. ``is_home``: this process computes on the device, and ``fd`` has the lock for
-    that.
+    All users share the locks of its ``fd``, so pages owned here are also kept in a set. ``path`` is None for a file
+    without a name. ``is_home``: this process computes on the device, and ``fd`` has the lock for that.
     """
 
     page_bytes = PAGE_BYTES
@@ -87,10 +86,9 @@ class HostDevice:
     def allocate(self, num_pages: int) -> list[Page] | None:
         """Take zeroed pages, in runs as long as possible; None, with none taken, if there are too few.
 
-        On a named device their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm
-        would kill the process with SIGBUS). Bytes of a dead owner are erased. If the file was removed by hand, a
-        process that is not its home gets no page: no other process could map it. A private device has no file system's
-        limit, and its pages take memory when they are written, as the heap does.
+        A named device reserves their memory at once: a full /dev/shm would kill the process with SIGBUS later. If the
+        file was removed by hand, a process that is not its home gets none, since no other could map them. Pages of a
+        private device take memory when they are written.
         """
         taken: list[Page] = []
         with self._mutex:
@@ -209,22 +207,17 @@ def open_private_device(capacity_bytes: int) -> HostDevice:
 def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
     """Open the machine's device ``name`` as its home, the one engine that computes on it, until it is closed.
 
-    Pages that other processes borrowed from an earlier run of this engine stay theirs. A file of another size is
-    replaced if no process has it open. The file is ``floodplain-NAME`` in ``directory``, for this user only; None is
-    /dev/shm, or the temporary folder if there is none.
+    Pages that others borrowed from an earlier run stay theirs. A file of another size that no process has open is
+    replaced. It is ``floodplain-NAME`` in ``directory``; None is /dev/shm, or the temporary folder without it.
 
-    Raises ``UserError`` if the name is bad, the file is another user's or no device, another engine is the device's
-    home, or the file has another size, and other processes have it open.
+    Raises ``UserError`` if the name is bad, the file is another user's, no device, or in use with another size or home.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     return HostDevice(device_file.claim(path, num_pages), num_pages, path, is_home=True)
 
 
 def attach_device(name: str, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name`` of another process, of any size.
-
-    Raises ``UserError`` if there is none, the name is bad, or the file is another user's or no device.
-    """
+    """Attach to the device ``name`` of another process, of any size; ``UserError`` if none is there."""
     path = named_file.find_path(name, directory)
     return HostDevice(*device_file.attach(path), path)
 

@@ -44,10 +44,7 @@ def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
 
 
 def attach(path: Path) -> tuple[int, int]:
-    """Open the device file at ``path``; returns its descriptor, for ``named_file.leave``, and its number of pages.
-
-    Raises ``UserError`` if there is none, or it is another user's or no device.
-    """
+    """Open the device file at ``path``, a ``UserError`` without; its descriptor, for ``leave``, and number of pages."""
     fd = named_file.open_existing(path)
     return fd, _checked_pages(fd, path)
 
@@ -55,8 +52,7 @@ def attach(path: Path) -> tuple[int, int]:
 def claim(path: Path, num_pages: int) -> int:
     """Open the device file at ``path`` as its home; returns its descriptor, to be closed by ``named_file.leave``.
 
-    A file of another size that no other process has open is replaced. Raises ``UserError`` as ``attach_or_create``, if
-    another engine is its home, or if others hold a file of another size.
+    A file of another size is replaced, or ``UserError`` if others hold it, as if another engine is its home.
     """
     while True:
         fd, found_pages = attach_or_create(path, num_pages)

@@ -30,8 +30,7 @@ class EmulatedLink:
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
         """Book copies of these sizes one after another, behind all that is booked already.
 
-        Returns when the last byte arrives, on the monotonic clock, and the seconds since the first one left. Work
-        beside the copies (gather, digests) is a part of that time: on a GPU it is hidden behind the link.
+        Returns when the last byte arrives, on the monotonic clock, and the seconds since the first one left.
         """
         busy_s = sum(self.time_s(direction, size) for size in sizes_bytes)
         with self._lock:

@@ -47,8 +47,7 @@ def reserve_range(num_bytes: int) -> int:
 def map_file(address: int, num_bytes: int, fd: int, offset: int, *, is_populated: bool = True) -> None:
     """Put bytes of a file from ``offset`` on, shared and whole system pages, behind reserved addresses.
 
-    ``is_populated`` fills page tables at once, for memory that is there already: the cost falls here, at a boundary,
-    and not as faults in the steps after. Else memory is taken page by page when it is written.
+    ``is_populated`` fills page tables at once, for memory that is there already; else it is taken page by page.
     """
     flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if is_populated else 0)
     _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
@@ -79,10 +78,9 @@ def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def keep_activation_pages() -> None:
-    """Let glibc keep the pages of freed activations: each step asks for the same sizes again.
+    """Let glibc keep the pages of freed activations: each step asks for the same sizes again (8 % of a prefill).
 
-    By default blocks of megabytes go back to the system at once, and every step faults their pages in anew (measured: 8
-    % of a prefill). Costs at most ``_KEPT_HEAP_BYTES`` of this process. Does nothing with another C library.
+    Costs at most ``_KEPT_HEAP_BYTES`` of this process. Does nothing with another C library.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -112,10 +110,7 @@ def unlock(fd: int, start: int, length: int) -> None:
 
 
 def find_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
-    """(first byte, length) of any one lock of another description on these bytes, shared or not; None without one.
-
-    A length of ``TO_THE_END`` may come back.
-    """
+    """(first byte, length or ``TO_THE_END``) of one lock of another description on these bytes; None if free."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack_lock(fcntl.F_WRLCK, start, length))
     kind, _, first, num_bytes, _ = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else (first, num_bytes)

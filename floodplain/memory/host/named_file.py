@@ -1,11 +1,9 @@
 """Files by which engines of one machine find each other's devices: their paths, creation, locks and removal.
 
-Their content is defined by ``device_file`` (a host device, pages and all) and ``cuda.peer`` (which GPU).
-
-Locks on the first bytes show who uses a file, and the kernel drops them when their holder exits, however it does. Each
-process that has the file open shares one lock; the engine that computes on the device, its home, holds another one
-alone. The last process to close the file removes it; if that one was killed, the next engine of the machine does
-(``sweep``). A file is removed with all of it locked, so that no process uses it; one that just opened it retries.
+Locks on the first bytes show who uses a file; the kernel drops them when their holder exits. Each process that has the
+file open shares one lock; the engine that computes on the device, its home, holds another one alone. The last process
+to close the file removes it; if that one was killed, the next engine of the machine does (``sweep``). A file is removed
+with all of it locked, so that no process uses it; one that just opened it retries.
 """
 
 from __future__ import annotations
@@ -36,11 +34,9 @@ def find_path(name: str, directory: Path | None) -> Path:
 
 
 def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
-    """Open the file at ``path``, creating it if there is none; returns its descriptor, to be closed by ``leave``.
+    """Open the file at ``path``, or create it with ``num_bytes`` that begin with ``header``; returns its descriptor.
 
-    A created file has ``num_bytes``, and begins with ``header`` ("flood" and more); it has no blocks behind that.
-    Raises ``UserError`` if it cannot be opened, is another user's or has another mode than 0600, or the folder is
-    missing.
+    ``leave`` closes it. Raises ``UserError`` if it cannot be opened, or has another user or another mode than 0600.
     """
     while True:
         try:
@@ -57,10 +53,7 @@ def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
 
 
 def open_existing(path: Path) -> int:
-    """Open the file at ``path``, which must be there; returns its descriptor, to be closed by ``leave``.
-
-    Raises ``UserError`` if it cannot be opened, is another user's or has another mode than 0600.
-    """
+    """Open the file at ``path``; returns its descriptor, for ``leave``. ``UserError`` without this user's own file."""
     try:
         fd = _try_enter(path)
     except FileNotFoundError:

@@ -188,10 +188,9 @@ class HostTransferEngine(CopyEngine[HostJob]):
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
-    """Bytes per second of gather, digest, copy and scatter here: the best of several tries, the slower direction.
+    """Bytes per second of unpaced copies here: the best of several tries, the slower direction.
 
-    Copies are not paced: ``cost.link.common_scale`` needs this rate. It takes three times the memory of what is copied,
-    and raises ``UserError`` without it.
+    It takes three times the memory of what is copied, and raises ``UserError`` without it.
     """
     num_blocks = _count_measured(layout)
     num_bytes = num_blocks * layout.block_bytes

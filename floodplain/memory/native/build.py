@@ -1,7 +1,4 @@
-"""Compiles C++ once per machine, by a compiler that runs for a bounded time, keeps the library, and loads it.
-
-A library is executed, so it is kept in a folder that only this user can change, with a digest of its bytes.
-"""
+"""Compiles C++ once per machine, keeps the library in a folder that only this user can change, and loads it."""
 
 from __future__ import annotations
 
@@ -58,8 +55,7 @@ class CompilerFailed(Exception):
 def load_library(source: Path, fallback: str) -> ctypes.CDLL | None:
     """Compile and load a C++ file; None, with one line in the log that names ``fallback``, if that fails or is off.
 
-    The library is kept under a name that changes with source, flags, compiler and processor. torch must be loaded
-    first: OpenMP loops then run on its threads, not on a second pool beside it.
+    torch must be loaded first: OpenMP loops then run on its threads, not on a second pool beside it.
     """
     if os.environ.get(DISABLE_VARIABLE):
         logger.info("%s is off (%s): %s does its work, slower", source.name, DISABLE_VARIABLE, fallback)
@@ -169,10 +165,7 @@ def _first_line(text: str) -> str:
 
 
 class LibraryCache:
-    """A folder of libraries, made if missing and held open: what happens to its path afterwards does not matter.
-
-    Raises ``OSError`` if it cannot be made or opened, is a link, or others may change it.
-    """
+    """A folder of libraries, made if missing and held open; ``OSError`` if it is a link, or others may change it."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

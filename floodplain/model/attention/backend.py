@@ -38,10 +38,7 @@ class AttentionPlan(Protocol):
         """Store the keys and values [T, 2, num_kv_heads, head_dim] of the batch's tokens in the layer's ``kv``."""
 
     def attend(self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Attention [T, num_heads * head_dim] of the queries ``q`` [T, num_heads, head_dim]; after ``write``.
-
-        ``new_kv`` is what was just written: a prompt that starts at position 0 needs only that.
-        """
+        """Attention [T, num_heads * head_dim] of ``q`` [T, num_heads, head_dim], after ``write`` of ``new_kv``."""
 
 
 class AttentionBackend(Protocol):

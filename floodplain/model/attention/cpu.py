@@ -1,8 +1,6 @@
-"""Attention on a CPU: by kernels that read blocks in place, or by torch.
+"""Attention on a CPU: by kernels that read blocks in place, or by torch over gathered contexts.
 
-With torch, contexts are gathered head by head, and one batched product serves all decodes: query heads that share a
-key/value head are the rows of one matrix, so grouped-query attention copies no keys. Decodes of similar length form a
-group, padded to its longest.
+Query heads that share a key/value head are rows of one matrix, so grouped-query attention copies no keys.
 """
 
 from __future__ import annotations
@@ -135,10 +133,7 @@ class _Segment:
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Split the indices of ``lengths`` into groups that are each padded to their longest member; usually one group.
-
-    A group wastes at most ``MAX_WASTED_TOKENS`` and holds at most ``MAX_GROUP_TOKENS`` (or one member).
-    """
+    """Split the indices of ``lengths`` into groups, each padded to its longest member within both limits."""
     longest = max(lengths, default=0)
     total = longest * len(lengths)
     if total <= MAX_GROUP_TOKENS and total - sum(lengths) <= MAX_WASTED_TOKENS:

@@ -35,11 +35,10 @@ def paged_decode(
     """Write the attention of ``q`` into ``out``; each context is read in ``num_splits`` parts.
 
     Args:
-        q: [B, num_heads, head_dim]; the last two dimensions are contiguous.
+        q: [B, num_heads, head_dim]; the last two dimensions are contiguous, as all of ``out`` is.
         kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim], contiguous.
         block_tables: [B, max_blocks], int64; rows may be strided.
         context_lens: [B], int64, at least 1.
-        out: [B, num_heads, head_dim], contiguous.
     """
     num_sequences, num_heads, head_dim = q.shape
     block_tokens, num_kv_heads = kv.shape[2], kv.shape[3]

@@ -1,8 +1,7 @@
 """Attention of prefill chunks over a paged KV, by FlashInfer if it is installed. Not yet run on a GPU.
 
-All chunks of a step are one launch, and contexts are read in place; torch needs a launch for each chunk, after
-gathering its context. Written against flashinfer-python 0.7.2 (docs.flashinfer.ai/api/prefill.html), which compiles a
-kernel for a dtype and a head size on first use.
+All chunks of a step are one launch, and contexts are read in place. Written against flashinfer-python 0.7.2
+(docs.flashinfer.ai/api/prefill.html), which compiles a kernel for a dtype and a head size on first use.
 """
 
 from __future__ import annotations
@@ -78,11 +77,10 @@ def open_flashinfer(
 
 
 def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
-    """Bytes for partial results when long contexts are split over multiprocessors.
+    """Bytes for partial results when long contexts are split; FlashInfer's recommended 128 MiB may be too little.
 
-    FlashInfer's recommended 128 MiB is too little for large groups of query heads, and a shortage is an error there.
-    For any batch it splits only up to two tiles per multiprocessor (``scheduler.cuh``); a tile is at most 128 rows,
-    each with a head's output and its log-sum in float32.
+    It splits only up to two tiles per multiprocessor (``scheduler.cuh``); a tile is at most 128 rows, each with a
+    head's output and its log-sum in float32.
     """
     tiles = _TILES_PER_PROCESSOR * num_processors
     alignment = 4096
@@ -119,10 +117,7 @@ def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> Page
 
 
 class FlashInferPrefill:
-    """Prefills of one batch at a time: call ``plan`` once per step, then ``run`` in each layer.
-
-    ``module`` is the package ``flashinfer``. The workspace is allocated on ``device`` at once.
-    """
+    """Prefills of one batch at a time: call ``plan`` once per step, then ``run`` in each layer."""
 
     def __init__(
         self, module: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_processors: int

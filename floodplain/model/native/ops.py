@@ -81,8 +81,7 @@ class NativeOps:
         Args:
             q: [B, heads, head_dim]; only its rows may be strided.
             kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim].
-            tables: [B, max_blocks], int64.
-            lengths: [B], int64.
+            tables: [B, max_blocks], ``lengths`` [B]: int64.
         """
         rows, num_heads, dim = q.shape
         out = q.new_empty(rows, num_heads * dim)

@@ -60,8 +60,7 @@ class Decoder:
     """A loaded model. It holds only parameters; batches and KV are arguments.
 
     Attributes:
-        layer_buffers: Each held layer's parameters, which may be unmapped and refilled between steps; empty if packed
-            for the CPU.
+        layer_buffers: Each held layer's parameters, which may be unmapped and refilled; empty if packed for the CPU.
         held: The loaded layers: all, or those of a pipeline stage.
     """
 
@@ -93,10 +92,7 @@ class Decoder:
         return self.config.shape.num_layers
 
     def part(self, layers: range) -> Decoder:
-        """The model with only some of its layers, as a pipeline stage; parameters are shared.
-
-        Raises InvariantError if a layer was not loaded.
-        """
+        """The model with some of its layers, sharing parameters; InvariantError if a layer was not loaded."""
         if not layers or layers.start < self.held.start or layers.stop > self.held.stop:
             raise InvariantError(f"layers {layers} are not among the loaded {self.held}")
         first = self.held.start
@@ -114,10 +110,9 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """Run one step; returns logits [S, vocab] in float32 of ``batch.logits_rows``.
+        """Run one step; returns logits [S, vocab] in float32 of ``batch.logits_rows``, and writes the batch's slots.
 
-        ``kv_layers`` has [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer; the batch's slots are
-        written. ``hooks`` are called around each layer.
+        ``kv_layers`` has [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer.
         """
         x = self.run_layers(range(self.num_layers), batch, self.embed(batch), kv_layers, hooks)
         return self.finish(batch, x)
@@ -138,12 +133,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Run adjacent layers, in order. Consecutive stages give bitwise the result of the whole.
 
-        Raises InvariantError if the parameters of a layer are not loaded.
-
-        Args:
-            batch: The step's tokens; the same whole batch in each stage.
-            x: Activations [T, hidden], from ``embed`` or the layer before; those for the next layer are returned.
-            kv_layers: As in ``forward``; only those of these layers are used.
+        ``x`` and the result are activations [T, hidden]. Each stage gets the same whole batch; of ``kv_layers`` only
+        these layers' are used. Raises InvariantError if the parameters of a layer are not loaded.
         """
         plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
         step = Step(plan, turn, batch.slot_mapping)

@@ -18,10 +18,7 @@ _REQUIRED: Final = object()
 
 
 class Fields:
-    """The keys of one mapping, read by type. Each method raises a ``UserError`` that names the key.
-
-    Messages name the file ``where``, and each key with its ``prefix`` (``rope_scaling.``).
-    """
+    """The keys of one mapping, read by type. A ``UserError`` names the file ``where``, and the key with ``prefix``."""
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.where = where
@@ -120,10 +117,9 @@ class Fields:
         pattern: str = r"(?!)",
         because: str = "no code reads this key, so the model would be computed without it",
     ) -> None:
-        """Raise UserError if keys that were not read have a value.
+        """Raise UserError, which says ``because``, if keys that were not read have a value.
 
-        Keys that change no number are ``known``, ``neutral`` at these values, or match ``pattern``; the error says
-        ``because``.
+        Keys that change no number are ``known``, ``neutral`` at these values, or match ``pattern``.
         """
         rest = [key for key in self._values if key not in self._read and key not in known]
         unread = [key for key in rest if not re.fullmatch(pattern, key) and not self._is_neutral(key, neutral)]

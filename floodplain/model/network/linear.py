@@ -38,11 +38,7 @@ class Linear:
 
 
 class PackedLinear:
-    """A copy of weight and bias in oneDNN's blocked layout: 1.3 (bf16) to 2.4 (fp32) times as fast with AVX-512.
-
-    The copy has the weights' ``fast_dtype``: on a CPU without bfloat16 products it is twice as large, and 0.5 (1 row),
-    1.4 to 2 (8 rows) and 7 times (512 rows) as fast as torch's own product (``benchmarks/engine/products.py``).
-    """
+    """A copy of weight and bias in ``fast_dtype`` and oneDNN's blocked layout (``benchmarks/engine/products.py``)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._dtype = fast_dtype(weight.dtype, weight.device)
@@ -72,11 +68,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The format in which weights of ``dtype`` are multiplied on ``device``.
-
-    float32 for bfloat16 on a CPU without instructions for its products (x86 before AVX-512-BF16, most laptops): torch
-    multiplies one row after another there.
-    """
+    """The format in which weights of ``dtype`` are multiplied: float32 for bfloat16 on a CPU without its products."""
     if device.type != "cpu" or dtype != torch.bfloat16 or _has_bf16_products():
         return dtype
     return torch.float32

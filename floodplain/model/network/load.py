@@ -66,8 +66,7 @@ def load_decoder(
 
     Args:
         allocate: Allocates the buffer of each layer; by default torch does.
-        is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
-            layers then have no buffers, so their parameters cannot be moved or unmapped; ``allocate`` must be None.
+        is_packed: Repack matrices for the CPU (``linear.can_pack``): faster, but the layers have no buffers.
         only: The adjacent layers of a pipeline stage; None loads all.
     """
     if is_packed and allocate is not None:

@@ -23,10 +23,9 @@ class TorchOps:
         return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys in place; store keys and values in the layer's ``kv``.
+        """Rotate queries and keys in place; store keys and values in the layer's ``kv``, and return what was stored.
 
-        ``heads`` is [T, num_heads + 2 * num_kv_heads, head_dim]. Returns a view of it, the keys and values that were
-        stored, [T, 2, num_kv_heads, head_dim].
+        ``heads`` is [T, num_heads + 2 * num_kv_heads, head_dim], the result [T, 2, num_kv_heads, head_dim].
         """
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         if step.turn is not None:

@@ -78,10 +78,7 @@ class WeightSource(Protocol):
     """A source of weights."""
 
     def fill(self, target: torch.Tensor, name: str) -> None:
-        """Write the weights called ``name`` (as in a HF checkpoint) into ``target``.
-
-        Raises UserError if they are missing, unreadable, or have another shape.
-        """
+        """Write the weights called ``name`` (as in a HF checkpoint) into ``target``. Raises UserError without them."""
 
 
 def load_buffer(
@@ -95,10 +92,7 @@ def load_buffer(
 def fill_buffer(
     buffer: ParameterBuffer, specs: Sequence[ParameterSpec], source: WeightSource, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Load all ``specs`` into a buffer and return their views by name. Raises InvariantError if it is not mapped.
-
-    Gaps between parameters become zeros, so that equal parameters are equal bytes wherever the memory came from.
-    """
+    """Load ``specs`` into a mapped buffer, and zeros between them; return their views by name."""
     if not buffer.is_mapped:
         raise InvariantError("parameters are loaded into a buffer without memory")
     buffer.is_filled = False

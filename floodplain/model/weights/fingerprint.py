@@ -1,8 +1,4 @@
-"""Hashes of a model's files, for its fingerprint.
-
-Files are hashed whole. A sample would miss typical changes of weights: an adapter merged into some matrices, one matrix
-edited. docs/design/011-loading.md has the cost.
-"""
+"""Hashes of a model's files, for its fingerprint. A sample of a file would miss single edited matrices (design 011)."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ def _digest_part(fd: int, begin: int) -> bytes:
 
 
 def digest_fields(fields: Iterable[bytes]) -> bytes:
-    """The hash of a list of fields; lengths are included, so that no two lists are the same bytes."""
+    """The hash of a list of fields with their lengths, so that no two lists are the same bytes."""
     whole = hashlib.sha256()
     for field in fields:
         whole.update(len(field).to_bytes(8, "little"))

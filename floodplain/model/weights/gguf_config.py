@@ -53,10 +53,10 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 def parse_gguf_config(
     fields: Fields, tensors: Mapping[str, StoredTensor], divisors: tuple[float, ...], name: str
 ) -> ModelConfig:
-    """Read the keys of a file with the architecture ``llama`` into a configuration with this ``name``.
+    """The configuration called ``name`` of a file with the architecture ``llama``.
 
-    ``tensors`` tell what is in no key; ``divisors`` of the rotary frequencies are those in ``rope_freqs.weight``.
-    Raises UserError if a key is missing, malformed or unknown here, or asks for something that is not supported.
+    ``tensors`` tell what is in no key; ``divisors`` are those in ``rope_freqs.weight``. Raises UserError if a key is
+    missing, malformed, unknown here or not supported.
     """
     fields.require("general.architecture", "llama")
     fields.require("general.type", "model")

@@ -133,10 +133,7 @@ def check_tokenizer_keys(fields: Fields) -> None:
 
 
 def read_gguf_tokenizer(fields: Fields) -> tuple[FastTokenizer, frozenset[int]]:
-    """The tokenizer, and the tokens that end an answer, from the keys of the (first) file.
-
-    Raises UserError if a key is missing, malformed or not supported.
-    """
+    """The tokenizer, and the tokens that end an answer, by the keys of the (first) file. Raises UserError."""
     check_tokenizer_keys(fields)
     vocabulary = _read_vocabulary(fields)
     is_sentencepiece = fields.text(f"{_KEYS}model") == "llama"
@@ -245,10 +242,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs that make a token, by falling score of the token.
-
-    Of tokens with equal scores llama.cpp makes the leftmost first. Ranked merges cannot express that: such vocabularies
-    are refused.
+    """All pairs that make a token, by falling score. llama.cpp merges the leftmost of equal scores, which ranks cannot
+    express: such vocabularies are refused.
     """
     fields = vocabulary.fields
     scores = _numbers(fields, "scores", len(ids), 0.0)

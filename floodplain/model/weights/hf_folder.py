@@ -82,10 +82,7 @@ def _read_generation_config(path: Path) -> frozenset[int]:
 
 
 class HfFolder:
-    """A model in ``folder``; its name is the folder's.
-
-    Raises UserError if a file is missing or unreadable, the model is not supported, or a part of it would not be read.
-    """
+    """A model in ``folder``, named as that. UserError if it is not supported, or a part of it would not be read."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name

@@ -62,11 +62,10 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
 
 
 def fingerprint_kv(source: ModelSource, device: str, dtype: str, block_tokens: int) -> str:
-    """A digest of everything that determines the bytes of a KV block, except its tokens.
+    """A digest of everything that determines the bytes of a KV block, except its tokens. Raises UserError.
 
-    Names and folders are not part of it. The version of this package is, since it determines the results, and so is the
-    kind of device (not its index): kernels round differently, and dummies draw other weights there. Raises UserError if
-    a file of weights cannot be read any more.
+    This package's version and the kind of device (not its index) are part of it: kernels round differently, and dummies
+    draw other weights there. Names and folders are not.
     """
     shape = source.config.shape
     config = replace(source.config, shape=replace(shape, name=""))
