@@ -174,7 +174,7 @@ class GroupController:
             limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
             if group.state is not GroupState.PIPELINED and now - self._plans[group.number].since_s > limit_s:
                 self.counts.problems.setdefault(group.number, f"nothing was done for {limit_s:g} s: {group.state}")
-                self._apply(self.groups.expire(group.number, group.state))
+                self._apply(self.groups.expire(group.number))
 
     def _note(self, plan: GroupPlan, change: Change | None) -> None:
         """Apply a change. An answer that is late or repeated makes none, and does not keep a group from expiring."""

@@ -11,7 +11,7 @@ confirmed, the old groups live on beside it; when it drops layers, they are remo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from floodplain.cluster.state.roster import Roster
@@ -94,7 +94,7 @@ class Group:
         self.number, self.epochs, self.old = number, epochs, old
         self.state = GroupState.SOLO
         self.fetches = Fetches({})
-        self._answered: set[int] = set()
+        self.answered: set[int] = set()
 
     @property
     def leader(self) -> int:
@@ -102,10 +102,15 @@ class Group:
         return self.epochs[0]
 
     @property
+    def step(self) -> Step:
+        """The orders and answers of its state."""
+        return STEPS.get(self.state, Step())
+
+    @property
     def awaited(self) -> tuple[int, ...]:
         """Epochs of members whose answer for the whole group is missing."""
-        step = self._step
-        return tuple(epoch for epoch in step.by.choose(self.epochs) if step.answer and epoch not in self._answered)
+        step = self.step
+        return tuple(epoch for epoch in step.by.choose(self.epochs) if step.answer and epoch not in self.answered)
 
     @property
     def is_confirmed(self) -> bool:
@@ -117,70 +122,13 @@ class Group:
         """Whether all members serve alone: ``GroupTable.adopt`` may follow."""
         return self.state is GroupState.RETURNING and not self.awaited
 
-    @property
-    def _step(self) -> Step:
-        return STEPS.get(self.state, Step())
-
     def awaits(self, epoch: int, answer: Answer) -> bool:
         """Whether this answer of this member, for the whole group, is missing."""
-        return self._step.answer is answer and epoch in self.awaited
-
-    def take(self, event: GroupEvent) -> list[Order] | None:
-        """Apply an event. The orders of the state that it leads to; None if the event is stale.
-
-        A state in which nothing is to be copied is left at once. Raises ``InvariantError`` if the event is impossible.
-        """
-        after = advance(self.state, event)
-        if after is None:
-            return None
-        self.state = after
-        self._answered.clear()
-        step = self._step
-        orders = [self.order(epoch, kind) for kind, who in step.orders for epoch in who.choose(self.epochs)]
-        if after in REQUEST_ANSWERS:
-            orders += self._begin_fetches(wire.Fetch if after is GroupState.EXCHANGING else wire.Collect)
-            orders += self._end_fetches()
-        return orders
-
-    def note(self, epoch: int, answer: Answer) -> list[Order] | None:
-        """A member has executed an order. The orders that follow; None if the answer is stale."""
-        step = self._step
-        if answer is not step.answer or epoch not in self.awaited:
-            return None
-        self._answered.add(epoch)
-        return [] if self.awaited or step.event is None else self.take(step.event)
-
-    def note_request(
-        self, epoch: int, answer: Answer, request: int, *, is_ok: bool
-    ) -> tuple[Outcome | None, list[Order]] | None:
-        """A member has copied one request's KV, or failed to. Its outcome, and orders that follow. None if stale."""
-        if REQUEST_ANSWERS.get(self.state) is not answer:
-            return None
-        answered = self.fetches.answer(request, epoch, is_ok=is_ok)
-        if answered is None:
-            return None
-        outcome, owner = answered
-        if outcome is None:
-            return None, []
-        kind = wire.Adopt if outcome is Outcome.ADOPT else wire.Release
-        return outcome, [self.order(owner, kind, (request,)), *self._end_fetches()]
-
-    def expect(self, state: GroupState) -> None:
-        """Raise ``InvariantError`` unless the group is in ``state`` and awaits no answer."""
-        if self.state is not state or self.awaited:
-            raise InvariantError(f"group {self.number} is {self.state}, awaiting {list(self.awaited)}, not {state}")
+        return self.step.answer is answer and epoch in self.awaited
 
     def order(self, epoch: int, kind: type[wire.GroupOrder], requests: tuple[int, ...] = ()) -> Order:
         """An order to one member."""
         return Order(epoch, self.number, kind, requests)
-
-    def _begin_fetches(self, kind: type[wire.GroupOrder]) -> list[Order]:
-        pending = {epoch: self.fetches.pending_of(epoch) for epoch in self.epochs}
-        return [self.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
-
-    def _end_fetches(self) -> list[Order]:
-        event = self._step.event
-        return [] if self.fetches or event is None else self.take(event) or []
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +265,13 @@ class GroupTable:
         group.fetches = Fetches({request: ({home}, home) for request, home in homes.items()})
         return self._take(group, GroupEvent.RETURNED)
 
-    def expire(self, number: int, state: GroupState) -> Change | None:
-        """End a group that has been in ``state`` for too long: cancel it, or end the sessions of its members.
+    def expire(self, number: int) -> Change | None:
+        """End a group that made no progress for too long: cancel it, or end the sessions of its members.
 
-        None if it is in another state by now, or if this state awaits nothing.
+        None if it awaits nothing.
         """
         group = self._groups.get(number)
-        return None if group is None or group.state is not state else self._end(group, GroupEvent.EXPIRED, None)
+        return None if group is None else self._end(group, GroupEvent.EXPIRED, None)
 
     def abort(self, number: int, request: int) -> bool:
         """Mark a handed-over request as aborted. True if its KV is being copied, or would have been.
@@ -343,23 +291,26 @@ class GroupTable:
     def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
         """A member has executed an order."""
         group = self._groups.get(number)
-        if group is None:
+        if group is None or not group.awaits(epoch, answer):
             return None
-        before = group.state
-        orders = group.note(epoch, answer)
-        return None if orders is None else self._change(group, before, orders)
+        group.answered.add(epoch)
+        event = group.step.event
+        return Change(group) if group.awaited or event is None else self._take(group, event)
 
     def note_request(self, epoch: int, number: int, answer: Answer, request: int, *, is_ok: bool) -> Change | None:
         """A member has copied one request's KV (``FETCHED``, ``COLLECTED``), or failed to."""
         group = self._groups.get(number)
-        if group is None:
+        if group is None or REQUEST_ANSWERS.get(group.state) is not answer:
             return None
-        before = group.state
-        noted = group.note_request(epoch, answer, request, is_ok=is_ok)
-        if noted is None:
+        answered = group.fetches.answer(request, epoch, is_ok=is_ok)
+        if answered is None:
             return None
-        outcome, orders = noted
-        return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
+        outcome, owner = answered
+        if outcome is None:
+            return Change(group)
+        order = group.order(owner, wire.Adopt if outcome is Outcome.ADOPT else wire.Release, (request,))
+        change = self._end_fetches(group, order)
+        return replace(change, lost=(request,)) if outcome is Outcome.LOST else change
 
     def end(self, epoch: int) -> Change | None:
         """A session has ended: its group ends too. Call until None: an old group may exist beside a new one."""
@@ -374,41 +325,48 @@ class GroupTable:
             raise InvariantError(f"group {number} has ended, or an epoch of {[*copiers.values()]} is no member")
         if not all(copiers.values()):
             raise InvariantError(f"a request of group {number} is copied by no member")
-        group.expect(state)
+        if group.state is not state or group.awaited:
+            raise InvariantError(f"group {number} is {group.state}, awaiting {list(group.awaited)}, not {state}")
         return group
 
     def _take(self, group: Group, event: GroupEvent) -> Change:
-        before, orders = group.state, group.take(event)
-        if orders is None:
-            raise InvariantError(f"the event '{event}' is late for group {group.number}")
-        return self._change(group, before, orders)
+        """Apply an event. A state in which nothing is to be copied is left at once."""
+        state = advance(group.state, event)
+        assert state is not None  # only refusals and timers may be late
+        self._enter(group, state)
+        orders = [group.order(epoch, kind) for kind, who in group.step.orders for epoch in who.choose(group.epochs)]
+        if state not in REQUEST_ANSWERS:
+            return Change(group, tuple(orders), state)
+        kind = wire.Fetch if state is GroupState.EXCHANGING else wire.Collect
+        pending = {epoch: group.fetches.pending_of(epoch) for epoch in group.epochs}
+        orders += [group.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
+        change = self._end_fetches(group, *orders)
+        return change if change.entered else replace(change, entered=state)
+
+    def _end_fetches(self, group: Group, *orders: Order) -> Change:
+        """The change that sends these orders, and ends a state of copies if none is due any more."""
+        event = group.step.event
+        if group.fetches or event is None:
+            return Change(group, orders)
+        change = self._take(group, event)
+        return replace(change, orders=orders + change.orders)
 
     def _end(self, group: Group, event: GroupEvent, epoch: int | None) -> Change | None:
         """End the group because of ``epoch``, or of no member; None if the event is stale."""
-        before = group.state
-        if group.take(event) is None:
+        before, after = group.state, advance(group.state, event)
+        if after is None:
             return None
-        lost = group.fetches.requests
+        self._enter(group, after)
+        others = tuple(other for other in reversed(group.epochs) if other != epoch)  # it ended, or never paused
         if before is GroupState.PREPARING:
-            orders = [
-                group.order(other, wire.Cancel) for other in group.epochs if other != epoch
-            ]  # it ended, or never paused
-            return self._change(group, before, orders)
-        ended = tuple(other for other in reversed(group.epochs) if other != epoch)
-        return self._change(group, before, (), ended, lost)
+            return Change(group, tuple(group.order(other, wire.Cancel) for other in reversed(others)), after)
+        return Change(group, (), after, others, group.fetches.requests)
 
-    def _change(
-        self,
-        group: Group,
-        before: GroupState,
-        orders: Sequence[Order],
-        ended: tuple[int, ...] = (),
-        lost: tuple[int, ...] = (),
-    ) -> Change:
-        if group.state in (GroupState.SOLO, GroupState.OVER):
+    def _enter(self, group: Group, state: GroupState) -> None:
+        group.state = state
+        group.answered.clear()
+        if state in (GroupState.SOLO, GroupState.OVER):
             del self._groups[group.number]
-        entered = None if group.state is before else group.state
-        return Change(group, tuple(orders), entered, ended, lost)
 
     def check_integrity(self) -> None:
         """Raise ``InvariantError`` if an epoch is in two groups, except one in preparation and one that it takes in."""
