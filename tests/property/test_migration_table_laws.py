@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -11,11 +12,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.migration.table import Act, Action, MigrationState, MigrationTable, Step
+from floodplain.cluster.migration.table import (
+    Act,
+    Action,
+    Migration,
+    MigrationResult,
+    MigrationState,
+    MigrationTable,
+)
+from floodplain.cluster.state.request_table import Entry
 from tests.support.examples import examples
+from tests.support.loops import make_request
 
 WAITING, LIFTED, ENDED = "waiting", "lifted", "ended"
 MOST_BLOCKS = 30
+REQUEST = make_request("r", (1,), 0.0)
+AWAITING = {
+    "hold": (MigrationState.HOLDING,),
+    "pull": (MigrationState.COPYING, MigrationState.FINISHING),
+    "stop": (MigrationState.STOPPING,),
+}
 
 
 @dataclass
@@ -118,8 +134,8 @@ class World:
             if place == epoch:
                 self.places[request] = WAITING
         self.what = "death"
-        for step in self.table.end(epoch):
-            self.apply(step)
+        for one, actions in self.table.end(epoch):
+            self.apply(one, actions)
 
     # -- migrations ----------------------------------------------------------------------------------------------------
 
@@ -130,14 +146,14 @@ class World:
         if movable and len(self.processes) > 1:
             request = self.dice.choice(movable)
             source = self.places[request]
-            self.apply(self.table.begin(request, source, self.dice.choice(sorted(self.processes.keys() - {source}))))
+            entry, target = Entry(REQUEST, request), self.dice.choice(sorted(self.processes.keys() - {source}))
+            self.apply(*self.table.begin(entry, source, target, 0.0))
 
     def expire(self) -> None:
         """A migration times out."""
-        numbers = [one.number for one in self.table]
-        if numbers:
-            self.what = "silence"
-            self.apply(self.table.expire(self.dice.choice(numbers)))
+        if len(self.table):
+            self.what, one = "silence", self.dice.choice(list(self.table))
+            self.apply(one, self.table.expire(one))
 
     def go_on(self) -> None:
         """Some instances obey their orders, and the router receives the messages of some."""
@@ -199,17 +215,19 @@ class World:
         if kind == "finished":
             if self.places[key] == epoch:
                 self.close(key)
-        elif kind == "hold":
-            self.apply(self.table.hold(key, epoch, value))
+            return
+        one = self.table.get(key)
+        if one is None or not one.awaits(epoch, *AWAITING[kind]):
+            return
+        if kind == "hold":
+            self.apply(one, self.table.hold(one, value))
         elif kind == "stop":
-            one = self.table.get(key)
-            if one is not None and value is not None:
+            if value is not None:
                 self.stopped[key] = one.num_copied + value
-            self.apply(self.table.stop(key, epoch, value))
+            self.apply(one, self.table.stop(one, value))
         else:
-            one = self.table.get(key)
-            blocks = 0 if one is None or one.source is None else self.processes[one.source].requests.get(one.request, 0)
-            self.apply(self.table.pull(key, epoch, is_whole=value, num_full_blocks=blocks))
+            blocks = 0 if one.source is None else self.processes[one.source].requests.get(one.entry.number, 0)
+            self.apply(one, self.table.pull(one, is_whole=value, num_full_blocks=blocks))
 
     def close(self, request: int) -> None:
         place, self.places[request] = self.places[request], ENDED
@@ -218,16 +236,13 @@ class World:
         one = self.table.find(request)
         if one is not None:
             self.what = "abort"
-            self.apply(self.table.abort(one.number))
+            self.apply(one, self.table.end_one(one, MigrationResult.CANCELLED))
 
-    def apply(self, step: Step | None) -> None:
-        if step is None:
-            return
-        one, actions = step
+    def apply(self, one: Migration, actions: Sequence[Action]) -> None:
         self.num_copying = one.num_copying
         self.reached[f"{self.what} {one.state}: {one.result}"] += one.result is not None
         for action in actions:
-            self.do(one.number, one.request, one.num_copied, action)
+            self.do(one.number, one.entry.number, one.num_copied, action)
         assert (one.result is None) == (self.table.get(one.number) is one)
 
     def do(self, number: int, request: int, num_copied: int, action: Action) -> None:
@@ -297,17 +312,17 @@ def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
 class _ReleasesEarly(MigrationTable):
     """Frees the source's blocks when the target begins to copy the last ones."""
 
-    def stop(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
-        step = super().stop(number, epoch, num_blocks)
-        return step if step is None or num_blocks is None else (step[0], [*step[1], (Act.RELEASE, epoch)])
+    def stop(self, one: Migration, num_blocks: int | None) -> list[Action]:
+        actions = super().stop(one, num_blocks)
+        return actions if num_blocks is None else [*actions, (Act.RELEASE, one.source or 0)]
 
 
 class _ForgetsTargets(MigrationTable):
     """Sends no release to the target when a request is aborted."""
 
-    def abort(self, number: int) -> Step | None:
-        step = super().abort(number)
-        return None if step is None else (step[0], step[1][:1])
+    def end_one(self, one: Migration, result: MigrationResult) -> list[Action]:
+        actions = super().end_one(one, result)
+        return actions[:1] if result is MigrationResult.CANCELLED else actions
 
 
 @pytest.mark.parametrize("table", [_ReleasesEarly, _ForgetsTargets])

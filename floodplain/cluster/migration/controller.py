@@ -8,18 +8,18 @@ instance.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from floodplain.cluster.migration.table import (
     Act,
+    Action,
     Migration,
+    MigrationResult,
     MigrationState,
     MigrationTable,
-    Step,
 )
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.roster import Instance
@@ -51,18 +51,12 @@ class MigrationCounts:
     num_tokens: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class _Trip:
-    """The router's data of one migration; ``blocks`` are those that the target is to copy."""
-
-    entry: Entry
-    ticket: int
-    since_s: float
-    secret: str = field(default_factory=lambda: secrets.token_hex(32))
-    address: str = ""
-    blocks: Sequence[int] = ()
-    num_computed: int = 0
-    stopped_s: float | None = None
+_AWAITING: Mapping[type[wire.MigrationAnswer], tuple[MigrationState, ...]] = {
+    wire.KvHeld: (MigrationState.HOLDING,),
+    wire.KvPulled: (MigrationState.COPYING, MigrationState.FINISHING),
+    wire.RequestStopped: (MigrationState.STOPPING,),
+}
+"""The states in which each answer is awaited."""
 
 
 class MigrationController:
@@ -79,7 +73,6 @@ class MigrationController:
         self.migrations = MigrationTable()
         self.counts = MigrationCounts()
         self._table, self._send, self._place = table, send, place
-        self._trips: dict[int, _Trip] = {}
         self._tried_s: dict[int, float] = {}  # when a request's last migration began
 
     # -- beginnings ----------------------------------------------------------------------------------------------------
@@ -104,10 +97,9 @@ class MigrationController:
 
     def look(self, now: float) -> None:
         """Begin the migrations that are worth it, and abort those without progress; call often."""
-        for one in [one for one in self.migrations if now - self._trips[one.number].since_s > STEP_TIMEOUT_S]:
+        for one in [one for one in self.migrations if now - one.since_s > STEP_TIMEOUT_S]:
             logger.warning("migration %d is given up: nothing was said for %g s", one.number, STEP_TIMEOUT_S)
-            end = self.migrations.expire if _has_request(one, self._trips[one.number]) else self.migrations.abort
-            self._apply(end(one.number))
+            self._apply(one, self.migrations.expire(one)) if _has_request(one) else self._cancel(one)
         some = [one for one in self._table.roster if _can_take_part(one)]
         views = {one.epoch: self._view(one) for one in some}
         while True:
@@ -123,7 +115,7 @@ class MigrationController:
     def _view(self, one: Instance) -> InstanceView:
         view = InstanceView(one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets))
         for migration in self.migrations:
-            num_blocks = self._table.count_blocks(self._trips[migration.number].entry)
+            num_blocks = self._table.count_blocks(migration.entry)
             if migration.target == one.epoch:
                 _, view = apply_move(view, view, num_blocks)
             elif migration.source == one.epoch and migration.state is not MigrationState.FINISHING:
@@ -141,10 +133,9 @@ class MigrationController:
     def _begin(self, request: int, source: int, target: int) -> int:
         (entry,) = (one for one in self._table.entries_of(source).values() if one.number == request)
         now = time.monotonic()
-        one, actions = self.migrations.begin(request, source, target)
-        self._trips[one.number] = _Trip(entry, entry.ticket or 0, now)
+        one, actions = self.migrations.begin(entry, source, target, now)
         self._tried_s[request] = now
-        self._apply((one, actions))
+        self._apply(one, actions)
         return one.number
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -154,119 +145,104 @@ class MigrationController:
 
         Raises ``WireError`` if the sender has no part in the migration, or the answer is invalid.
         """
-        trip, one = self._trips.get(message.number), self.migrations.get(message.number)
-        if trip is None or one is None:
+        one = self.migrations.get(message.number)
+        if one is None:
             return
         if message.epoch not in (one.source, one.target):
             raise WireError(f"it has no part in migration {one.number}")
-        if not _is_awaited(one, message):
+        if not one.awaits(message.epoch, *_AWAITING[type(message)]):
             return  # late, or sent twice
         check_blocks(integers, 0, MAX_TOKEN_ID)
-        if not _has_request(one, trip):
-            self._apply(self.migrations.abort(one.number))
+        if not _has_request(one):
+            self._cancel(one)
             return
-        trip.since_s = time.monotonic()
+        one.since_s = time.monotonic()
         match message:
             case wire.KvHeld():
-                trip.address, trip.blocks = message.address, integers
-                num_blocks = len(integers) if message.is_running else None
-                self._apply(self.migrations.hold(one.number, message.epoch, num_blocks))
+                one.address, one.blocks = message.address, integers
+                self._apply(one, self.migrations.hold(one, len(integers) if message.is_running else None))
             case wire.KvPulled():
-                num_full = self._table.count_blocks(trip.entry) - 1
+                num_full = self._table.count_blocks(one.entry) - 1
                 is_whole = message.is_whole
-                self._apply(
-                    self.migrations.pull(one.number, message.epoch, is_whole=is_whole, num_full_blocks=num_full)
-                )
+                self._apply(one, self.migrations.pull(one, is_whole=is_whole, num_full_blocks=num_full))
             case wire.RequestStopped():
-                self._take_stopped(one, trip, message, integers)
+                self._take_stopped(one, message, integers)
 
-    def _take_stopped(self, one: Migration, trip: _Trip, message: wire.RequestStopped, integers: Sequence[int]) -> None:
-        if message.is_stopped and message.num_tokens != trip.entry.num_tokens:
-            raise WireError(f"a request stopped after {message.num_tokens} tokens, not {trip.entry.num_tokens}")
+    def _take_stopped(self, one: Migration, message: wire.RequestStopped, integers: Sequence[int]) -> None:
+        if message.is_stopped and message.num_tokens != one.entry.num_tokens:
+            raise WireError(f"a request stopped after {message.num_tokens} tokens, not {one.entry.num_tokens}")
         block_tokens = self._table.roster.expect(message.epoch).facts.block_tokens
         num_left = -(-message.num_computed // block_tokens) - one.num_copied
         if message.is_stopped and not (message.num_computed < message.num_tokens and len(integers) == num_left):
             raise WireError("a request stopped with other blocks than its KV fills")
-        trip.blocks, trip.num_computed = integers, message.num_computed
-        num_blocks = len(integers) if message.is_stopped else None
-        self._apply(self.migrations.stop(one.number, message.epoch, num_blocks))
+        one.blocks, one.num_computed = integers, message.num_computed
+        self._apply(one, self.migrations.stop(one, len(integers) if message.is_stopped else None))
 
     def end(self, epoch: int) -> None:
         """An instance's session has ended; the requests placed on it were given back before."""
-        for step in self.migrations.end(epoch):
-            self._apply(step)
+        for one, actions in self.migrations.end(epoch):
+            self._apply(one, actions)
 
     def forget(self, entry: Entry) -> None:
         """A request has ended: cancel its migration."""
         self._tried_s.pop(entry.number, None)
         one = self.migrations.find(entry.number)
         if one is not None:
-            self._apply(self.migrations.abort(one.number))
+            self._cancel(one)
 
     # -- what is due ---------------------------------------------------------------------------------------------------
 
-    def _apply(self, step: Step | None) -> None:
-        if step is None:
-            return
-        one, actions = step
-        trip = self._trips[one.number]
-        for act, epoch in actions:
-            self._do(one, trip, act, epoch)
-        if one.result is not None:
-            del self._trips[one.number]
-            self.counts.num_ended[one.result] += 1
-            logger.debug("migration %d of request %d: %s", one.number, one.request, one.result)
+    def _cancel(self, one: Migration) -> None:
+        self._apply(one, self.migrations.end_one(one, MigrationResult.CANCELLED))
 
-    def _do(self, one: Migration, trip: _Trip, act: Act, epoch: int) -> None:
+    def _apply(self, one: Migration, actions: Sequence[Action]) -> None:
+        for act, epoch in actions:
+            self._do(one, act, epoch)
+        if one.result is not None:
+            self.counts.num_ended[one.result] += 1
+            logger.debug("migration %d of request %d: %s", one.number, one.entry.number, one.result)
+
+    def _do(self, one: Migration, act: Act, epoch: int) -> None:
         match act:
             case Act.HOLD:
-                self._send(epoch, wire.HoldKv(epoch, one.number, trip.ticket, one.num_copied, trip.secret), ())
+                self._send(epoch, wire.HoldKv(epoch, one.number, one.ticket, one.num_copied, one.secret), ())
             case Act.PULL:
-                self._send(epoch, wire.PullKv(epoch, one.number, trip.address, trip.secret), trip.blocks)
+                self._send(epoch, wire.PullKv(epoch, one.number, one.address, one.secret), one.blocks)
             case Act.STOP:
-                trip.stopped_s = time.monotonic()
+                one.stopped_s = time.monotonic()
                 self._send(epoch, wire.StopRequest(epoch, one.number, one.num_copied), ())
             case Act.LIFT:
-                self._table.lift(trip.entry)
-                self._send(epoch, Abort(epoch, trip.ticket), ())  # in case the source has not stopped it
+                self._table.lift(one.entry)
+                self._send(epoch, Abort(epoch, one.ticket), ())  # in case the source has not stopped it
             case Act.GO_ON:
-                self._go_on(one, trip, epoch)
+                self._go_on(one, epoch)
             case Act.RECOMPUTE:
-                self._note_downtime(trip)
-                self._table.wait(trip.entry)
+                self._note_downtime(one)
+                self._table.wait(one.entry)
                 self._place()
             case Act.RELEASE:
                 self._send(epoch, wire.ReleaseKv(epoch, one.number), ())
 
-    def _go_on(self, one: Migration, trip: _Trip, epoch: int) -> None:
-        entry = trip.entry
+    def _go_on(self, one: Migration, epoch: int) -> None:
+        entry = one.entry
         self._table.put(entry, epoch)
         request = replace(entry.as_request(), is_accepted=True)
         submit = submit_of(request, epoch, entry.ticket or 0, time.monotonic())
-        message = wire.GoOn(epoch, one.number, trip.num_computed, submit)
+        message = wire.GoOn(epoch, one.number, one.num_computed, submit)
         self._send(epoch, message, request.prompt_token_ids + request.known_token_ids)
-        self._note_downtime(trip)
+        self._note_downtime(one)
         if epoch == one.target:
-            self.counts.num_tokens += trip.num_computed
+            self.counts.num_tokens += one.num_computed
 
-    def _note_downtime(self, trip: _Trip) -> None:
-        if trip.stopped_s is not None:
-            self.counts.downtime_s += time.monotonic() - trip.stopped_s
-
-
-def _is_awaited(one: Migration, message: wire.MigrationAnswer) -> bool:
-    match message:
-        case wire.KvHeld():
-            return one.state is MigrationState.HOLDING and message.epoch == one.source
-        case wire.RequestStopped():
-            return one.state is MigrationState.STOPPING and message.epoch == one.source
-    return one.state in (MigrationState.COPYING, MigrationState.FINISHING) and message.epoch == one.target
+    def _note_downtime(self, one: Migration) -> None:
+        if one.stopped_s is not None:
+            self.counts.downtime_s += time.monotonic() - one.stopped_s
 
 
-def _has_request(one: Migration, trip: _Trip) -> bool:
+def _has_request(one: Migration) -> bool:
     """Whether the request is on the source, or was lifted from there. If not, the source gave it back meanwhile."""
     is_lifted = one.state is MigrationState.FINISHING
-    return is_lifted or (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
+    return is_lifted or (one.entry.epoch, one.entry.ticket) == (one.source, one.ticket)
 
 
 def _can_take_part(one: Instance) -> bool:

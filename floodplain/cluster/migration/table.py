@@ -10,10 +10,13 @@ Until FINISHING the request is placed on the source, and is given back if the so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from floodplain.cluster.state.request_table import Entry
+from floodplain.cluster.wire.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError
 
 FEW_BLOCKS = 1
@@ -64,30 +67,42 @@ class Migration:
     """One migration of one request.
 
     Attributes:
-        request: The router's number of the request.
+        ticket: The request's ticket on the source.
         source: Epoch of the source; None once its session has ended. ``target`` likewise.
+        since_s: When it began, or an answer came last.
+        secret: What the target shows the source's bulk server at ``address``, to copy ``blocks``.
+        num_computed: Leading tokens whose KV the source held at the end.
+        stopped_s: When the source was told to end the request; None before.
         num_copied: Leading blocks that the target has; it is copying ``num_copying`` more.
         num_stages: Copies that began while the request ran.
         result: None until the migration is over.
     """
 
     number: int
-    request: int
+    entry: Entry
+    ticket: int
     source: int | None
     target: int | None
+    since_s: float
+    secret: str = field(default_factory=lambda: secrets.token_hex(SECRET_BYTES))
+    address: str = ""
+    blocks: Sequence[int] = ()
+    num_computed: int = 0
+    stopped_s: float | None = None
     state: MigrationState = MigrationState.HOLDING
     num_copied: int = 0
     num_copying: int = 0
     num_stages: int = 0
     result: MigrationResult | None = None
 
-
-Step = tuple[Migration, list[Action]]
-"""A migration after a transition, and its actions in sequence."""
+    def awaits(self, epoch: int, *states: MigrationState) -> bool:
+        """Whether it is in one of these states and awaits the answer of this instance."""
+        is_source = self.state in (MigrationState.HOLDING, MigrationState.STOPPING)
+        return self.state in states and epoch == (self.source if is_source else self.target)
 
 
 class MigrationTable:
-    """All migrations under way. A message about one that is over, or in another state, changes nothing (None)."""
+    """All migrations under way. A transition returns its actions, in sequence."""
 
     def __init__(self) -> None:
         self._migrations: dict[int, Migration] = {}
@@ -104,128 +119,100 @@ class MigrationTable:
         return self._migrations.get(number)
 
     def find(self, request: int) -> Migration | None:
-        """The migration of a request, if it is under way."""
-        return next((one for one in self._migrations.values() if one.request == request), None)
+        """The migration of the request of this number, if it is under way."""
+        return next((one for one in self._migrations.values() if one.entry.number == request), None)
 
-    def begin(self, request: int, source: int, target: int) -> Step:
+    def begin(self, entry: Entry, source: int, target: int, now: float) -> tuple[Migration, list[Action]]:
         """Begin the migration of a running request."""
-        if source == target or self.find(request) is not None:
-            raise InvariantError(f"request {request} cannot move from {source} to {target}")
-        one = Migration(self._next_number, request, source, target)
+        if source == target or self.find(entry.number) is not None:
+            raise InvariantError(f"request {entry.number} cannot move from {source} to {target}")
+        one = Migration(self._next_number, entry, entry.ticket or 0, source, target, now)
         self._next_number += 1
         self._migrations[one.number] = one
         return one, [(Act.HOLD, source)]
 
-    # -- messages of instances -----------------------------------------------------------------------------------------
+    # -- awaited messages of instances ---------------------------------------------------------------------------------
 
-    def hold(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
+    def hold(self, one: Migration, num_blocks: int | None) -> list[Action]:
         """The source holds ``num_blocks`` that the target lacks; None: the request does not run there."""
-        one = self._find(number, MigrationState.HOLDING)
-        if one is None or epoch != one.source or one.target is None:
-            return None
         if num_blocks is None:
-            return self._end(one, MigrationResult.CANCELLED)
+            return self.end_one(one, MigrationResult.CANCELLED)
         if not num_blocks:
             return self._stop(one)
         one.num_stages += 1
         return self._copy(one, num_blocks, MigrationState.COPYING)
 
-    def pull(self, number: int, epoch: int, *, is_whole: bool, num_full_blocks: int) -> Step | None:
+    def pull(self, one: Migration, *, is_whole: bool, num_full_blocks: int) -> list[Action]:
         """The target has copied what was ordered, or failed; the request now has ``num_full_blocks`` full blocks."""
-        one = self._migrations.get(number)
-        if one is None or epoch != one.target:
-            return None
         if one.state is MigrationState.FINISHING:
             return self._deliver(one, is_whole=is_whole)
-        if one.state is not MigrationState.COPYING or one.source is None:
-            return None
         if not is_whole:
-            return self._end(one, MigrationResult.FAILED)
+            return self.end_one(one, MigrationResult.FAILED)
         one.num_copied, one.num_copying = one.num_copied + one.num_copying, 0
         if num_full_blocks - one.num_copied <= FEW_BLOCKS or one.num_stages >= MOST_STAGES:
             return self._stop(one)
         one.state = MigrationState.HOLDING
-        return one, [(Act.HOLD, one.source)]
+        return [(Act.HOLD, one.source or 0)]
 
-    def stop(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
+    def stop(self, one: Migration, num_blocks: int | None) -> list[Action]:
         """The source has ended the request, with ``num_blocks`` that the target lacks; None: it did not end it."""
-        one = self._find(number, MigrationState.STOPPING)
-        if one is None or epoch != one.source:
-            return None
         if num_blocks is None:
-            return self._end(one, MigrationResult.CANCELLED)
+            return self.end_one(one, MigrationResult.CANCELLED)
         one.state = MigrationState.FINISHING
-        lift = (Act.LIFT, epoch)
+        lift = (Act.LIFT, one.source or 0)
         if one.target is None or not num_blocks:
-            return _after(lift, self._deliver(one, is_whole=one.target is not None))
-        return _after(lift, self._copy(one, num_blocks, MigrationState.FINISHING))
+            return [lift, *self._deliver(one, is_whole=one.target is not None)]
+        return [lift, *self._copy(one, num_blocks, MigrationState.FINISHING)]
 
     # -- ends and timeouts ---------------------------------------------------------------------------------------------
 
-    def end(self, epoch: int) -> list[Step]:
+    def end(self, epoch: int) -> list[tuple[Migration, list[Action]]]:
         """An instance's session has ended. Before FINISHING the caller gives its requests back."""
         steps = []
         for one in self:
             if epoch == one.source:
                 one.source = None
                 if one.state is not MigrationState.FINISHING:
-                    steps.append(self._end(one, MigrationResult.FAILED))
+                    steps.append((one, self.end_one(one, MigrationResult.FAILED)))
             elif epoch == one.target:
                 one.target = None
                 if one.state is MigrationState.FINISHING:
-                    steps.append(self._deliver(one, is_whole=False))
+                    steps.append((one, self._deliver(one, is_whole=False)))
                 elif one.state is not MigrationState.STOPPING:  # else the source ends it, and must be told
-                    steps.append(self._end(one, MigrationResult.FAILED))
+                    steps.append((one, self.end_one(one, MigrationResult.FAILED)))
         return steps
 
-    def abort(self, number: int) -> Step | None:
-        """Cancel a migration: the request has ended, or is on another instance."""
-        one = self._migrations.get(number)
-        return None if one is None else self._end(one, MigrationResult.CANCELLED)
+    def end_one(self, one: Migration, result: MigrationResult) -> list[Action]:
+        """End a migration; the request stays where it is. ``CANCELLED``: it has ended, or is on another instance."""
+        self._close(one, result)
+        return [(Act.RELEASE, epoch) for epoch in (one.source, one.target) if epoch is not None]
 
-    def expire(self, number: int) -> Step | None:
+    def expire(self, one: Migration) -> list[Action]:
         """Give up waiting for a live instance. In STOPPING the source may have ended the request: it is recomputed."""
-        one = self._migrations.get(number)
-        if one is None:
-            return None
         if one.state is MigrationState.FINISHING:
             return self._deliver(one, is_whole=False)
+        release = self.end_one(one, MigrationResult.FAILED)
         if one.state is MigrationState.STOPPING and one.source is not None:
-            step = self._end(one, MigrationResult.FAILED)
-            return _after((Act.LIFT, one.source), _after((Act.RECOMPUTE, one.source), step))
-        return self._end(one, MigrationResult.FAILED)
+            return [(Act.LIFT, one.source), (Act.RECOMPUTE, one.source), *release]
+        return release
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _find(self, number: int, state: MigrationState) -> Migration | None:
-        one = self._migrations.get(number)
-        return one if one is not None and one.state is state else None
-
-    def _copy(self, one: Migration, num_blocks: int, state: MigrationState) -> Step:
+    def _copy(self, one: Migration, num_blocks: int, state: MigrationState) -> list[Action]:
         one.state, one.num_copying = state, num_blocks
-        return one, [(Act.PULL, one.target or 0)]
+        return [(Act.PULL, one.target or 0)]
 
-    def _stop(self, one: Migration) -> Step:
+    def _stop(self, one: Migration) -> list[Action]:
         one.state = MigrationState.STOPPING
-        return one, [(Act.STOP, one.source or 0)]
+        return [(Act.STOP, one.source or 0)]
 
-    def _deliver(self, one: Migration, *, is_whole: bool) -> Step:
+    def _deliver(self, one: Migration, *, is_whole: bool) -> list[Action]:
         """Resume a lifted request: on the target if all is there, else on the source, else anywhere."""
-        result = MigrationResult.MOVED if is_whole else MigrationResult.FAILED
+        self._close(one, MigrationResult.MOVED if is_whole else MigrationResult.FAILED)
         where, other = (one.target, one.source) if is_whole else (one.source, one.target)
-        self._close(one, result)
         act = (Act.RECOMPUTE, 0) if where is None else (Act.GO_ON, where)
-        return one, [act, *([] if other is None else [(Act.RELEASE, other)])]
-
-    def _end(self, one: Migration, result: MigrationResult) -> Step:
-        """End the migration; the request stays where it is."""
-        self._close(one, result)
-        return one, [(Act.RELEASE, epoch) for epoch in (one.source, one.target) if epoch is not None]
+        return [act, *([] if other is None else [(Act.RELEASE, other)])]
 
     def _close(self, one: Migration, result: MigrationResult) -> None:
         one.result = result
         del self._migrations[one.number]
-
-
-def _after(action: Action, step: Step) -> Step:
-    return step[0], [action, *step[1]]
