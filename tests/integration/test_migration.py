@@ -15,6 +15,7 @@ import pytest
 from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
 from floodplain.cluster.bulk.wire import compute_digest
 from floodplain.cluster.instance.instance import Replica
+from floodplain.cluster.instance.session import Session
 from floodplain.cluster.migration.controller import MigrationController
 from floodplain.cluster.migration.movable import Movable, open_movable
 from floodplain.cluster.migration.table import MigrationState
@@ -75,7 +76,7 @@ class Moving:
 
     async def _live(self, member: Replica, link: FrameLink, welcome: Welcome) -> None:
         try:
-            await member.live(link, welcome, asyncio.Event(), 1.0)
+            await Session(link, welcome, member.engine, member.open_role).run(asyncio.Event(), 1.0)
         finally:
             await link.close()
 

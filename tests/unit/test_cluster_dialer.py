@@ -65,6 +65,7 @@ async def test_a_second_signal_ends_an_instance_that_still_has_requests(monkeypa
 
     monkeypatch.setattr(asyncio, "open_connection", open_connection)
     monkeypatch.setattr(instance, "FrameLink", lambda *streams: Link(Welcome(1, 1.0, 1.0)))
+    monkeypatch.setattr(instance, "Session", lambda *_: member)
     running = asyncio.create_task(dialer.run())
     await asyncio.wait_for(member.is_live.wait(), HANG_S)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -76,7 +77,9 @@ async def test_a_second_signal_ends_an_instance_that_still_has_requests(monkeypa
 
 
 class BusyMember(Member):
-    """A member whose requests never end."""
+    """A member, and its session, whose requests never end."""
+
+    engine = open_role = None
 
     def __init__(self) -> None:
         self.is_live, self.is_closed = asyncio.Event(), False
@@ -84,7 +87,7 @@ class BusyMember(Member):
     async def start(self) -> None:
         pass
 
-    async def live(self, *_: object) -> None:
+    async def run(self, *_: object) -> None:
         self.is_live.set()
         await asyncio.Event().wait()
 

@@ -19,6 +19,7 @@ from floodplain.cluster.wire.messages import Denied, Hello, InstanceFacts, Welco
 from floodplain.core.codec import WireError
 from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
 from floodplain.web.address import resolve
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ REST_S = 5.0
 class Member(Protocol):
     """What a ``Dialer`` serves: a whole engine, or one stage of a pipeline."""
 
+    @property
+    def engine(self) -> AsyncEngine | None:
+        """Serves the requests of a session from its begin; None: a stage has none before it is linked."""
+
     async def start(self) -> None:
         """Start, before the first session."""
 
@@ -46,13 +51,8 @@ class Member(Protocol):
     def hello(self, token: str) -> Hello:
         """The ``Hello`` of this instance."""
 
-    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve one session; nothing of it is left on return.
-
-        Raises:
-            WireError: The router breaks the protocol.
-            BaseException: The process must end.
-        """
+    def open_role(self, session: Session, /) -> Role:
+        """What this instance does in a session beside its requests."""
 
 
 class Dialer:
@@ -151,7 +151,8 @@ class Dialer:
                 return False
             self._problem = ""
             logger.info("joined the router, under epoch %d", welcome.epoch)
-            await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
+            session = Session(link, welcome, self._member.engine, self._member.open_role)
+            await session.run(self._is_stopping, self._drain_timeout_s)
         except WireError as error:
             if welcome is None:
                 self._note_problem(f"this is not its --instance-address ({error})")
@@ -200,8 +201,8 @@ class Replica:
         can_drop: bool = False,
         can_move: bool = False,
     ) -> None:
-        self.engine, self.shared = engine, shared
-        self._open_role, self._can_drop, self._can_move = open_role, can_drop, can_move
+        self.engine, self.shared, self.open_role = engine, shared, open_role
+        self._can_drop, self._can_move = can_drop, can_move
 
     async def start(self) -> None:
         """Start the engine, then what is shared."""
@@ -223,22 +224,20 @@ class Replica:
     def hello(self, token: str) -> Hello:
         """The ``Hello`` of this instance: its token, its facts and what it can do."""
         one = self.engine.engine
-        ledger = one.loop.state.ledger
-        facts = InstanceFacts(
-            version=__version__,
-            fingerprint=one.loop.state.config.fingerprint,
-            dtype=one.config.dtype,
-            max_model_len=one.max_model_len,
-            block_tokens=ledger.block_tokens,
-            num_blocks=ledger.num_blocks,
-            host=platform.node(),
-            pid=os.getpid(),
+        state = one.loop.state
+        facts = own_facts(
+            state.config.fingerprint, one.config, one.max_model_len, state.ledger.block_tokens, state.ledger.num_blocks
         )
         return Hello(token, facts, can_drop=self._can_drop, can_move=self._can_move)
 
-    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve one session. If other instances that it needs are lost, the session ends, not the process."""
-        await Session(link, welcome, self.engine, self._open_role).run(is_stopping, drain_timeout_s)
+
+def own_facts(
+    fingerprint: str, config: EngineConfig, max_model_len: int, block_tokens: int, num_blocks: int
+) -> InstanceFacts:
+    """The facts of an instance in this process."""
+    return InstanceFacts(
+        __version__, fingerprint, config.dtype, max_model_len, block_tokens, num_blocks, platform.node(), os.getpid()
+    )
 
 
 def find_own_host(router_host: str) -> str:

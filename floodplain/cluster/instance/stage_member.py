@@ -6,21 +6,18 @@ router ends, the pipeline ends: its requests resume from their tokens on another
 
 from __future__ import annotations
 
-import asyncio
-import os
-import platform
 import socket
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-from floodplain import __version__
+from floodplain.cluster.instance.instance import own_facts
 from floodplain.cluster.instance.session import Role, Session
 from floodplain.cluster.pipeline.stage import PipelineStage, plan_limits, read_price
-from floodplain.cluster.wire.frames import FrameLink
-from floodplain.cluster.wire.messages import Form, Formed, Hello, InstanceFacts, RouterMessage, StageFacts, Welcome
+from floodplain.cluster.wire.messages import Form, Formed, Hello, RouterMessage, StageFacts
 from floodplain.cluster.wire.order_checks import check_form
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.stage_build import Stage, build_stage
@@ -34,6 +31,8 @@ LINK_HOST = "127.0.0.1"
 
 class StageMember:
     """A ``Member`` that holds the layers of stage ``place``, from 0; ``rule`` says how the leader divides work."""
+
+    engine: AsyncEngine | None = None
 
     def __init__(self, stage: Stage, place: int, num_stages: int, rule: MicrobatchRule) -> None:
         self.stage, self.place, self.num_stages, self.rule = stage, place, num_stages, rule
@@ -56,21 +55,14 @@ class StageMember:
     def hello(self, token: str) -> Hello:
         """The ``Hello`` of this stage: its facts, its place, and the address at which it listens."""
         stage, (host, port) = self.stage, self.listener.getsockname()[:2]
-        facts = InstanceFacts(
-            version=__version__,
-            fingerprint=stage.parts.fingerprint,
-            dtype=stage.config.dtype,
-            max_model_len=stage.max_model_len,
-            block_tokens=stage.config.block_tokens,
-            num_blocks=stage.num_blocks,
-            host=platform.node(),
-            pid=os.getpid(),
+        facts = own_facts(
+            stage.parts.fingerprint, stage.config, stage.max_model_len, stage.config.block_tokens, stage.num_blocks
         )
         return Hello(token, facts, StageFacts(self.place, self.num_stages, host, port))
 
-    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve one session. The loss of a neighbouring stage ends the session, not the process."""
-        await Session(link, welcome, None, partial(_StageRole, member=self)).run(is_stopping, drain_timeout_s)
+    def open_role(self, session: Session) -> Role:
+        """What this stage does in a session."""
+        return _StageRole(session, self)
 
 
 def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
