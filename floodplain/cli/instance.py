@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.sources import NO_FLAGS, PREFIX
-from floodplain.cluster.engine_flags import config_of_droppable, config_of_movable, config_of_pipeline
+from floodplain.cluster.engine_flags import DROPPABLE, MOVABLE, PIPELINE, config_of
 from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
 from floodplain.engine.config import EngineConfig
 
@@ -53,11 +53,11 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
         from floodplain.cluster.groups.droppable import open_droppable
 
         host, _ = split_address(instance_config.join, "--join")
-        return open_droppable(config_of_droppable(config), instance_config.backstop, host)
+        return open_droppable(config_of(config, DROPPABLE), instance_config.backstop, host)
     if instance_config.movable:
         from floodplain.cluster.migration.movable import open_movable
 
-        return open_movable(config_of_movable(config), split_address(instance_config.join, "--join")[0])
+        return open_movable(config_of(config, MOVABLE), split_address(instance_config.join, "--join")[0])
     if instance_config.stage is None:
         from floodplain.cluster.instance.instance import Replica
         from floodplain.engine.async_engine import AsyncEngine
@@ -67,7 +67,7 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 
     place, num_stages = split_stage(instance_config.stage)
     split, profile = instance_config.microbatches, instance_config.step_profile
-    return open_stage(config_of_pipeline(config), place, num_stages, split, profile)
+    return open_stage(config_of(config, PIPELINE), place, num_stages, split, profile)
 
 
 def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cluster.engine_flags import (
-    config_of_droppable,
+    DROPPABLE,
+    MOVABLE,
+    PIPELINE,
+    config_of,
     config_of_instance,
-    config_of_movable,
-    config_of_pipeline,
     gpus_of_instance,
 )
 from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, RaySetup, count_router_files, split_address
@@ -198,12 +199,12 @@ def _open_cluster(
 
     is_pipeline = cluster_config.pipeline
     if is_pipeline:
-        config = config_of_pipeline(config)
+        config = config_of(config, PIPELINE)
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
     if cluster_config.relief in DROPPING_RELIEFS:
-        config = config_of_droppable(config)
+        config = config_of(config, DROPPABLE)
     elif cluster_config.relief == "migrate":
-        config = config_of_movable(config)
+        config = config_of(config, MOVABLE)
     processes = open_processes(config, cluster_config, num_instances, is_quiet=is_quiet)
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from floodplain.cli.serve import open_processes, part_flags
-from floodplain.cluster.engine_flags import config_of_movable
+from floodplain.cluster.engine_flags import MOVABLE, config_of
 from floodplain.cluster.launch.processes import LocalProcesses
 from floodplain.cluster.launch.ray_processes import RayProcesses, check_ray
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, RaySetup
@@ -96,7 +96,7 @@ def test_each_instance_of_a_migrating_router_is_movable_and_stays_packed() -> No
     assert part_flags(ClusterConfig(instances=2, relief="migrate"), 2) == [["--movable"]] * 2
     assert part_flags(ClusterConfig(instances=2), 2) == [[], []]
     config = EngineConfig(model="dummy:tiny")
-    assert config_of_movable(config) == config and config.pack_weights
+    assert config_of(config, MOVABLE) == config and config.pack_weights
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_does_not_go_with_migration_is_one_line(flags: dict[str, Any], word
 @pytest.mark.parametrize("flags", [{"lend": "1MiB", "coordinator": "http://h:1"}, {"kv_expansion": "2"}])
 def test_blocks_that_move_are_neither_lent_nor_streamed(flags: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="does not go with --relief migrate"):
-        config_of_movable(EngineConfig(model="dummy:tiny", **flags))
+        config_of(EngineConfig(model="dummy:tiny", **flags), MOVABLE)
 
 
 @pytest.mark.parametrize(("other", "value"), [("droppable", True), ("stage", "0/2")])
