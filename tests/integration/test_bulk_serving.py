@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.bulk.client import BulkClient, Outcome
+from floodplain.cluster.bulk.client import BulkClient
 from floodplain.cluster.bulk.server import MAX_PEERS, BulkGate, BulkServer, NotServed, ServedStore
 from floodplain.cluster.bulk.wire import (
     MAX_REQUEST_INDICES,
@@ -42,9 +42,6 @@ from tests.support.bulk import (
 from tests.support.examples import examples
 from tests.support.waiting import HANG_S
 
-OK, MISSING = Outcome.OK, Outcome.MISSING
-
-
 # -- which clients are served ------------------------------------------------------------------------------------------
 
 
@@ -55,13 +52,13 @@ def test_a_secret_opens_connections_until_it_is_revoked() -> None:
             BulkClient(server.address, other).start()
         server.admit(other)
         with connected(server.address, other, LONG_S) as second:
-            assert second.fetch([whole()], Received()) == [OK]
+            assert second.fetch([whole()], Received()) == [True]
             server.revoke(other)
             with pytest.raises(PeerLost):
                 second.fetch([whole()], Received())
         with pytest.raises(PeerLost, match="no bulk data"):
             BulkClient(server.address, other).start()
-        assert client.fetch([whole()], Received()) == [OK]
+        assert client.fetch([whole()], Received()) == [True]
 
 
 def test_unauthenticated_connections_do_not_count_toward_the_limit() -> None:
@@ -81,7 +78,7 @@ def test_unauthenticated_connections_are_limited() -> None:
         address = split_address(server.address, "")
         unauthenticated = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
         assert unauthenticated[0].recv(1) == b""  # the oldest, before its hello times out
-        assert client.fetch([whole()], Received()) == [OK]
+        assert client.fetch([whole()], Received()) == [True]
         for connection in unauthenticated:
             connection.close()
 
@@ -113,7 +110,7 @@ def test_an_invalid_request_closes_only_its_own_connection(frame: Frame) -> None
             raw.send(frame)
             raw.read()
         raw.close()
-        assert client.fetch([whole()], Received()) == [OK]
+        assert client.fetch([whole()], Received()) == [True]
 
 
 def test_a_client_that_stops_reading_holds_up_nothing_else() -> None:
@@ -124,7 +121,7 @@ def test_a_client_that_stops_reading_holds_up_nothing_else() -> None:
             stopped.send(pack_request(BulkRequest(number, "big", 0, np.arange(MAX_REQUEST_INDICES))))
         stopped.read()
         with connected(server.address, SECRET) as client:
-            assert client.fetch([whole(), item("big", 0, 7)], Received()) == [OK, OK]
+            assert client.fetch([whole(), item("big", 0, 7)], Received()) == [True, True]
         server.withdraw("big")
         server.close()
         with pytest.raises(PeerLost):  # after the buffered chunks: the rest was not sent
@@ -156,9 +153,9 @@ def test_withdraw_waits_for_a_read_under_way() -> None:
                 withdrawal.result(0.05)
             slow.may_end.set()
             withdrawal.result(HANG_S)
-            assert fetch.result(HANG_S) == [MISSING, MISSING]  # later chunks of "slow", and all of "kv"
+            assert fetch.result(HANG_S) == [False, False]  # later chunks of "slow", and all of "kv"
             server.serve("kv", KV, KV.index_bytes)
-            assert client.fetch([whole()], Received()) == [OK]
+            assert client.fetch([whole()], Received()) == [True]
         server.withdraw("slow")  # no store of this name: does nothing
 
 
@@ -205,7 +202,7 @@ def test_chunks_wait_while_the_stage_is_busy() -> None:
             with pytest.raises(TimeoutError):
                 fetch.result(0.05)
             assert not received.num_chunks
-        assert fetch.result(HANG_S) == [OK]
+        assert fetch.result(HANG_S) == [True]
 
 
 def test_chunks_go_on_after_the_bound_although_the_stage_is_busy() -> None:
@@ -216,8 +213,8 @@ def test_chunks_go_on_after_the_bound_although_the_stage_is_busy() -> None:
         connected(server.address, SECRET) as client,
     ):
         with gate.busy():
-            assert client.fetch([whole()], received) == [OK]
-        assert client.fetch([whole()], received) == [OK]
+            assert client.fetch([whole()], received) == [True]
+        assert client.fetch([whole()], received) == [True]
     assert answers == [False] * 20 + [True] * 20  # once for each chunk
     assert received.num_chunks == 40
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
+from floodplain.cluster.bulk.client import BulkClient, BulkItem
 from floodplain.cluster.bulk.kv_copies import Puller, RequestCopy
 from floodplain.cluster.wire.frames import Frame
 from floodplain.core.errors import PeerLost
@@ -37,8 +37,6 @@ from tests.support.bulk import (
 )
 from tests.support.examples import examples
 from tests.support.waiting import HANG_S
-
-OK, DAMAGED, MISSING = Outcome.OK, Outcome.DAMAGED, Outcome.MISSING
 
 
 def has(wanted: BulkItem) -> bool:
@@ -65,7 +63,7 @@ def test_items_arrive_byte_for_byte_or_are_missing() -> None:
     def check(items: list[BulkItem]) -> None:
         received = Received()
         outcomes = client.fetch(items, received)
-        assert outcomes == [OK if has(one) else MISSING for one in items]
+        assert outcomes == [has(one) for one in items]
         for one in items:
             if has(one) and len(one.indices):
                 assert received.of(one) == expected(STORES[one.store], one)
@@ -82,7 +80,7 @@ def test_the_sink_learns_which_indices_a_chunk_has() -> None:
         got.update((int(index), row.tobytes()) for index, row in zip(indices, rows, strict=True))
 
     with serving(kv=KV) as server, connected(server.address, SECRET) as client:
-        assert client.fetch([item("kv", 1, 30, 7, 8, 31, 2)], write) == [OK]
+        assert client.fetch([item("kv", 1, 30, 7, 8, 31, 2)], write) == [True]
     assert got == {index: KV.piece(1, index).tobytes() for index in (30, 7, 8, 31, 2)}
 
 
@@ -90,7 +88,7 @@ def test_the_sink_learns_which_indices_a_chunk_has() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_chunk_damages_its_item_alone(seed: int) -> None:
+def test_a_damaged_chunk_damages_its_item_alone(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     random = np.random.default_rng(seed)
     bad, position = int(random.integers(20, 40)), int(random.integers(0, 1000))  # a chunk of the second item; 20 each
     items, received = [whole(0), whole(1), whole(0)], Received()
@@ -99,9 +97,10 @@ def test_a_damaged_chunk_damages_its_item_alone(seed: int) -> None:
         relaying(server, lambda number, frame: damage(frame, position) if number == bad else frame) as address,
         connected(address, SECRET) as client,
     ):
-        assert client.fetch(items, received) == [OK, DAMAGED, OK]
+        assert client.fetch(items, received) == [True, False, True]
         assert received.of(items[1]) == expected(KV, items[1])[: (bad - 20) * 2 * KV.index_bytes]  # chunks before it
-        assert client.fetch([whole()], received) == [OK]
+        assert "part 1 of 'kv' is damaged: " in caplog.text
+        assert client.fetch([whole()], received) == [True]
     assert received.of(items[0]) == received.of(items[2]) == expected(KV, items[0])
 
 
@@ -113,7 +112,7 @@ def test_damage_whose_digest_matches_reaches_the_sink() -> None:
         relaying(server, lambda number, frame: forge(damage(frame, 5)) if number == 3 else frame) as address,
         connected(address, SECRET) as client,
     ):
-        assert client.fetch([one], received) == [OK]
+        assert client.fetch([one], received) == [True]
     assert received.of(one) != expected(KV, one)
 
 
@@ -203,7 +202,7 @@ def test_a_thread_that_does_not_start_costs_one_connection(monkeypatch: pytest.M
             patched.setattr(threading.Thread, "start", refuse)
             BulkClient(server.address, SECRET, LONG_S).start()
         with connected(server.address, SECRET) as client:
-            assert client.fetch([whole()], Received()) == [OK]
+            assert client.fetch([whole()], Received()) == [True]
 
 
 def test_a_closed_server_loses_its_clients() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import socket
 import threading
@@ -51,16 +50,6 @@ class BulkItem:
     indices: npt.NDArray[np.int64]
 
 
-class Outcome(enum.Enum):
-    """The result of fetching an item."""
-
-    OK = "ok"
-    DAMAGED = "damaged"
-    """The bytes of a chunk did not match its digest."""
-    MISSING = "missing"
-    """The peer does not serve all of it, or withdrew the store meanwhile."""
-
-
 Sink = Callable[[BulkItem, npt.NDArray[np.int64], npt.NDArray[np.uint8]], None]
 """Writes (item, indices of a chunk [num], their bytes [num_bytes], index after index); it may keep both arrays."""
 
@@ -96,11 +85,11 @@ class BulkClient:
             raise PeerLost(f"no bulk data from {self._address}: it does not take the secret, or has too many clients")
         self._frames = FrameSocket(sock, MAX_CHUNK_BYTES)
 
-    def fetch(self, items: Sequence[BulkItem], sink: Sink) -> list[Outcome]:
-        """The outcome of each item, pulled chunk by chunk; each chunk is verified before the sink gets it.
+    def fetch(self, items: Sequence[BulkItem], sink: Sink) -> list[bool]:
+        """Whether each item arrived whole, chunk by chunk; each chunk is verified before the sink gets it.
 
-        The sink may have got some intact chunks of an item that is not ``OK``. If the sink raises, or ``PeerLost`` is
-        raised, the connection cannot be used again.
+        The sink may have got some intact chunks of another item. If the sink raises, or ``PeerLost`` is raised, the
+        connection cannot be used again.
 
         Raises:
             PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
@@ -111,7 +100,7 @@ class BulkClient:
         fetch = _Fetch(self._frames, items, sink, self._num_asked)
         fetch.run()
         self._num_asked = fetch.num_asked
-        return fetch.outcomes
+        return fetch.are_whole
 
     def close(self) -> None:
         """Close the connection: a blocked ``start`` or ``fetch`` fails at once. Safe to call twice."""
@@ -144,10 +133,10 @@ class _Pull:
 
 
 class _Fetch:
-    """One call of ``fetch``. ``outcomes`` are ``OK`` until a failure is known."""
+    """One call of ``fetch``. Each item counts as whole until a failure is known."""
 
     def __init__(self, frames: FrameSocket, items: Sequence[BulkItem], sink: Sink, num_asked: int) -> None:
-        self.outcomes, self.num_asked = [Outcome.OK] * len(items), num_asked
+        self.are_whole, self.num_asked = [True] * len(items), num_asked
         self._frames, self._items, self._sink = frames, items, sink
         self._waiting = deque(
             _Pull(number, item.indices[start : start + MAX_REQUEST_INDICES])
@@ -169,7 +158,7 @@ class _Fetch:
         return is_short and len(self._under_way) < MAX_AHEAD_REQUESTS
 
     def _ask(self, pull: _Pull) -> None:
-        if self.outcomes[pull.item] is not Outcome.OK:
+        if not self.are_whole[pull.item]:
             return
         item, pull.number = self._items[pull.item], self.num_asked
         self._frames.send(pack_request(BulkRequest(pull.number, item.store, item.part, pull.indices)))
@@ -182,7 +171,7 @@ class _Fetch:
         if answer.number != pull.number:
             raise PeerLost("a peer answered another request than the next one")
         if isinstance(answer, BulkRefusal):
-            self._fail(pull, Outcome.MISSING, answer.why)
+            self._fail(pull, "missing", answer.why)
             self._end(pull)
             return
         self._take_chunk(pull, answer)
@@ -195,15 +184,15 @@ class _Fetch:
             raise PeerLost("a peer sent another chunk than the next one")
         indices, pull.num_taken = pull.indices[chunk.start : end], end
         if compute_digest(chunk.data) != chunk.digest:
-            self._fail(pull, Outcome.DAMAGED, f"indices {indices[0]} to {indices[-1]} do not match their digest")
-        elif self.outcomes[pull.item] is Outcome.OK:
+            self._fail(pull, "damaged", f"indices {indices[0]} to {indices[-1]} do not match their digest")
+        elif self.are_whole[pull.item]:
             self._sink(self._items[pull.item], indices, chunk.data)
 
-    def _fail(self, pull: _Pull, outcome: Outcome, why: str) -> None:
-        if self.outcomes[pull.item] is Outcome.OK:
-            self.outcomes[pull.item] = outcome
+    def _fail(self, pull: _Pull, what: str, why: str) -> None:
+        if self.are_whole[pull.item]:
+            self.are_whole[pull.item] = False
             item = self._items[pull.item]
-            logger.warning("part %d of %r is %s: %s", item.part, item.store, outcome.value, why)
+            logger.warning("part %d of %r is %s: %s", item.part, item.store, what, why)
 
     def _end(self, pull: _Pull) -> None:
         self._under_way.popleft()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from floodplain.cluster.bulk.client import BulkClient, BulkItem, Outcome
+from floodplain.cluster.bulk.client import BulkClient, BulkItem, Sink
 from floodplain.cluster.bulk.server import NotServed
 from floodplain.core.errors import PeerLost
 from floodplain.core.tiers import find_slot
@@ -120,7 +120,7 @@ class Puller:
         indices = {store: np.array([*found], dtype=np.int64) for store, found in targets_of.items()}
         for address, layers in one.layers.items():
             items = [BulkItem(store, layer, some) for store, some in indices.items() for layer in layers]
-            if not all(outcome is Outcome.OK for outcome in self._fetch(address, items, sink)):
+            if not all(self._fetch(address, items, sink)):
                 return False
         return is_written
 
@@ -132,7 +132,7 @@ class Puller:
             buffer.tensor[start : start + len(data)].copy_(torch.from_numpy(data))
 
         item = BulkItem(PARAMETERS, layer, np.arange(count_pieces(buffer), dtype=np.int64))
-        return self._fetch(address, [item], sink) == [Outcome.OK]
+        return all(self._fetch(address, [item], sink))
 
     def close(self) -> None:
         """Abort the copies under way, which then fail. May be called on any thread."""
@@ -140,10 +140,8 @@ class Puller:
         for client in list(self._clients.values()):
             client.close()
 
-    def _fetch(
-        self, address: str, items: Sequence[BulkItem], sink: Callable[[BulkItem, IntArray, ByteArray], None]
-    ) -> list[Outcome]:
-        """The outcome of each item. All items are ``MISSING`` if the peer is lost, in this and later calls."""
+    def _fetch(self, address: str, items: Sequence[BulkItem], sink: Sink) -> list[bool]:
+        """Whether each item arrived whole: none if the peer is lost, in this and later calls."""
         while address not in self._lost and not self._is_closed:
             is_new = address not in self._clients
             try:
@@ -153,7 +151,7 @@ class Puller:
                 if is_new and not self._is_closed:  # else the server may have closed a connection that was long idle
                     logger.warning("a copy from %s failed: %s", address, error)
                     self._lost.add(address)
-        return [Outcome.MISSING] * len(items)
+        return [False] * len(items)
 
     def _client(self, address: str) -> BulkClient:
         if address not in self._clients:
