@@ -62,10 +62,10 @@ class Guess:
 
 
 UNKNOWN = Unknown(
-    name="stable rate",
-    values={f"{share:g} of capacity": Guess(share) for share in (0.6, 0.7, 0.8, 0.9, 1.0)}
+    "stable rate",
+    {f"{share:g} of capacity": Guess(share) for share in (0.6, 0.7, 0.8, 0.9, 1.0)}
     | {f"{share:g} of capacity, rented PCIe": Guess(share, has_rented_pcie=True) for share in (0.8, 1.0)},
-    default="0.8 of capacity",
+    "0.8 of capacity",
 )
 COMMON = (
     "Prompts and outputs are log-normal by the medians and 90th percentiles of Sarathi-Serve's Table 2; arrivals are "
@@ -78,24 +78,14 @@ COMMON = (
     "When the burst ends no request arrives for as long as it takes the stable rate to bring the burst's requests.",
     "Floodplain's own way is its default policy with the same swap space, copies beside steps.",
 )
-A100, H100 = (
-    Setting(
-        engine={"model": "yi-34b-200k", "device": "a100-80gb"},
-        pcie=25e9,
-        rented_pcie=12.3e9,
-        nvlink="nvlink3",
-        lengths=SHAREGPT,
-        factor=2.0,
-    ),
-    Setting(
-        engine={"model": "llama-3.1-70b", "device": "h100-80gb", "tensor_parallel": 2},
-        pcie=50e9,
-        rented_pcie=25.7e9,
-        nvlink="nvlink4",
-        lengths=SHAREGPT,
-        factor=2.0,
-    ),
-)
+A100 = Setting(
+    engine={"model": "yi-34b-200k", "device": "a100-80gb"},
+    pcie=25e9, rented_pcie=12.3e9, nvlink="nvlink3", lengths=SHAREGPT, factor=2.0,
+)  # fmt: skip
+H100 = Setting(
+    engine={"model": "llama-3.1-70b", "device": "h100-80gb", "tensor_parallel": 2},
+    pcie=50e9, rented_pcie=25.7e9, nvlink="nvlink4", lengths=SHAREGPT, factor=2.0,
+)  # fmt: skip
 
 
 UNKNOWN_H100 = replace(
@@ -129,16 +119,13 @@ def measure_burst(setting: Setting, guess: Guess, seed: int) -> Measured:
     ways = _ways(setting, guess)
     drawn = setting.lengths.draw(NUM_SATURATING, np.random.default_rng(seed))
     rate = guess.share * capacity(ways[VLLM], drawn)
+    pause_s = setting.factor * setting.burst_s
     burst = Burst(
-        rate=rate,
-        factor=setting.factor,
-        pause_s=setting.factor * setting.burst_s,
-        num_before=setting.num_before,
-        burst_s=setting.burst_s,
+        rate=rate, factor=setting.factor, pause_s=pause_s, num_before=setting.num_before, burst_s=setting.burst_s
     )
     rows = burst.rows(setting.lengths, seed)
     served = {name: serve_rows(scenario, rows) for name, scenario in ways.items()}
-    return Measured(quantities=_quantities(served, burst), picture=_picture(served))
+    return Measured(_quantities(served, burst), _picture(served))
 
 
 def _quantities(served: Mapping[str, Served], burst: Burst) -> dict[str, float]:
@@ -171,8 +158,8 @@ def _picture(served: Mapping[str, Served]) -> Picture:
         return {name: (list(range(1, len(read(each)) + 1)), list(read(each))) for name, each in served.items()}
 
     return Picture(
-        x_label="request, in order of arrival",
-        panels={
+        "request, in order of arrival",
+        {
             "TTFT (s)": curves(lambda each: each.ttft_s),
             "TPOT (s)": curves(lambda each: each.tpot_s),
             "completion (s)": curves(lambda each: each.e2e_s),
@@ -186,23 +173,17 @@ FIGURE_1 = Figure(
     setting="Yi-34B on one A100 with 80 GB, ShareGPT; 25 requests, then twice the rate for a minute",
     statements=(
         Statement(
-            text="largest TTFT under vLLM in the burst, over its mean TTFT before",
-            paper=4.0,
-            quantity="fcfs_spike",
-            own="own_spike",
+            "largest TTFT under vLLM in the burst, over its mean TTFT before", 4.0, "fcfs_spike", own="own_spike"
         ),
         Statement(
-            text="mean completion time in the burst under CFS over PCIe, relative to vLLM (section 1: more than 2x)",
-            paper=2.0,
+            "mean completion time in the burst under CFS over PCIe, relative to vLLM (section 1: more than 2x)",
+            2.0,
+            "cfs_completion",
             bound="at least",
-            quantity="cfs_completion",
             own="own_completion",
         ),
         Statement(
-            text="the same ratio as section 2.3 states it (about 50 % longer)",
-            paper=1.5,
-            quantity="cfs_completion",
-            own="own_completion",
+            "the same ratio as section 2.3 states it (about 50 % longer)", 1.5, "cfs_completion", own="own_completion"
         ),
     ),
     assumptions=("The paper does not name this figure's LLM: Yi-34B, as in its figure 13 on an A100.", *COMMON),
@@ -214,31 +195,20 @@ FIGURE_8 = Figure(
     shows="TTFT and TPOT of each request in a burst of twice the stable rate",
     setting="Llama-3.1-70B on two H100 (tensor parallel), ShareGPT; 25 requests, then twice the rate for a minute",
     statements=(
+        Statement("largest TTFT under vLLM in the burst", 20.0, "fcfs_peak_s", unit="s", own="own_peak_s"),
+        Statement("largest TTFT under vLLM over that under AQUA", 20.0, "ttft_gain", own="own_ttft_gain"),
         Statement(
-            text="largest TTFT under vLLM in the burst", paper=20.0, unit="s", quantity="fcfs_peak_s", own="own_peak_s"
+            "largest TPOT under CFS over PCIe, over that under AQUA (up to 1.5x)", 1.5, "tpot_gain", own="own_tpot_gain"
         ),
         Statement(
-            text="largest TTFT under vLLM over that under AQUA", paper=20.0, quantity="ttft_gain", own="own_ttft_gain"
-        ),
-        Statement(
-            text="largest TPOT under CFS over PCIe, over that under AQUA (up to 1.5x)",
-            paper=1.5,
-            quantity="tpot_gain",
-            own="own_tpot_gain",
-        ),
-        Statement(
-            text="requests whose TPOT the burst raises, CFS over PCIe (25 to 48)",
-            paper=23.0,
+            "requests whose TPOT the burst raises, CFS over PCIe (25 to 48)",
+            23.0,
+            "cfs_slow",
             unit="requests",
-            quantity="cfs_slow",
             own="own_slow",
         ),
         Statement(
-            text="requests whose TPOT the burst raises, AQUA (25 to 40)",
-            paper=15.0,
-            unit="requests",
-            quantity="aqua_slow",
-            own="own_slow",
+            "requests whose TPOT the burst raises, AQUA (25 to 40)", 15.0, "aqua_slow", unit="requests", own="own_slow"
         ),
     ),
     assumptions=(
@@ -255,15 +225,8 @@ FIGURE_13 = Figure(
     shows="TTFT and TPOT of each long prompt in a burst of three times the stable rate",
     setting="Yi-34B on one A100 with 80 GB, arXiv summarization; 25 requests, then three times the rate for a minute",
     statements=(
-        Statement(
-            text="largest TTFT under vLLM over that under AQUA", paper=2.0, quantity="ttft_gain", own="own_ttft_gain"
-        ),
-        Statement(
-            text="largest TPOT under CFS over PCIe, over that under AQUA",
-            paper=2.0,
-            quantity="tpot_gain",
-            own="own_tpot_gain",
-        ),
+        Statement("largest TTFT under vLLM over that under AQUA", 2.0, "ttft_gain", own="own_ttft_gain"),
+        Statement("largest TPOT under CFS over PCIe, over that under AQUA", 2.0, "tpot_gain", own="own_tpot_gain"),
     ),
     assumptions=COMMON,
     measure=partial(measure_burst, replace(A100, lengths=ARXIV, factor=3.0)),

@@ -60,16 +60,16 @@ def measure_prefix(bandwidth: float, seed: int) -> Measured:
     peak_s = {name: max(times[hit] for hit in hits) for name, times in ttft_s.items()}
     numbers = list(range(1, len(rows)))
     return Measured(
-        quantities={
+        {
             "first_s": ttft_s[DRAM][0],
             "dram_s": peak_s[DRAM],
             "gain": peak_s[DRAM] / peak_s[AQUA],
             "own_s": peak_s[OWN],
             "own_gain": peak_s[DRAM] / peak_s[OWN],
         },
-        picture=Picture(
-            x_label="request, in order of arrival",
-            panels={"TTFT (s)": {name: (numbers, list(times[1:])) for name, times in ttft_s.items()}},
+        Picture(
+            "request, in order of arrival",
+            {"TTFT (s)": {name: (numbers, list(times[1:])) for name, times in ttft_s.items()}},
         ),
     )
 
@@ -122,11 +122,9 @@ FIGURE_9A = Figure(
     shows="TTFT where every tenth request has a cached prefix of 100 thousand tokens in swap space",
     setting="Yi-34B-200K on two H100 (tensor parallel), ShareGPT beside; the prefix is loaded at each hit",
     statements=(
-        Statement(text="TTFT of the first such prompt, which is computed", paper=10.0, unit="s", quantity="first_s"),
-        Statement(text="largest TTFT of a hit, loaded from DRAM", paper=4.0, unit="s", quantity="dram_s", own="own_s"),
-        Statement(
-            text="largest TTFT of a hit from DRAM over that under AQUA", paper=3.5, quantity="gain", own="own_gain"
-        ),
+        Statement("TTFT of the first such prompt, which is computed", 10.0, "first_s", unit="s"),
+        Statement("largest TTFT of a hit, loaded from DRAM", 4.0, "dram_s", unit="s", own="own_s"),
+        Statement("largest TTFT of a hit from DRAM over that under AQUA", 3.5, "gain", own="own_gain"),
     ),
     assumptions=(
         "A roofline of the H100 stands for its kernels. Chunks of 512 tokens, arrivals are Poisson at 0.5 requests/s.",
@@ -137,12 +135,12 @@ FIGURE_9A = Figure(
     ),
     measure=measure_prefix,
     unknown=Unknown(
-        name="bandwidth from DRAM",
-        values={
+        "bandwidth from DRAM",
+        {
             "50 GB/s": 50e9,
             "25.7 GB/s (a rented machine)": 25.7e9,
             "1.6 GB/s (copies of 16 KiB)": 2**14 / 10.3e-6,
         },
-        default="50 GB/s",
+        "50 GB/s",
     ),
 )

@@ -57,15 +57,15 @@ class Contention:
 
 
 UNKNOWN_SHARE = Unknown(
-    name="contention",
-    values={
+    "contention",
+    {
         "1 byte of memory traffic a copied byte, links unharmed": Contention(1.0, 0.0),
         "1 byte of memory traffic a copied byte, half of the links": Contention(1.0, 0.5),
         "2 bytes of memory traffic a copied byte, half of the links": Contention(2.0, 0.5),
         "4 bytes of memory traffic a copied byte, half of the links": Contention(4.0, 0.5),
         "2 bytes of memory traffic a copied byte, links unharmed, copies before compute": Contention(2.0, 0.0, BEFORE),
     },
-    default="1 byte of memory traffic a copied byte, half of the links",
+    "1 byte of memory traffic a copied byte, half of the links",
 )
 CONTENTION = "contention as assumed"
 COMMON = (
@@ -97,15 +97,12 @@ def measure_lenders(contention: Contention, seed: int) -> Measured:
         for name in devices
     }
     return Measured(
-        quantities={
+        {
             "audio_loss": 100 * (1 - audio[LENDING] / audio[ALONE]),
             "image_rate": images[LENDING] / images[ALONE],
             "tpot_ms": tpot_ms[LENDING] - tpot_ms[ALONE],
         },
-        picture=Picture(
-            x_label="lender",
-            panels={"relative to alone": {name: (BARS, values) for name, values in bars.items()}},
-        ),
+        Picture("lender", {"relative to alone": {name: (BARS, values) for name, values in bars.items()}}),
     )
 
 
@@ -131,14 +128,14 @@ def measure_distributed(contention: Contention, seed: int) -> Measured:
     copying = contention.copying
     rates = {DRAM: 4 / H100.dram_s(copying), AQUA: 4 / H100.aqua_s(copying)}
     return Measured(
-        quantities={
+        {
             "tpot_loss": 100 * (_mean(tpots_ms[LENDING]) / _mean(tpots_ms[ALONE]) - 1),
             "gain": rates[AQUA] / rates[DRAM],
             "own_gain": H100.dram_s(copying) / H100.own_s(copying),
         },
-        picture=Picture(
-            x_label="request, in order of arrival",
-            panels={
+        Picture(
+            "request, in order of arrival",
+            {
                 "TPOT of Llama-70B (ms)": {
                     name: (list(range(1, len(values) + 1)), values) for name, values in tpots_ms.items()
                 },
@@ -152,23 +149,11 @@ FIGURE_10 = Figure(
     shows="What lending costs producers on one GPU each",
     setting="AudioGen, Stable Diffusion 3 and Llama-3.1-8B (5 requests/s of ShareGPT) on an H100 each",
     statements=(
+        Statement("throughput that AudioGen loses", 5.0, "audio_loss", unit="%", bound="at most", assumed=CONTENTION),
         Statement(
-            text="throughput that AudioGen loses",
-            paper=5.0,
-            unit="%",
-            bound="at most",
-            quantity="audio_loss",
-            assumed=CONTENTION,
+            "throughput of image generation while it lends, of that alone", 1.0, "image_rate", assumed=CONTENTION
         ),
-        Statement(
-            text="throughput of image generation while it lends, of that alone",
-            paper=1.0,
-            quantity="image_rate",
-            assumed=CONTENTION,
-        ),
-        Statement(
-            text="what Llama 8B's mean TPOT grows by", paper=4.5, unit="ms", quantity="tpot_ms", assumed=CONTENTION
-        ),
+        Statement("what Llama 8B's mean TPOT grows by", 4.5, "tpot_ms", unit="ms", assumed=CONTENTION),
     ),
     assumptions=(
         *COMMON,
@@ -183,12 +168,8 @@ FIGURE_11 = Figure(
     shows="What lending costs a distributed producer, and what it gains its borrowers",
     setting="Llama-3.1-70B on four H100 (tensor parallel) with ShareGPT; an OPT-30B under FlexGen borrows from each",
     statements=(
-        Statement(
-            text="what Llama 70B's mean TPOT grows by", paper=5.0, unit="%", quantity="tpot_loss", assumed=CONTENTION
-        ),
-        Statement(
-            text="tokens/s of four OPT-30B with AQUA over those from DRAM", paper=4.0, quantity="gain", own="own_gain"
-        ),
+        Statement("what Llama 70B's mean TPOT grows by", 5.0, "tpot_loss", unit="%", assumed=CONTENTION),
+        Statement("tokens/s of four OPT-30B with AQUA over those from DRAM", 4.0, "gain", own="own_gain"),
     ),
     assumptions=(
         *COMMON,

@@ -86,23 +86,23 @@ class LongPrompt:
 
 H100, A100 = LongPrompt("h100-80gb", 50e9, "nvlink4"), LongPrompt("a100-80gb", 25e9, "nvlink3")
 UNKNOWN = Unknown(
-    name="way of copying",
-    values={
+    "way of copying",
+    {
         "layer by layer beside compute": Copying(overlaps=True),
         "layer by layer beside compute, 25.7 GB/s from DRAM (a rented H100)": Copying(overlaps=True, dram=25.7e9),
         "layer by layer before compute": Copying(overlaps=False),
     },
-    default="layer by layer beside compute",
+    "layer by layer beside compute",
 )
 UNKNOWN_A100 = Unknown(
-    name=UNKNOWN.name,
-    values={
+    UNKNOWN.name,
+    {
         "layer by layer beside compute": Copying(overlaps=True),
         "layer by layer beside compute, 12.3 GB/s from DRAM (a rented A100)": Copying(overlaps=True, dram=12.3e9),
         "layer by layer before compute": Copying(overlaps=False),
         "layer by layer before compute, 12.3 GB/s from DRAM (a rented A100)": Copying(overlaps=False, dram=12.3e9),
     },
-    default=UNKNOWN.default,
+    UNKNOWN.default,
 )
 COMMON = (
     "A roofline stands for FlexGen's kernels; its own overheads are left out. One sequence at a time; outputs have 32 "
@@ -116,8 +116,8 @@ def measure_throughput(copying: Copying, seed: int) -> Measured:
     """Tokens per second of OPT-30B on one H100."""
     rates = {name: 1 / seconds for name, seconds in _ways(H100, copying).items()}
     return Measured(
-        quantities={"gain": rates[AQUA] / rates[DRAM], "own_gain": rates[OWN] / rates[DRAM]},
-        picture=Picture(x_label="way", panels={"tokens/s": {"OPT-30B": (list(rates), list(rates.values()))}}),
+        {"gain": rates[AQUA] / rates[DRAM], "own_gain": rates[OWN] / rates[DRAM]},
+        Picture("way", {"tokens/s": {"OPT-30B": (list(rates), list(rates.values()))}}),
     )
 
 
@@ -144,15 +144,15 @@ def measure_recall(copying: Copying, seed: int) -> Measured:
     begun = [(when, lent) for when, lent in zip(times, lends, strict=True) if when >= BEGIN_S]
     rates = [1 / seconds[AQUA if lent else DRAM] for _, lent in begun]
     return Measured(
-        quantities={
+        {
             "rate": max(rates),
             "gain": max(rates) / min(rates),
             "own_rate": 1 / seconds[OWN],
             "own_gain": 1 / seconds[OWN] / min(rates),
         },
-        picture=Picture(
-            x_label="seconds",
-            panels={
+        Picture(
+            "seconds",
+            {
                 "Llama-3.1-8B:\nfree KV (GB)": {"free": (times, [one / 1e9 for one in free])},
                 "waiting": {"waiting": (times, waiting)},
                 "OPT-30B:\ntokens/s": {"tokens/s": ([when for when, _ in begun], rates)},
@@ -184,7 +184,7 @@ FIGURE_9B = Figure(
     name="aqua-9b",
     shows="Decoding throughput of prompts whose KV is off the device",
     setting="OPT-30B under FlexGen on one H100, prompts of 8,192 tokens",
-    statements=(Statement(text="tokens/s with AQUA over those from DRAM", paper=4.0, quantity="gain", own="own_gain"),),
+    statements=(Statement("tokens/s with AQUA over those from DRAM", 4.0, "gain", own="own_gain"),),
     assumptions=COMMON,
     measure=measure_throughput,
     unknown=UNKNOWN,
@@ -194,10 +194,8 @@ FIGURE_12 = Figure(
     shows="Throughput of long prompts while a neighbour lends, recalls and lends again",
     setting="OPT-30B under FlexGen on one A100; Llama-3.1-8B with ShareGPT on another, whose traffic doubles at 120 s",
     statements=(
-        Statement(text="tokens/s while memory is lent", paper=8.0, unit="tokens/s", quantity="rate", own="own_rate"),
-        Statement(
-            text="largest over least tokens/s, while memory is recalled", paper=6.0, quantity="gain", own="own_gain"
-        ),
+        Statement("tokens/s while memory is lent", 8.0, "rate", unit="tokens/s", own="own_rate"),
+        Statement("largest over least tokens/s, while memory is recalled", 6.0, "gain", own="own_gain"),
     ),
     assumptions=(
         "Llama 8B gets the 2.5 requests/s that section 4.1 calls its limit, twice that for a minute, and then none.",

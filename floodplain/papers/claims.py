@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from statistics import fmean
 from typing import Any, Literal
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
     NOT_REPRODUCED = "not reproduced"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Statement:
     """A number that a figure of a paper claims.
 
@@ -37,6 +37,7 @@ class Statement:
     text: str
     paper: float
     quantity: str
+    _: KW_ONLY
     unit: str = "x"
     bound: Bound = "about"
     own: str | None = None
@@ -49,7 +50,7 @@ class Statement:
         return is_enough and (self.bound == "at least" or ours <= self.paper * TOLERANCE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """Something that the paper does not tell: values that are tried, by their labels, and the one taken for ours."""
 
@@ -64,7 +65,7 @@ Curves = Mapping[str, Curve]
 """Curves by their name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Picture:
     """What is drawn: curves over one horizontal axis, in panels by the label of their vertical axes."""
 
@@ -72,7 +73,7 @@ class Picture:
     panels: Mapping[str, Curves]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One run of a figure: its quantities by name, and its picture."""
 

@@ -53,7 +53,7 @@ def _measure_14(load: Load, seed: int) -> Measured:
     vllm, drop, look, own = served.values()
     gains = {name: _ttft(vllm, name) / _ttft(drop, name) for name in QUANTILES}
     return Measured(
-        quantities=gains
+        gains
         | {f"own_{name}": _ttft(vllm, name) / _ttft(own, name) for name in QUANTILES}
         | {
             "slower": 100 * (_tpot(drop, "p50") / _tpot(vllm, "p50") - 1),
@@ -63,9 +63,9 @@ def _measure_14(load: Load, seed: int) -> Measured:
             "look_bubbles": _bubbles(look),
             "own_bubbles": _bubbles(own),
         },
-        picture=Picture(
-            x_label="TTFT",
-            panels={
+        Picture(
+            "TTFT",
+            {
                 "seconds": {
                     name: (list(QUANTILES), [_ttft(one, each) for each in QUANTILES]) for name, one in served.items()
                 }
@@ -79,20 +79,14 @@ FIGURE_14 = Figure(
     shows="What dropped layers and the look-ahead of microbatches are worth, one after the other",
     setting="Qwen2.5-14B on A800, LongBench",
     statements=(
-        Statement(text="drop: P90 TTFT, vLLM's over KunServe's", paper=8.8, quantity="p90", own="own_p90"),
-        Statement(text="drop: P99 TTFT, vLLM's over KunServe's", paper=11.7, quantity="p99", own="own_p99"),
-        Statement(text="drop: P99.9 TTFT, vLLM's over KunServe's", paper=10.3, quantity="p999", own="own_p999"),
-        Statement(text="drop: TPOT above vLLM's (21 to 31.9 %)", paper=26.0, unit="%", quantity="slower"),
-        Statement(text="look-ahead: P90 TPOT, lower by", paper=4.5, unit="%", quantity="look_p90"),
-        Statement(text="look-ahead: P99 TPOT, lower by", paper=10.6, unit="%", quantity="look_p99"),
-        Statement(
-            text="bubbles with microbatches of equal tokens",
-            paper=21.9,
-            unit="%",
-            quantity="bubbles",
-            own="own_bubbles",
-        ),
-        Statement(text="bubbles with the look-ahead", paper=8.3, unit="%", quantity="look_bubbles", own="own_bubbles"),
+        Statement("drop: P90 TTFT, vLLM's over KunServe's", 8.8, "p90", own="own_p90"),
+        Statement("drop: P99 TTFT, vLLM's over KunServe's", 11.7, "p99", own="own_p99"),
+        Statement("drop: P99.9 TTFT, vLLM's over KunServe's", 10.3, "p999", own="own_p999"),
+        Statement("drop: TPOT above vLLM's (21 to 31.9 %)", 26.0, "slower", unit="%"),
+        Statement("look-ahead: P90 TPOT, lower by", 4.5, "look_p90", unit="%"),
+        Statement("look-ahead: P99 TPOT, lower by", 10.6, "look_p99", unit="%"),
+        Statement("bubbles with microbatches of equal tokens", 21.9, "bubbles", unit="%", own="own_bubbles"),
+        Statement("bubbles with the look-ahead", 8.3, "look_bubbles", unit="%", own="own_bubbles"),
     ),
     assumptions=(
         "What coordinated exchange is worth (P99 TTFT 1.5x) is not simulated: activations and KV do not share a link.",
@@ -117,13 +111,13 @@ def _measure_16(load: Load, seed: int) -> Measured:
     served = {name: serve_rows(way, rows) for name, way in ways.items()}
     restored, kept = served.values()
     return Measured(
-        quantities={
+        {
             "ttft": 100 * (1 - _ttft(restored, "p50") / _ttft(kept, "p50")),
             "tpot": 100 * (1 - _tpot(restored, "p50") / _tpot(kept, "p50")),
             "ttft_p99": _ttft(kept, "p99") / _ttft(restored, "p99"),
             "tpot_p99": _tpot(kept, "p99") / _tpot(restored, "p99"),
         },
-        picture=Picture(x_label="s", panels={"mean TTFT (s)": over_time(rows, served)}),
+        Picture("s", {"mean TTFT (s)": over_time(rows, served)}),
     )
 
 
@@ -132,10 +126,10 @@ FIGURE_16 = Figure(
     shows="What restoring layers is worth between two bursts",
     setting="Qwen2.5-14B on A800, two bursts",
     statements=(
-        Statement(text="P50 TTFT, lower with restores by", paper=28.0, unit="%", quantity="ttft"),
-        Statement(text="P50 TPOT, lower with restores by", paper=23.0, unit="%", quantity="tpot"),
-        Statement(text="P99 TTFT, without restores over that with them", paper=6.4, quantity="ttft_p99"),
-        Statement(text="P99 TPOT, without restores over that with them", paper=1.2, quantity="tpot_p99"),
+        Statement("P50 TTFT, lower with restores by", 28.0, "ttft", unit="%"),
+        Statement("P50 TPOT, lower with restores by", 23.0, "tpot", unit="%"),
+        Statement("P99 TTFT, without restores over that with them", 6.4, "ttft_p99"),
+        Statement("P99 TPOT, without restores over that with them", 1.2, "tpot_p99"),
     ),
     assumptions=(
         f"After each burst, {CALM:g} of the load before lasts for {CALM_S:g} s. Lengths are those of LongBench, not "

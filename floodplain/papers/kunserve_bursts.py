@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from floodplain.papers.claims import Unknown
-from floodplain.papers.serving import Lengths, Served, serve_rows
+from floodplain.papers.serving import Lengths, Served, rows_of, scenario_of, serve_rows
 from floodplain.sim.machine import resolve_machine
-from floodplain.sim.scenario import make_scenario
 from floodplain.workload.arrivals import Phase, phase_arrivals
 from floodplain.workload.traces import TraceRow
 
@@ -69,7 +67,7 @@ class Setting:
 
         Prompts of mean length take part of an instance's time, and slow down as many decodes as its memory holds.
         """
-        machine = resolve_machine(make_scenario(self.scenario(), "figure", Path()))
+        machine = resolve_machine(scenario_of(self.scenario()))
         pairs = self.lengths.draw(NUM_DRAWN, np.random.default_rng(0))
         prompt, output = (round(fmean(each)) for each in zip(*pairs, strict=True))
         held = prompt + output // 2
@@ -85,8 +83,7 @@ class Setting:
         phases = [Phase(seconds, factor * rate) for seconds, factor in self.phases]
         count = round(sum(phase.duration_s * phase.rate for phase in phases))
         times = phase_arrivals(phases, count, 1.0, rng)
-        pairs = self.lengths.draw(count, rng)
-        return [TraceRow(float(when), *pair) for when, pair in zip(times, pairs, strict=True)]
+        return rows_of(times, self.lengths.draw(count, rng))
 
     def serve(self, names: Iterable[str], share: float, seed: int) -> tuple[list[TraceRow], dict[str, Served]]:
         """Serve one load under several ways; returns the load, too."""
@@ -145,11 +142,7 @@ class Load:
 
 
 LOADS = (Load(0.7, 60.0), Load(0.8, 60.0), Load(0.8, 120.0))
-LOAD = Unknown(
-    name="load before the burst, and the burst's length",
-    values={load.name: load for load in LOADS},
-    default=LOADS[1].name,
-)
+LOAD = Unknown("load before the burst, and the burst's length", {load.name: load for load in LOADS}, LOADS[1].name)
 COMMON = (
     "Two instances, not the paper's eight. Arrivals are Poisson: a burst of twice the rate begins after 45 s, and half "
     "of the rate follows. The trace is not replayed.",

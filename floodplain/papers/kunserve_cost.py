@@ -91,15 +91,15 @@ def _measure(longest: int, seed: int) -> Measured:
         for name, cost in (("with attention", ours), ("matrices alone", matrices))
     }
     return Measured(
-        quantities={
+        {
             "ours_prompts": max(off["with attention"][0]),
             "ours_chunks": max(off["with attention"][1]),
             "matrices_prompts": max(off["matrices alone"][0]),
             "matrices_chunks": max(off["matrices alone"][1]),
         },
-        picture=Picture(
-            x_label="tokens of the prompt, up to the chunk's end",
-            panels={
+        Picture(
+            "tokens of the prompt, up to the chunk's end",
+            {
                 "off by %, whole prompts": {name: ([n for _, n in prompts], whole) for name, (whole, _) in off.items()},
                 "off by %, later chunks": {name: _largest(ends, part) for name, (_, part) in off.items()},
             },
@@ -119,22 +119,10 @@ FIGURE_15 = Figure(
     shows="How far a model of a microbatch's time is off, with attention and without it",
     setting="Qwen2.5-14B on an A800, prompts that are whole, and chunks behind a prefix",
     statements=(
-        Statement(
-            text="with attention, whole prompts (less than 5 %)",
-            paper=5.0,
-            unit="%",
-            bound="at most",
-            quantity="ours_prompts",
-        ),
-        Statement(
-            text="with attention, later chunks (less than 5 %)",
-            paper=5.0,
-            unit="%",
-            bound="at most",
-            quantity="ours_chunks",
-        ),
-        Statement(text="matrices alone, whole prompts (up to 48 %)", paper=48.0, unit="%", quantity="matrices_prompts"),
-        Statement(text="matrices alone, later chunks (up to 74 %)", paper=74.0, unit="%", quantity="matrices_chunks"),
+        Statement("with attention, whole prompts (less than 5 %)", 5.0, "ours_prompts", unit="%", bound="at most"),
+        Statement("with attention, later chunks (less than 5 %)", 5.0, "ours_chunks", unit="%", bound="at most"),
+        Statement("matrices alone, whole prompts (up to 48 %)", 48.0, "matrices_prompts", unit="%"),
+        Statement("matrices alone, later chunks (up to 74 %)", 74.0, "matrices_chunks", unit="%"),
     ),
     assumptions=(
         "An A100 stands for the A800, which has the same kernels. Times are sums of measured kernels: of four matrices "
@@ -145,8 +133,6 @@ FIGURE_15 = Figure(
     ),
     measure=_measure,
     unknown=Unknown(
-        name="longest prompt",
-        values={f"{tokens:,} tokens": tokens for tokens in (4096, 16384, 32768)},
-        default="16,384 tokens",
+        "longest prompt", {f"{tokens:,} tokens": tokens for tokens in (4096, 16384, 32768)}, "16,384 tokens"
     ),
 )

@@ -37,14 +37,14 @@ def _measure_5(share: float, seed: int) -> Measured:
     latency_s, tpot_s = [fmean(one.e2e_s) for one in served], [fmean(one.tpot_s) for one in served]
     dropped = [100 * (1 - 1 / depth) for depth in DEPTHS]
     return Measured(
-        quantities={
+        {
             "rises": float(sum(later > earlier for earlier, later in pairwise(latency_s))),
             "half": latency_s[1] / latency_s[0],
             "most": latency_s[2] / latency_s[0],
         },
-        picture=Picture(
-            x_label="% of the layers dropped",
-            panels={"latency (s)": {"mean": (dropped, latency_s)}, "TPOT (s)": {"mean": (dropped, tpot_s)}},
+        Picture(
+            "% of the layers dropped",
+            {"latency (s)": {"mean": (dropped, latency_s)}, "TPOT (s)": {"mean": (dropped, tpot_s)}},
         ),
     )
 
@@ -55,11 +55,11 @@ FIGURE_5 = Figure(
     setting="Qwen2.5-14B on A800, LongBench; memory suffices everywhere",
     statements=(
         Statement(
-            text="times that the mean latency rises from none dropped to half to three quarters (the more, the higher)",
-            paper=2.0,
+            "times that the mean latency rises from none dropped to half to three quarters (the more, the higher)",
+            2.0,
+            "rises",
             unit="times",
             bound="at least",
-            quantity="rises",
         ),
     ),
     assumptions=(
@@ -70,9 +70,9 @@ FIGURE_5 = Figure(
     ),
     measure=_measure_5,
     unknown=Unknown(
-        name="load",
-        values={f"{share:g} of the rate that fills memory": share for share in (0.3, 0.6)},
-        default="0.6 of the rate that fills memory",
+        "load",
+        {f"{share:g} of the rate that fills memory": share for share in (0.3, 0.6)},
+        "0.6 of the rate that fills memory",
     ),
 )
 
@@ -97,13 +97,13 @@ def _measure_17(share: float, seed: int) -> Measured:
     until_s = BURST_S + stands[KUNSERVE]
     meanwhile = [ttft_s for row, ttft_s in zip(rows, served[VLLM].ttft_s, strict=True) if row.arrival_s <= until_s]
     return Measured(
-        quantities={
+        {
             "longer": stands[KUNSERVE] / stands[VLLM],
             "own_longer": stands[OWN] / stands[VLLM],
             "freed": 100 * (max(blocks) / blocks[0] - 1),
             "spike": max(meanwhile) / quantile(meanwhile, 0.5),
         },
-        picture=Picture(x_label="s", panels={"mean TTFT (s)": over_time(rows, served)}),
+        Picture("s", {"mean TTFT (s)": over_time(rows, served)}),
     )
 
 
@@ -113,15 +113,10 @@ FIGURE_17 = Figure(
     setting="Qwen2.5-72B on four H800 for each instance",
     statements=(
         Statement(
-            text="seconds of the burst until requests are late, KunServe's over vLLM's",
-            paper=1.5,
-            quantity="longer",
-            own="own_longer",
+            "seconds of the burst until requests are late, KunServe's over vLLM's", 1.5, "longer", own="own_longer"
         ),
-        Statement(text="KV memory that drops add", paper=57.0, unit="%", quantity="freed"),
-        Statement(
-            text="vLLM's largest TTFT in that time, relative to the median (up to 42x)", paper=42.0, quantity="spike"
-        ),
+        Statement("KV memory that drops add", 57.0, "freed", unit="%"),
+        Statement("vLLM's largest TTFT in that time, relative to the median (up to 42x)", 42.0, "spike"),
     ),
     assumptions=(
         f"Late is a mean TTFT in ten seconds above {SLO_SCALE} medians of those before the burst, which lasts "
@@ -132,8 +127,8 @@ FIGURE_17 = Figure(
     ),
     measure=_measure_17,
     unknown=Unknown(
-        name="load before the burst",
-        values={f"{share:g} of the rate that fills memory": share for share in (0.7, 0.8, 0.9)},
-        default="0.8 of the rate that fills memory",
+        "load before the burst",
+        {f"{share:g} of the rate that fills memory": share for share in (0.7, 0.8, 0.9)},
+        "0.8 of the rate that fills memory",
     ),
 )

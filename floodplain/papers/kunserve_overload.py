@@ -37,14 +37,14 @@ def _measure_2(load: Load, seed: int) -> Measured:
     spikes = {name: max(one.ttft_s) / median(one.ttft_s) for name, one in served.items()}
     token_bytes = shape_named(BURSTGPT_14B.place["model"]).kv_bytes_per_token()
     return Measured(
-        quantities={
+        {
             "burst_gib": BURST_TOKENS * token_bytes / 2**30,
             "pools_over_demand": pools_over_demand(served[VLLM]),
             "vllm": spikes[VLLM],
             "swap": spikes[SWAP],
             "own": spikes[OWN],
         },
-        picture=Picture(x_label="s", panels={"mean TTFT (s)": over_time(rows, served)}),
+        Picture("s", {"mean TTFT (s)": over_time(rows, served)}),
     )
 
 
@@ -53,10 +53,10 @@ FIGURE_2 = Figure(
     shows="TTFT in a burst of chats whose KV does not fit",
     setting="Qwen2.5-14B on A800, BurstGPT",
     statements=(
-        Statement(text="KV of 243K tokens", paper=45.0, unit="GiB", quantity="burst_gib"),
-        Statement(text="KV memory, relative to the mean demand", paper=2.1, quantity="pools_over_demand"),
-        Statement(text="vLLM: largest TTFT, relative to the median", paper=239.0, quantity="vllm", own="own"),
-        Statement(text="InferCept: largest TTFT, relative to the median", paper=92.0, quantity="swap", own="own"),
+        Statement("KV of 243K tokens", 45.0, "burst_gib", unit="GiB"),
+        Statement("KV memory, relative to the mean demand", 2.1, "pools_over_demand"),
+        Statement("vLLM: largest TTFT, relative to the median", 239.0, "vllm", own="own"),
+        Statement("InferCept: largest TTFT, relative to the median", 92.0, "swap", own="own"),
     ),
     assumptions=(
         "One instance, whose requests are many; Floodplain's own way has no drops then.",
@@ -75,13 +75,13 @@ def _measure_12(load: Load, seed: int) -> Measured:
     blocks = {name: one.result["floodplain"]["timeline"] for name, one in served.items()}
     used = {name: (line["time_s"], line["kv_used_blocks"]) for name, line in blocks.items()}
     return Measured(
-        quantities={
+        {
             "slower": 100 * (1 - speeds[PIPELINE] / speeds[VLLM]),
             "own_slower": 100 * (1 - speeds[OWN] / speeds[VLLM]),
             "pipeline_p99": worst[PIPELINE] / worst[KUNSERVE],
             "own_p99": worst[PIPELINE] / worst[OWN],
         },
-        picture=Picture(x_label="s", panels={"mean TTFT (s)": over_time(rows, served), "KV blocks held": used}),
+        Picture("s", {"mean TTFT (s)": over_time(rows, served), "KV blocks held": used}),
     )
 
 
@@ -91,18 +91,18 @@ FIGURE_12 = Figure(
     setting="Qwen2.5-14B on A800, LongBench",
     statements=(
         Statement(
-            text="tokens/s of a static pipeline, below vLLM's (3.3 to 21.8 %)",
-            paper=3.3,
+            "tokens/s of a static pipeline, below vLLM's (3.3 to 21.8 %)",
+            3.3,
+            "slower",
             unit="%",
             bound="at least",
-            quantity="slower",
             own="own_slower",
         ),
         Statement(
-            text="P99 TTFT of a static pipeline over KunServe's (12.7x to 72.2x over all baselines)",
-            paper=12.7,
+            "P99 TTFT of a static pipeline over KunServe's (12.7x to 72.2x over all baselines)",
+            12.7,
+            "pipeline_p99",
             bound="at least",
-            quantity="pipeline_p99",
             own="own_p99",
         ),
     ),
@@ -137,8 +137,7 @@ def _measure_13(load: Load, seed: int) -> Measured:
     models = ("14B", "72B")
     bars = {name: (models, [each[f"p99 of {name}"] for each in (small, large)]) for name in (VLLM, SWAP, KUNSERVE, OWN)}
     return Measured(
-        quantities=small | {f"{name}_72b": value for name, value in large.items()},
-        picture=Picture(x_label="Qwen2.5", panels={"P99 TTFT (s)": bars}),
+        small | {f"{name}_72b": value for name, value in large.items()}, Picture("Qwen2.5", {"P99 TTFT (s)": bars})
     )
 
 
@@ -148,44 +147,40 @@ FIGURE_13 = Figure(
     setting="Qwen2.5-14B on A800, and 72B on four H800 each, LongBench",
     statements=(
         Statement(
-            text="14B: vLLM's P99 TTFT over KunServe's (12.7x to 72.2x over all baselines)",
-            paper=12.7,
+            "14B: vLLM's P99 TTFT over KunServe's (12.7x to 72.2x over all baselines)",
+            12.7,
+            "vllm",
             bound="at least",
-            quantity="vllm",
             own="vllm_own",
         ),
         Statement(
-            text="14B: InferCept's P99 TTFT over KunServe's (the same)",
-            paper=12.7,
-            bound="at least",
-            quantity="swap",
-            own="swap_own",
+            "14B: InferCept's P99 TTFT over KunServe's (the same)", 12.7, "swap", bound="at least", own="swap_own"
         ),
         Statement(
-            text="14B: KunServe's P50 TPOT above vLLM's (15.8 to 22.7 % over the baselines)",
-            paper=19.0,
+            "14B: KunServe's P50 TPOT above vLLM's (15.8 to 22.7 % over the baselines)",
+            19.0,
+            "tpot",
             unit="%",
-            quantity="tpot",
             own="tpot_own",
         ),
         Statement(
-            text=f"14B: requests with a TTFT above {SLO_SCALE} medians, fewer than vLLM's (by 7.2 to 12.8 points)",
-            paper=10.0,
+            f"14B: requests with a TTFT above {SLO_SCALE} medians, fewer than vLLM's (by 7.2 to 12.8 points)",
+            10.0,
+            "late",
             unit="%",
-            quantity="late",
             own="late_own",
         ),
         Statement(
-            text="72B: vLLM's P99 TTFT over KunServe's (8.4x to 11.9x over all baselines)",
-            paper=10.0,
-            quantity="vllm_72b",
+            "72B: vLLM's P99 TTFT over KunServe's (8.4x to 11.9x over all baselines)",
+            10.0,
+            "vllm_72b",
             own="vllm_own_72b",
         ),
         Statement(
-            text="72B: KunServe's P50 TPOT above vLLM's (18.3 to 22.7 % over the baselines)",
-            paper=20.0,
+            "72B: KunServe's P50 TPOT above vLLM's (18.3 to 22.7 % over the baselines)",
+            20.0,
+            "tpot_72b",
             unit="%",
-            quantity="tpot_72b",
             own="tpot_own_72b",
         ),
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from floodplain.files.results import write_result
 from floodplain.observe.strict_json import save_result
 from floodplain.observe.style import LINES, MARKERS, area, colours_of, make_figure, small_png, styled
-from floodplain.observe.table import format_number
+from floodplain.observe.table import format_number, format_table
 from floodplain.papers.claims import TOLERANCE, Claim, Curve, Curves, Finding, Picture, Verdict
 from floodplain.papers.registry import PAPERS
 
@@ -102,10 +102,13 @@ def make_page(findings: Sequence[Finding], seeds: Sequence[int]) -> str:
 
 
 def _overview(finding: Finding) -> list[str]:
-    counts = Counter(claim.verdict for claim in finding.claims)
     name = finding.figure.name
-    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-    return [f"[{name}](#{name})", finding.figure.shows, verdicts]
+    return [f"[{name}](#{name})", finding.figure.shows, _count_verdicts(finding)]
+
+
+def _count_verdicts(finding: Finding) -> str:
+    counts = Counter(claim.verdict for claim in finding.claims)
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
 
 
 def _section(finding: Finding) -> str:
@@ -147,12 +150,10 @@ def draw(finding: Finding) -> Drawing:
     """The picture of a figure: the default of what the paper does not tell, with the first seed."""
     picture, marks = finding.picture, _marks(finding.picture)
     key = {name: area(mark["color"]) if _is_bars(picture, name) else mark for name, mark in marks.items()}
-    counts = Counter(claim.verdict for claim in finding.claims)
-    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     with styled():
         drawing, panels = make_figure(
-            finding.figure.shows, f"{finding.figure.name}, simulated; claims: {verdicts}", len(picture.panels),
-            key=key if len(key) > 1 else None, width=WIDTH_INCHES,
+            finding.figure.shows, f"{finding.figure.name}, simulated; claims: {_count_verdicts(finding)}",
+            len(picture.panels), key=key if len(key) > 1 else None, width=WIDTH_INCHES,
         )  # fmt: skip
         for panel, (label, curves) in zip(panels, picture.panels.items(), strict=True):
             panel.set_ylabel(label)
@@ -209,8 +210,6 @@ def _draw_bars(panel: Axes, bars: Curves, marks: Marks) -> None:
 
 def describe(findings: Sequence[Finding]) -> str:
     """The findings for a terminal."""
-    from floodplain.observe.table import format_table
-
     return "\n\n".join(
         f"{finding.figure.name}: {finding.figure.shows}\n{format_table(HEADINGS, claim_rows(finding.claims))}"
         for finding in findings

@@ -56,7 +56,7 @@ def _measure_9(host_ms: float, seed: int) -> Measured:
             "compute": (LATENCIES, [1e3 * compute_s for _, compute_s in waits.values()]),
         },
     }
-    return Measured(quantities=quantities, picture=Picture(x_label="expansion", panels=panels))
+    return Measured(quantities, Picture("expansion", panels))
 
 
 FIGURE_9 = Figure(
@@ -65,33 +65,17 @@ FIGURE_9 = Figure(
     setting="OPT-13B on one GH200, ShareGPT, KV pool of 3 GB",
     statements=(
         Statement(
-            text="tokens/s of the best fixed expansion, above those of the adaptive one (less than 2 %)",
-            paper=2.0,
+            "tokens/s of the best fixed expansion, above those of the adaptive one (less than 2 %)",
+            2.0,
+            "overhead",
             unit="%",
             bound="at most",
-            quantity="overhead",
             own="own_overhead",
         ),
-        Statement(
-            text="expansion at which the adaptive one settles",
-            paper=2.08,
-            quantity="settled",
-            fitted="model and pool",
-        ),
-        Statement(
-            text="largest fixed expansion whose copies do not show (2.0; at 2.2 they do)",
-            paper=2.0,
-            quantity="transparent",
-        ),
-        Statement(
-            text="compute latency at expansion 2, relative to none (nearly constant)", paper=1.0, quantity="compute"
-        ),
-        Statement(
-            text="queueing latency at expansion 2, relative to none (lower)",
-            paper=1.0,
-            bound="at most",
-            quantity="queueing",
-        ),
+        Statement("expansion at which the adaptive one settles", 2.08, "settled", fitted="model and pool"),
+        Statement("largest fixed expansion whose copies do not show (2.0; at 2.2 they do)", 2.0, "transparent"),
+        Statement("compute latency at expansion 2, relative to none (nearly constant)", 1.0, "compute"),
+        Statement("queueing latency at expansion 2, relative to none (lower)", 1.0, "queueing", bound="at most"),
     ),
     assumptions=(
         "The paper names neither model nor pool here: OPT-13B and 3 GB, which fit the expansion of 2.08.",

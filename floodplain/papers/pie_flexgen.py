@@ -101,7 +101,7 @@ def _measure(guess: Guess, seed: int) -> Measured:
         speeds["Pie"].append(fast)
     names = ("Alpaca", "ShareGPT")
     bars = {system: (names, values) for system, values in speeds.items()}
-    return Measured(quantities=quantities, picture=Picture(x_label="", panels={"tokens/s": bars}))
+    return Measured(quantities, Picture("", {"tokens/s": bars}))
 
 
 FIGURE_10 = Figure(
@@ -109,26 +109,9 @@ FIGURE_10 = Figure(
     shows="Pie and FlexGen: throughput and latency",
     setting="OPT-30B on one GH200, Alpaca and ShareGPT",
     statements=(
-        Statement(
-            text="ShareGPT: Pie's tokens/s over FlexGen's",
-            paper=9.4,
-            quantity="sharegpt",
-            own="sharegpt_own",
-            assumed=CLOSED_FORM,
-        ),
-        Statement(
-            text="Alpaca: Pie's tokens/s over FlexGen's",
-            paper=7.8,
-            quantity="alpaca",
-            own="alpaca_own",
-            assumed=CLOSED_FORM,
-        ),
-        Statement(
-            text="FlexGen's latency over Pie's (up to 60x), ShareGPT",
-            paper=60.0,
-            quantity="sharegpt_latency",
-            assumed=CLOSED_FORM,
-        ),
+        Statement("ShareGPT: Pie's tokens/s over FlexGen's", 9.4, "sharegpt", own="sharegpt_own", assumed=CLOSED_FORM),
+        Statement("Alpaca: Pie's tokens/s over FlexGen's", 7.8, "alpaca", own="alpaca_own", assumed=CLOSED_FORM),
+        Statement("FlexGen's latency over Pie's (up to 60x), ShareGPT", 60.0, "sharegpt_latency", assumed=CLOSED_FORM),
     ),
     assumptions=(
         "FlexGen's placement is not in the paper: a part of the weights is in host memory, all KV is on the GPU, and "
@@ -142,9 +125,9 @@ FIGURE_10 = Figure(
     ),
     measure=_measure,
     unknown=Unknown(
-        name="weights in host memory and padding",
-        values={f"{share:.0%}, to the longest": Guess(share) for share in (0.25, 0.5, 1.0)}
+        "weights in host memory and padding",
+        {f"{share:.0%}, to the longest": Guess(share) for share in (0.25, 0.5, 1.0)}
         | {f"{share:.0%}, to the mean": Guess(share, is_longest=False) for share in (0.25, 0.5, 1.0)},
-        default="50%, to the longest",
+        "50%, to the longest",
     ),
 )

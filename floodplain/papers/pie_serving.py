@@ -13,7 +13,7 @@ import numpy as np
 from floodplain.cost.link import GB
 from floodplain.cost.model_shape import shape_named
 from floodplain.papers.claims import Unknown
-from floodplain.papers.serving import Lengths, Served, serve_rows
+from floodplain.papers.serving import P90_SIGMAS, Lengths, Served, rows_of, serve_rows
 from floodplain.workload.arrivals import arrival_times
 from floodplain.workload.traces import TraceRow
 
@@ -34,7 +34,7 @@ class Dataset:
         rng = np.random.default_rng(seed)
         pairs = self.lengths.draw(self.num_requests, rng)
         times = arrival_times(self.num_requests, rate, 1.0, rng)
-        return [TraceRow(float(when), *pair) for when, pair in zip(times, pairs, strict=True)]
+        return rows_of(times, pairs)
 
     def scaled(self, factor: float) -> Dataset:
         """The dataset with lengths times ``factor``."""
@@ -45,7 +45,7 @@ class Dataset:
 def log_normal(mean: float, sigma: float) -> tuple[float, float]:
     """Median and 90th percentile of a log-normal length by its mean, and the deviation of its logarithm."""
     median = mean * float(np.exp(-sigma * sigma / 2))
-    return median, median * float(np.exp(1.2815515655446004 * sigma))
+    return median, median * float(np.exp(P90_SIGMAS * sigma))
 
 
 SHAREGPT = Dataset("ShareGPT", Lengths(log_normal(161, 1.0), log_normal(338, 1.0), LONGEST), 64)
@@ -122,7 +122,7 @@ class Case:
         )
 
 
-HOST = Unknown(name="time of a step beside its kernels", values={"0 ms": 0.0, "15 ms": 15.0}, default="0 ms")
+HOST = Unknown("time of a step beside its kernels", {"0 ms": 0.0, "15 ms": 15.0}, "0 ms")
 COMMON = (
     "Lengths are log-normal with the means of vLLM's paper, which Pie follows (ShareGPT 161 and 338 tokens, Alpaca 19 "
     "and 58); their spreads are assumed (sigma 1, and 0.5 and 0.8).",

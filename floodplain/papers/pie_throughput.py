@@ -24,13 +24,13 @@ def _measure_6(host_ms: float, seed: int) -> Measured:
     best = {name: max(gain, key=lambda factor: gain[factor]) for name, gain in gains.items()}
     own = {f"{name}_own": case.own_tokens_per_s(seed) / case.tokens_per_s(1.0, seed) for name, case in cases.items()}
     return Measured(
-        quantities=own
+        own
         | {name: max(gain.values()) for name, gain in gains.items()}
         | {"opt13_turn": best["opt13_sharegpt"], "opt13_large_turn": best["opt13_large"]}
         | {"saved": cases["opt13_sharegpt"].saved(seed)},
-        picture=Picture(
-            x_label="expansion",
-            panels={
+        Picture(
+            "expansion",
+            {
                 "tokens/s, relative": {
                     cases[name].name: (list(gain), list(gain.values())) for name, gain in gains.items()
                 }
@@ -41,7 +41,7 @@ def _measure_6(host_ms: float, seed: int) -> Measured:
 
 def _gain(model: str, dataset: str, paper: float, quantity: str) -> Statement:
     text = f"{model} on {dataset}: tokens/s at the best expansion, relative to none"
-    return Statement(text=text, paper=paper, quantity=quantity, own=f"{quantity}_own")
+    return Statement(text, paper, quantity, own=f"{quantity}_own")
 
 
 FIGURE_6 = Figure(
@@ -53,18 +53,9 @@ FIGURE_6 = Figure(
         _gain("OPT-30B", "Alpaca", 1.58, "opt30_alpaca"),
         _gain("OPT-13B", "ShareGPT", 1.54, "opt13_sharegpt"),
         _gain("Llama-13B", "Alpaca", 1.27, "llama_alpaca"),
-        Statement(
-            text="OPT-13B on ShareGPT, 3 GB: best expansion tried (throughput rises up to 2)",
-            paper=2.0,
-            quantity="opt13_turn",
-        ),
-        Statement(text="the same with 7 GB: best expansion (1.4 to 1.6)", paper=1.5, quantity="opt13_large_turn"),
-        Statement(
-            text="largest expansion that is as fast as a pool of that size",
-            paper=1.67,
-            bound="at least",
-            quantity="saved",
-        ),
+        Statement("OPT-13B on ShareGPT, 3 GB: best expansion tried (throughput rises up to 2)", 2.0, "opt13_turn"),
+        Statement("the same with 7 GB: best expansion (1.4 to 1.6)", 1.5, "opt13_large_turn"),
+        Statement("largest expansion that is as fast as a pool of that size", 1.67, "saved", bound="at least"),
     ),
     assumptions=(
         "The paper names no pool for the gains: 3 GB, as in its Figure 8.",
@@ -92,7 +83,7 @@ def _measure_7(share: float, seed: int) -> Measured:
         own = cases[0].own_tokens_per_s(seed, rate)
         quantities |= {name: max(gains), f"{name}_large": gains[-1], f"{name}_own": own / vllm[0]}
         panels[f"{dataset.name}: tokens/s"] = {"vLLM": (POOLS_GB, vllm), "Pie": (POOLS_GB, pie)}
-    return Measured(quantities=quantities, picture=Picture(x_label="KV pool (GB)", panels=panels))
+    return Measured(quantities, Picture("KV pool (GB)", panels))
 
 
 FIGURE_7 = Figure(
@@ -100,17 +91,17 @@ FIGURE_7 = Figure(
     shows="Throughput of Pie and vLLM by the size of the KV pool, at one request rate",
     setting="OPT-13B on one GH200, KV pools of 3 to 12 GB; at 12 GB, vLLM serves all requests",
     statements=(
-        Statement(text="ShareGPT: largest gain over vLLM", paper=1.9, quantity="sharegpt", own="sharegpt_own"),
-        Statement(text="Alpaca: largest gain over vLLM", paper=1.5, quantity="alpaca", own="alpaca_own"),
-        Statement(text="ShareGPT: gain with 12 GB (similar)", paper=1.0, quantity="sharegpt_large"),
-        Statement(text="Alpaca: gain with 12 GB (similar)", paper=1.0, quantity="alpaca_large"),
+        Statement("ShareGPT: largest gain over vLLM", 1.9, "sharegpt", own="sharegpt_own"),
+        Statement("Alpaca: largest gain over vLLM", 1.5, "alpaca", own="alpaca_own"),
+        Statement("ShareGPT: gain with 12 GB (similar)", 1.0, "sharegpt_large"),
+        Statement("Alpaca: gain with 12 GB (similar)", 1.0, "alpaca_large"),
     ),
     assumptions=("The paper names no model here: OPT-13B.", "Pie's expansion is our controller's.", *COMMON, OWN),
     measure=_measure_7,
     unknown=Unknown(
-        name="request rate",
-        values={f"{share:g} of what 12 GB complete": share for share in (0.5, 0.9)},
-        default="0.9 of what 12 GB complete",
+        "request rate",
+        {f"{share:g} of what 12 GB complete": share for share in (0.5, 0.9)},
+        "0.9 of what 12 GB complete",
     ),
 )
 
@@ -134,7 +125,7 @@ def _measure_8(length_scale: float, seed: int) -> Measured:
         panels[f"{dataset.name}: tokens/s"] = {
             f"expansion {factor:g}": (rates, line) for factor, line in speeds.items()
         }
-    return Measured(quantities=quantities, picture=Picture(x_label="requests/s", panels=panels))
+    return Measured(quantities, Picture("requests/s", panels))
 
 
 FIGURE_8 = Figure(
@@ -142,14 +133,10 @@ FIGURE_8 = Figure(
     shows="Throughput by request rate at several expansions",
     setting="OPT-30B on one GH200, KV pool of 3 GB",
     statements=(
-        Statement(
-            text="ShareGPT: gain where memory is short (1.6 to 1.9)", paper=1.9, quantity="sharegpt", own="sharegpt_own"
-        ),
-        Statement(
-            text="Alpaca: gain where memory is short (1.2 to 1.6)", paper=1.6, quantity="alpaca", own="alpaca_own"
-        ),
-        Statement(text="ShareGPT: gain at 3 requests/s (little effect)", paper=1.0, quantity="sharegpt_low"),
-        Statement(text="Alpaca: gain at 15 requests/s (little effect)", paper=1.0, quantity="alpaca_low"),
+        Statement("ShareGPT: gain where memory is short (1.6 to 1.9)", 1.9, "sharegpt", own="sharegpt_own"),
+        Statement("Alpaca: gain where memory is short (1.2 to 1.6)", 1.6, "alpaca", own="alpaca_own"),
+        Statement("ShareGPT: gain at 3 requests/s (little effect)", 1.0, "sharegpt_low"),
+        Statement("Alpaca: gain at 15 requests/s (little effect)", 1.0, "alpaca_low"),
     ),
     assumptions=(
         f"Memory is short at {RATES['sharegpt'][-1]:g} requests/s of ShareGPT and {RATES['alpaca'][-1]:g} of Alpaca; "
@@ -158,5 +145,5 @@ FIGURE_8 = Figure(
         OWN,
     ),
     measure=_measure_8,
-    unknown=Unknown(name="lengths", values={"as stated": 1.0, "half as long": 0.5}, default="as stated"),
+    unknown=Unknown("lengths", {"as stated": 1.0, "half as long": 0.5}, "as stated"),
 )

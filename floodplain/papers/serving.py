@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,19 @@ class Burst:
         for count, duration_s, pause_s in parts:
             times += [start_s + float(when) for when in np.sort(rng.uniform(0, duration_s, count))]
             start_s += duration_s + pause_s
-        drawn = lengths.draw(len(times), rng)
-        return [TraceRow(when, *pair) for when, pair in zip(times, drawn, strict=True)]
+        return rows_of(times, lengths.draw(len(times), rng))
+
+
+def rows_of(times_s: Iterable[float], lengths: Iterable[tuple[int, int]]) -> list[TraceRow]:
+    """A request at each time, with the (prompt, output) of its place."""
+    return [TraceRow(float(when), *pair) for when, pair in zip(times_s, lengths, strict=True)]
 
 
 def poisson_rows(lengths: Lengths, rate: float, count: int, seed: int, start_s: float = 0.0) -> list[TraceRow]:
     """``count`` requests at a steady rate, in order of arrival; the same for the same seed."""
     rng = np.random.default_rng(seed)
     times = start_s + np.sort(rng.uniform(0, count / rate, count))
-    return [TraceRow(float(when), *pair) for when, pair in zip(times, lengths.draw(count, rng), strict=True)]
+    return rows_of(times, lengths.draw(count, rng))
 
 
 _GOALS = {"goodput": ["ttft:1000"]}

@@ -59,11 +59,6 @@ def test_contention_takes_bandwidth_in_proportion_to_what_is_copied() -> None:
 def test_a_producer_lends_again_after_a_calm_window() -> None:
     times = [float(second) for second in range(20)]
     short = [second != 5 for second in range(20)]
-    assert [when for when, lends in zip(times, lending_times(times, short), strict=True) if not lends] == [
-        5,
-        6,
-        7,
-        8,
-        9,
-    ]
+    calm = lending_times(times, short)
+    assert [when for when, lends in zip(times, calm, strict=True) if not lends] == [5, 6, 7, 8, 9]
     assert all(lending_times(times, [True] * 20)) and not any(lending_times(times, [False] * 20))

@@ -23,23 +23,19 @@ def claim_of(
     fitted: str | None = None,
     assumed: str | None = None,
 ) -> Claim:
-    statement = Statement(text="gain", paper=4.0, quantity="gain", bound=bound, fitted=fitted, assumed=assumed)
-    return Claim(
-        statement=statement,
-        ours=ours,
-        spread=(ours, ours),
-        sweep=sweep or {},
-        unknown="rate" if sweep else None,
-        own=None,
+    statement, unknown = (
+        Statement("gain", 4.0, "gain", bound=bound, fitted=fitted, assumed=assumed),
+        "rate" if sweep else None,
     )
+    return Claim(statement=statement, ours=ours, spread=(ours, ours), sweep=sweep or {}, unknown=unknown, own=None)
 
 
 def same_finding(figure: Figure, factor: float) -> Finding:
     """What comes out if every run finds ``factor`` times what the paper says."""
     quantities = {statement.quantity: factor * statement.paper for statement in figure.statements}
     quantities |= {statement.own: factor * statement.paper for statement in figure.statements if statement.own}
-    picture = Picture(x_label="request", panels={"s": {"ours": ([1.0, 2.0], [3.0, 4.0]), "bars": (["a"], [1.0])}})
-    run = Measured(quantities=quantities, picture=picture)
+    picture = Picture("request", {"s": {"ours": ([1.0, 2.0], [3.0, 4.0]), "bars": (["a"], [1.0])}})
+    run = Measured(quantities, picture)
     return figure.judge(dict.fromkeys(figure.list_runs([0, 1]), run))
 
 
@@ -83,10 +79,10 @@ def test_a_one_sided_claim_holds_on_its_side(bound: Bound, good: float, bad: flo
 
 def test_ours_is_the_mean_of_the_default_and_the_sweep_that_of_each_value() -> None:
     figure = figure_named("aqua-1")
-    picture = Picture(x_label="", panels={})
+    picture = Picture("", {})
     numbers = {(label, seed): len(label) + 10.0 * seed for label, seed in figure.list_runs([0, 1])}
     keys = {name for one in figure.statements for name in (one.quantity, one.own) if name}
-    runs = {run: Measured(quantities=dict.fromkeys(keys, value), picture=picture) for run, value in numbers.items()}
+    runs = {run: Measured(dict.fromkeys(keys, value), picture) for run, value in numbers.items()}
     claim = figure.judge(runs).claims[0]
     assert claim.ours == len(figure.default) + 5.0 and claim.spread == (claim.ours - 5.0, claim.ours + 5.0)
     assert figure.unknown is not None

@@ -10,6 +10,7 @@ from floodplain.cost.step_time import StepCost
 from floodplain.papers.kunserve_bursts import LONGBENCH_14B, OWN, Load, late_share, over_time
 from floodplain.papers.kunserve_cost import FIGURE_15, MEASURED, Microbatches, deviations
 from floodplain.papers.kunserve_limits import BURST_S, ENDLESS_S, stands_s
+from floodplain.papers.pie_flexgen import Guess
 from floodplain.papers.registry import FIGURES
 from floodplain.papers.serving import Served
 from floodplain.workload.traces import TraceRow
@@ -26,7 +27,7 @@ def served(*ttft_s: float) -> Served:
     ("name", "value"),
     [
         ("kunserve-2", FAINT), ("kunserve-5", 0.02), ("kunserve-12", FAINT), ("kunserve-13", FAINT),
-        ("kunserve-14", FAINT), ("kunserve-16", FAINT), ("kunserve-17", 0.02),
+        ("kunserve-14", FAINT), ("kunserve-16", FAINT), ("kunserve-17", 0.02), ("pie-10", Guess(0.5)),
     ],
 )  # fmt: skip
 def test_each_claim_has_its_number(name: str, value: object) -> None:
