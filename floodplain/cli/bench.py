@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.bench.replay import Replay, ServerUnderTest
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig, check_early
@@ -36,14 +36,10 @@ class BenchConfig:
 def add_parser(verbs: Any) -> None:
     """Add both verbs and their flags."""
     benches = verbs.add_parser("bench", allow_abbrev=False).add_subparsers(metavar="offline|serve")
-    offline = add_verb(benches, "offline", "Replay a workload against an engine in this process.")
-    add_dataclass_flags(offline, BenchConfig)
-    add_dataclass_flags(offline, EngineConfig, "engine flags")
-    add_dataclass_flags(offline, WorkloadSpec, "workload flags")
-    serve = add_verb(benches, "serve", "Replay a workload against an OpenAI server, measured at the client.")
-    add_dataclass_flags(serve, BenchConfig)
-    add_dataclass_flags(serve, ServerUnderTest, "server under test")
-    add_dataclass_flags(serve, WorkloadSpec, "workload flags")
+    about, load = "Replay a workload against an engine in this process.", (WorkloadSpec, "workload flags")
+    add_verb(benches, "offline", about, BenchConfig, (EngineConfig, "engine flags"), load)
+    about = "Replay a workload against an OpenAI server, measured at the client."
+    add_verb(benches, "serve", about, BenchConfig, (ServerUnderTest, "server under test"), load)
 
 
 def run(args: argparse.Namespace) -> int:

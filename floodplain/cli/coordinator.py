@@ -7,7 +7,7 @@ import json
 import signal
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.files.extras import require
 from floodplain.observe.terminal import announce
@@ -15,8 +15,7 @@ from floodplain.observe.terminal import announce
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    parser = add_verb(verbs, "coordinator", "Keep leases of memory until SIGINT or SIGTERM.")
-    add_dataclass_flags(parser, CoordinatorConfig)
+    add_verb(verbs, "coordinator", "Keep leases of memory until SIGINT or SIGTERM.", CoordinatorConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.extras import require
@@ -46,9 +46,7 @@ class DemoConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(
-        add_verb(verbs, "demo", "Serve bursts in three ways, then lend memory between two servers."), DemoConfig
-    )
+    add_verb(verbs, "demo", "Serve bursts in three ways, then lend memory between two servers.", DemoConfig)
 
 
 def run(args: argparse.Namespace) -> int:

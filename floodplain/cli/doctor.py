@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.flags import flag
 from floodplain.observe.terminal import say
 
@@ -26,9 +26,7 @@ class DoctorConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(
-        add_verb(verbs, "doctor", "Say what is installed, measured, emulated and untested."), DoctorConfig
-    )
+    add_verb(verbs, "doctor", "Say what is installed, measured, emulated and untested.", DoctorConfig)
 
 
 def run(args: argparse.Namespace) -> int:

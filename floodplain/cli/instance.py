@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.sources import NO_FLAGS, PREFIX
 from floodplain.cluster.engine_flags import DROPPABLE, MOVABLE, PIPELINE, config_of
 from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
@@ -27,9 +27,7 @@ def add_parser(verbs: Any) -> None:
         "Join a router (floodplain serve --instances) and compute what it is told, until SIGTERM. "
         "The model and its number format must be those of the other instances."
     )
-    parser = add_verb(verbs, "instance", about)
-    add_dataclass_flags(parser, InstanceConfig, "instance flags")
-    add_dataclass_flags(parser, EngineConfig, "engine flags")
+    add_verb(verbs, "instance", about, (InstanceConfig, "instance flags"), (EngineConfig, "engine flags"))
 
 
 def run(args: argparse.Namespace) -> int:

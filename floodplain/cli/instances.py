@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.router import RouterFlags, ask_router, key_to_send, told
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
@@ -31,7 +31,7 @@ class InstancesConfig(RouterFlags):
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "instances", "Say which instances are behind a router."), InstancesConfig)
+    add_verb(verbs, "instances", "Say which instances are behind a router.", InstancesConfig)
 
 
 def run(args: argparse.Namespace) -> int:

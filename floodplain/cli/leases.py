@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
@@ -44,7 +44,7 @@ class LeasesConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "leases", "Say who lends what to whom."), LeasesConfig)
+    add_verb(verbs, "leases", "Say who lends what to whom.", LeasesConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -41,13 +41,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def add_verb(verbs: Any, name: str, description: str) -> Parser:
-    """Add a verb, or a verb of a verb, with the flags that all of them have; ``verbs``: from ``add_subparsers``."""
+def add_verb(verbs: Any, name: str, description: str, *flags: type[Any] | tuple[type[Any], str]) -> Parser:
+    """Add a verb, or a verb of a verb; ``verbs``: from ``add_subparsers``.
+
+    It has the flags that all verbs have, and those of dataclasses (``add_dataclass_flags``), alone or with a title.
+    """
     parser: Parser = verbs.add_parser(name, description=description, allow_abbrev=False)
     common = parser.add_argument_group(COMMON_FLAGS)
     common.add_argument("--config", metavar="FILE", help="YAML file with values for these flags")
     common.add_argument("--format", choices=("terminal", "json"), default="terminal", help="how results are printed")
     common.add_argument("-q", "--quiet", action="store_true", help="print results and errors only")
+    for each in flags:
+        add_dataclass_flags(parser, *(each if isinstance(each, tuple) else (each,)))
     return parser
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.extras import require
@@ -43,7 +43,7 @@ class PlaceConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "place", "Say which model should be on which GPUs."), PlaceConfig)
+    add_verb(verbs, "place", "Say which model should be on which GPUs.", PlaceConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.cli import profile_media
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.engine.config import EngineConfig, check_early
@@ -49,21 +49,14 @@ class ShowConfig:
 def add_parser(verbs: Any) -> None:
     """Add every verb and its flags."""
     profiles = verbs.add_parser("profile", allow_abbrev=False).add_subparsers(metavar="|".join(RUN))
-    llm = add_verb(
-        profiles, "llm", "Find the highest request rate within goals, and the KV memory that it leaves idle."
-    )
-    add_dataclass_flags(llm, LlmProfileConfig)
-    add_dataclass_flags(llm, EngineConfig, "engine flags")
-    add_dataclass_flags(llm, WorkloadSpec, "workload flags")
+    engine, load = (EngineConfig, "engine flags"), (WorkloadSpec, "workload flags")
+    about = "Find the highest request rate within goals, and the KV memory that it leaves idle."
+    add_verb(profiles, "llm", about, LlmProfileConfig, engine, load)
     profile_media.add_parser(profiles)
-    swap = add_verb(profiles, "swap", "Compute the swap space that bursts, cached prefixes and long contexts need.")
-    add_dataclass_flags(swap, SwapProfileConfig)
-    add_dataclass_flags(swap, EngineConfig, "engine flags")
-    add_dataclass_flags(swap, WorkloadSpec, "workload flags")
-    step = add_verb(profiles, "step", "Measure steps of an engine, and fit what they cost.")
-    add_dataclass_flags(step, StepConfig)
-    add_dataclass_flags(step, EngineConfig, "engine flags")
-    add_dataclass_flags(add_verb(profiles, "show", "Say what a profile holds."), ShowConfig)
+    about = "Compute the swap space that bursts, cached prefixes and long contexts need."
+    add_verb(profiles, "swap", about, SwapProfileConfig, engine, load)
+    add_verb(profiles, "step", "Measure steps of an engine, and fit what they cost.", StepConfig, engine)
+    add_verb(profiles, "show", "Say what a profile holds.", ShowConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cluster.launch.parent import signal_at_parents_end
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
@@ -87,8 +87,8 @@ class MediaConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    parser = add_verb(verbs, "media", "Find the batch at which throughput saturates, and what memory is free there.")
-    add_dataclass_flags(parser, MediaConfig)
+    about = "Find the batch at which throughput saturates, and what memory is free there."
+    add_verb(verbs, "media", about, MediaConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.files.extras import require
@@ -38,8 +38,7 @@ class ReproduceConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    parser = add_verb(verbs, "reproduce", "Simulate figures of the papers, and say which claims come out.")
-    add_dataclass_flags(parser, ReproduceConfig)
+    add_verb(verbs, "reproduce", "Simulate figures of the papers, and say which claims come out.", ReproduceConfig)
 
 
 def run(args: argparse.Namespace) -> int:

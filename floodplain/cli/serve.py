@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cluster.engine_flags import (
     DROPPABLE,
     MOVABLE,
@@ -42,10 +42,9 @@ logger = logging.getLogger(__name__)
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    parser = add_verb(verbs, "serve", "Serve a model over the OpenAI API until SIGINT or SIGTERM; then drain and exit.")
-    add_dataclass_flags(parser, ServerConfig, "server flags")
-    add_dataclass_flags(parser, ClusterConfig, "flags of many instances")
-    add_dataclass_flags(parser, EngineConfig, "engine flags")
+    about = "Serve a model over the OpenAI API until SIGINT or SIGTERM; then drain and exit."
+    instances = (ClusterConfig, "flags of many instances")
+    add_verb(verbs, "serve", about, (ServerConfig, "server flags"), instances, (EngineConfig, "engine flags"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.extras import require
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
@@ -28,30 +29,18 @@ TENANT_ROWS = (
 class SimulateConfig:
     """The flags of the verb. UserError if they contradict each other."""
 
-    scenario: Path | None = field(
-        default=None, metadata={"help": "YAML file with model, device, engine and load", "positional": True}
+    scenario: Path | None = flag(None, "YAML file with model, device, engine and load", positional=True)
+    compare: Path | None = flag(
+        None,
+        "replay the requests of a real run of vLLM in this folder (requests.jsonl, meta.json, timeseries.csv), and "
+        "print the errors of the simulation",
+        metavar="FOLDER",
     )
-    compare: Path | None = field(
-        default=None,
-        metadata={
-            "help": "replay the requests of a real run of vLLM in this folder (requests.jsonl, meta.json, "
-            "timeseries.csv), and print the errors of the simulation",
-            "metavar": "FOLDER",
-        },
-    )
-    set: tuple[str, ...] = field(
-        default=(), metadata={"help": "values in place of the scenario's, such as engine.policy=fcfs"}
-    )
-    sweep: tuple[str, ...] = field(
-        default=(), metadata={"help": "simulate every combination of values, such as engine.policy=fcfs,timely"}
-    )
-    out: Path | None = field(
-        default=None, metadata={"help": "write the result, or those of a sweep, to this JSON file"}
-    )
-    trace_out: Path | None = field(
-        default=None, metadata={"help": "write a Chrome trace of all requests to this JSON file (Perfetto opens it)"}
-    )
-    plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
+    set: tuple[str, ...] = flag((), "values in place of the scenario's, such as engine.policy=fcfs")
+    sweep: tuple[str, ...] = flag((), "simulate every combination of values, such as engine.policy=fcfs,timely")
+    out: Path | None = flag(None, "write the result, or those of a sweep, to this JSON file")
+    trace_out: Path | None = flag(None, "write a Chrome trace of all requests to this JSON file (Perfetto opens it)")
+    plot: bool = flag(False, "draw pictures beside the result (needs --out)")
 
     def __post_init__(self) -> None:
         if self.plot and self.out is None:
@@ -64,16 +53,16 @@ class SimulateConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    parser = add_verb(verbs, "simulate", "Say what a load would do to hardware that is not here, in virtual time.")
-    add_dataclass_flags(parser, SimulateConfig)
+    about = "Say what a load would do to hardware that is not here, in virtual time."
+    add_verb(verbs, "simulate", about, SimulateConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; 0 if every request could be served."""
     config = dataclass_from(args, SimulateConfig)
-    for flag, path, other in (("--out", config.out, config.trace_out), ("--trace-out", config.trace_out, None)):
+    for name, path, other in (("--out", config.out, config.trace_out), ("--trace-out", config.trace_out, None)):
         if path is not None:
-            check_writable(path, flag, config.scenario, other)
+            check_writable(path, name, config.scenario, other)
     if config.plot:
         require("--plot", "matplotlib")
     runs = [_compare(config, config.compare)] if config.compare else _simulate(config, quiet=args.quiet)
@@ -112,15 +101,15 @@ def _simulate(config: SimulateConfig, *, quiet: bool) -> list[Run]:
 
     sweep = sweep_of(config.sweep)
     scenarios = [read_scenario(config.scenario, (*config.set, *sets)) for sets in sweep]
-    for flag, is_given in (("--plot", config.plot), ("--trace-out", config.trace_out)):
-        _check_detailed(flag, not is_given or all(scenario.detailed for scenario in scenarios))
+    for name, is_given in (("--plot", config.plot), ("--trace-out", config.trace_out)):
+        _check_detailed(name, not is_given or all(scenario.detailed for scenario in scenarios))
     names = [" ".join(sets) or (config.scenario.stem if config.scenario else "simulated") for sets in sweep]
     return list(zip(names, predict_all(scenarios, shows_progress=not quiet), strict=True))
 
 
-def _check_detailed(flag: str, is_detailed: bool) -> None:
+def _check_detailed(name: str, is_detailed: bool) -> None:
     if not is_detailed:
-        raise UserError(f"{flag} reads what became of each request: leave detailed=false out")
+        raise UserError(f"{name} reads what became of each request: leave detailed=false out")
 
 
 def _report(args: argparse.Namespace, config: SimulateConfig, runs: Sequence[Run]) -> None:

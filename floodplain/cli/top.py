@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.router import KEY_HELP, key_to_send
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
@@ -50,7 +50,7 @@ class TopConfig:
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "top", "Show what a server or a coordinator does, until Ctrl-C."), TopConfig)
+    add_verb(verbs, "top", "Show what a server or a coordinator does, until Ctrl-C.", TopConfig)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.core.flags import flag
 from floodplain.observe.terminal import say
@@ -80,8 +80,7 @@ def add_parser(verbs: Any) -> None:
     about = (
         "Run vLLM's server with our scheduler and our swap space in it. What follows -- goes to vLLM: -- --port 8000"
     )
-    parser = add_verb(servers, "serve", about)
-    add_dataclass_flags(parser, VllmConfig)
+    parser = add_verb(servers, "serve", about, VllmConfig)
     parser.rest, parser.rest_owner = "vllm_flags", "vLLM"
 
 
