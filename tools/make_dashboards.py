@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,17 @@ def quantiles(name: str) -> Queries:
 
 def total(name: str, *by: str, legend: str | None = None) -> Queries:
     """A gauge, summed over all servers by these labels."""
-    shown = legend or (" ".join(f"{{{{{label}}}}}" for label in by) if by else name)
-    return {shown: f"sum by ({', '.join(by)}) (floodplain_{name}{{{OF}}})"}
+    return _sums(f"floodplain_{name}{{{OF}}}", name, by, legend)
 
 
 def rate(name: str, *by: str, legend: str | None = None) -> Queries:
     """The rate of a counter, summed over all servers by these labels."""
-    shown = legend or (" ".join(f"{{{{{label}}}}}" for label in by) if by else name)
-    return {shown: f"sum by ({', '.join(by)}) (rate(floodplain_{name}_total{{{OF}}}{RATE}))"}
+    return _sums(f"rate(floodplain_{name}_total{{{OF}}}{RATE})", name, by, legend)
+
+
+def _sums(expression: str, name: str, by: Sequence[str], legend: str | None) -> Queries:
+    shown = legend or " ".join(f"{{{{{label}}}}}" for label in by) or name
+    return {shown: f"sum by ({', '.join(by)}) ({expression})"}
 
 
 def share(part: str, whole: str, legend: str) -> Queries:
@@ -43,78 +47,54 @@ def share(part: str, whole: str, legend: str) -> Queries:
     return {legend: f"sum(rate({part}{RATE})) / sum(rate({whole}{RATE}))"}
 
 
-GOALS = "floodplain_request_goals_total"
+def missed(goal: str) -> Queries:
+    """The share of requests that miss a goal."""
+    all_of = f'floodplain_request_goals_total{{{OF}, goal="{goal}"'
+    return share(f'{all_of}, outcome="missed"}}', f"{all_of}}}", goal.upper())
+
+
+def mean(phase: str) -> Queries:
+    """The mean time of requests in a phase."""
+    name = f"floodplain_request_{phase}_seconds"
+    return share(f"{name}_sum{{{OF}}}", f"{name}_count{{{OF}}}", phase)
+
+
+def of_tiers(used: str, legend: str) -> Queries:
+    """Bytes by tier, over the capacity of swap space."""
+    return {legend: f"sum by (tier) (floodplain_{used}) / sum by (tier) (floodplain_swap_capacity_bytes{{{OF}}})"}
+
+
 SERVER: dict[str, list[Panel]] = {
     "What users see": [
         ("Time to first token", "s", quantiles("time_to_first_token_seconds")),
         ("Time per output token", "s", quantiles("time_per_output_token_seconds")),
         ("End-to-end latency", "s", quantiles("e2e_request_latency_seconds")),
-        (
-            "Goals missed",
-            "percentunit",
-            {
-                goal.upper(): f'sum(rate({GOALS}{{{OF}, goal="{goal}", outcome="missed"}}{RATE})) '
-                f'/ sum(rate({GOALS}{{{OF}, goal="{goal}"}}{RATE}))'
-                for goal in ("ttft", "tpot")
-            },
-        ),
+        ("Goals missed", "percentunit", missed("ttft") | missed("tpot")),
         ("Answers by how they ended", "reqps", rate("requests_finished", "reason")),
         ("Refused requests by status", "reqps", rate("requests_refused", "status")),
     ],
     "Load": [
-        (
-            "Requests",
-            "short",
-            total("requests_running", legend="running")
-            | total("requests_waiting", legend="waiting")
-            | total("requests_swapped", legend="swapped"),
-        ),
-        (
-            "Tokens per second",
-            "short",
-            rate("prompt_tokens", legend="prompt") | rate("generation_tokens", legend="generated"),
-        ),
-        (
-            "Where a request's time goes (mean)",
-            "s",
-            {
-                phase: f"sum(rate(floodplain_request_{phase}_seconds_sum{{{OF}}}{RATE})) "
-                f"/ sum(rate(floodplain_request_{phase}_seconds_count{{{OF}}}{RATE}))"
-                for phase in ("queue", "prefill", "decode")
-            },
-        ),
+        ("Requests", "short", total("requests_running", legend="running")
+         | total("requests_waiting", legend="waiting") | total("requests_swapped", legend="swapped")),
+        ("Tokens per second", "short", rate("prompt_tokens", legend="prompt")
+         | rate("generation_tokens", legend="generated")),
+        ("Where a request's time goes (mean)", "s", mean("queue") | mean("prefill") | mean("decode")),
         ("Limited steps by reason", "short", rate("limited_steps", "reason")),
         ("Preemptions by mode", "short", rate("preemptions", "mode")),
-        (
-            "Prefix cache hits",
-            "percentunit",
-            share(
-                f"floodplain_prefix_cache_hits_total{{{OF}}}",
-                f"floodplain_prefix_cache_queries_total{{{OF}}}",
-                "tokens",
-            ),
-        ),
+        ("Prefix cache hits", "percentunit", share(
+            f"floodplain_prefix_cache_hits_total{{{OF}}}", f"floodplain_prefix_cache_queries_total{{{OF}}}", "tokens"
+        )),
     ],
     "Memory of KV": [
         ("Use of the pool", "percentunit", {"{{instance}}": f"floodplain_kv_utilization{{{OF}}}"}),
         ("Blocks by state", "short", total("kv_blocks", "state")),
         ("Expansion of the pool", "short", {"{{instance}}": f"floodplain_kv_expansion{{{OF}}}"}),
-        (
-            "Use of swap space by tier",
-            "percentunit",
-            {
-                "{{tier}}, live requests": f'sum by (tier) (floodplain_kv_bytes{{{OF}, tier!="local"}}) '
-                f"/ sum by (tier) (floodplain_swap_capacity_bytes{{{OF}}})",
-                "{{tier}}, with idle prefixes": f"sum by (tier) (floodplain_swap_used_bytes{{{OF}}}) "
-                f"/ sum by (tier) (floodplain_swap_capacity_bytes{{{OF}}})",
-            },
-        ),
+        ("Use of swap space by tier", "percentunit",
+         of_tiers(f'kv_bytes{{{OF}, tier!="local"}}', "{{tier}}, live requests")
+         | of_tiers(f"swap_used_bytes{{{OF}}}", "{{tier}}, with idle prefixes")),
         ("Swap traffic", "Bps", rate("swap_bytes", "direction", "tier")),
-        (
-            "Waiting for copies",
-            "percentunit",
-            rate("swap_stall_seconds", legend="swap") | rate("kv_stream_stall_seconds", legend="streamed layers"),
-        ),
+        ("Waiting for copies", "percentunit", rate("swap_stall_seconds", legend="swap")
+         | rate("kv_stream_stall_seconds", legend="streamed layers")),
         ("Incomplete copies", "short", rate("failed_transfers", "problem")),
         ("Streamed KV", "Bps", rate("kv_stream_bytes", "direction", "tier")),
         ("Capacity of swap space", "bytes", total("swap_capacity_bytes", "tier")),
@@ -122,26 +102,18 @@ SERVER: dict[str, list[Panel]] = {
     "Process": [
         ("CPU", "short", {"{{instance}}": f'rate(process_cpu_seconds_total{{job="floodplain"}}{RATE})'}),
         ("Resident memory", "bytes", {"{{instance}}": 'process_resident_memory_bytes{job="floodplain"}'}),
-        (
-            "Processes by build",
-            "short",
-            {
-                "{{version}}, torch {{torch}}": "sum by (version, torch) (floodplain_build_info)",
-            },
-        ),
+        ("Processes by build", "short", {
+            "{{version}}, torch {{torch}}": "sum by (version, torch) (floodplain_build_info)"
+        }),
     ],
-}
+}  # fmt: skip
 COORDINATOR = "floodplain_coordinator_"
 FLEET: dict[str, list[Panel]] = {
     "Leases": [
-        (
-            "Offered and leased memory",
-            "bytes",
-            {
-                "offered": f"sum({COORDINATOR}offered_bytes)",
-                "{{state}}": f"sum by (state) ({COORDINATOR}leased_bytes)",
-            },
-        ),
+        ("Offered and leased memory", "bytes", {
+            "offered": f"sum({COORDINATOR}offered_bytes)",
+            "{{state}}": f"sum by (state) ({COORDINATOR}leased_bytes)",
+        }),
         ("Lent and borrowed by server", "bytes", total("lease_bytes", "instance", "role")),
         ("Leases by state", "short", {"{{state}}": f"sum by (state) ({COORDINATOR}leases)"}),
         ("Recalls per minute", "short", {
