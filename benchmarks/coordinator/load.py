@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from connection import Connection, connect
-
+from benchmarks.coordinator.connection import Connection, connect
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import LeaseEvent, Stamp

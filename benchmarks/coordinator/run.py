@@ -20,9 +20,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from connection import connect
-from load import Load, beat_host, connect_pairs, lend_to_each_other, run_open_loop
-
+from benchmarks.coordinator.connection import connect
+from benchmarks.coordinator.load import Load, beat_host, connect_pairs, lend_to_each_other, run_open_loop
 from floodplain.files.results import write_result
 from floodplain.web.client import ask_now
 

@@ -259,7 +259,7 @@ def main() -> None:
     text = report(results)
     print(text, end="")
     if args.out is not None:
-        from formula_chart import draw
+        from benchmarks.expansion.formula_chart import draw
 
         write_result(args.out / "formula.md", text)
         draw(results, DEVICES, args.out / "formula.png")

@@ -11,8 +11,9 @@ from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from formula import Device, Results
     from matplotlib.axes import Axes
+
+    from benchmarks.expansion.formula import Device, Results
 
 POOLS = [10 ** (exponent / 40) for exponent in range(-60, 41)]
 """Pools over weights."""

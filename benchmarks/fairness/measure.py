@@ -16,6 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fairness.lane import Lane, run_in_turns
+from benchmarks.fairness.ways import WAYS
+from benchmarks.fairness.workloads import make_requests, make_warm_up, pool_bytes
 from benchmarks.run_columns import latency_lists
 from floodplain.bench.offline import hardware_report, report_between
 from floodplain.core.request import FinishReason
@@ -23,13 +26,6 @@ from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.model.weights.open_model import open_model
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-from lane import Lane, run_in_turns  # noqa: E402
-from ways import WAYS  # noqa: E402
-from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
 
 
 def main(

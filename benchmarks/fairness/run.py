@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from capacity import find_capacity
-from table import format_table
-from ways import BASELINE, COMPARED, WAYS
-from workloads import LOADS
-
+from benchmarks.fairness.capacity import find_capacity
+from benchmarks.fairness.table import format_table
+from benchmarks.fairness.ways import BASELINE, COMPARED, WAYS
+from benchmarks.fairness.workloads import LOADS
 from floodplain.files.results import write_result
 
 HERE = Path(__file__).resolve().parent

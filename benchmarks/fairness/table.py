@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ways import BASELINE
 
+from benchmarks.fairness.ways import BASELINE
 from benchmarks.run_columns import COLUMNS, Runs, format_cell
 
 QUIET = "quiet"

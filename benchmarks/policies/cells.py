@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fluid import Fluid, count_on_time
-from loads import BLOCK_TOKENS, NUM_RESIDENT, TRACES, Load, goals_s, make_requests, pool_blocks
-from run import BLOCK_BYTES, COLUMNS, simulate
-from ways import LINE, PCIE, Way
 
+from benchmarks.policies.fluid import Fluid, count_on_time
+from benchmarks.policies.loads import BLOCK_TOKENS, NUM_RESIDENT, TRACES, Load, goals_s, make_requests, pool_blocks
+from benchmarks.policies.run import BLOCK_BYTES, COLUMNS, simulate
+from benchmarks.policies.ways import LINE, PCIE, Way
 from floodplain.files.results import write_result
 from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.sim.instance import StepLine

@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cells import FACTORS, Cell, summarise
-
+from benchmarks.policies.cells import FACTORS, Cell, summarise
 from floodplain.observe.style import GREY, LINES, MARKERS, Key, colours_of, make_figure, save_figure, styled
 
 if TYPE_CHECKING:

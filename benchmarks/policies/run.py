@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loads import BLOCK_TOKENS, LOADS, Load, goals_s, make_requests, pool_blocks
-from ways import WAYS, Way, ways_of
 
 from benchmarks import run_columns
+from benchmarks.policies.loads import BLOCK_TOKENS, LOADS, Load, goals_s, make_requests, pool_blocks
+from benchmarks.policies.ways import WAYS, Way, ways_of
 from benchmarks.run_columns import Runs, format_cell, latency_lists
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, Tier

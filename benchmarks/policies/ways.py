@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from loads import Load, pool_blocks
-
+from benchmarks.policies.loads import Load, pool_blocks
 from floodplain.core.plan import StepPlan
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy

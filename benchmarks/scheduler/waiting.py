@@ -12,8 +12,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from statistics import mean, median
 
-from bench_scheduler import BLOCK_TOKENS
-
+from benchmarks.scheduler.bench_scheduler import BLOCK_TOKENS
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.plan import StepPlan, StepResult

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from by_age import AgeOnly
-from loads import Rates, Replay, Session, make_sessions, read_sessions
 
+from benchmarks.turns.by_age import AgeOnly
+from benchmarks.turns.loads import Rates, Replay, Session, make_sessions, read_sessions
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.lifecycle import EventKind, Lifecycle

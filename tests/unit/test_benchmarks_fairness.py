@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks/fairness"
+from benchmarks.fairness import capacity
+from benchmarks.fairness.table import format_table
+from benchmarks.fairness.workloads import LOADS, make_requests
+from floodplain.model.tokenizer import ByteTokenizer
+
 TTFT = 2
 """The column of the median TTFT."""
-NAMES = ("capacity", "table", "ways", "workloads")
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes the folder's scripts importable during a test."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield
-    for name in NAMES:
-        sys.modules.pop(name, None)
 
 
 def run(way: str, ttft_s: float, *, process: str = "p", seed: int = 1, load: str = "burst", **more: Any) -> Any:
@@ -36,8 +28,6 @@ def run(way: str, ttft_s: float, *, process: str = "p", seed: int = 1, load: str
 
 def rows(runs: list[Any]) -> dict[str, list[str]]:
     """The cells of each row by its name."""
-    from table import format_table
-
     lines = [line.split(" | ") for line in format_table(runs).splitlines() if line.startswith("| ")]
     return {cells[0].removeprefix("| "): cells[1:] for cells in lines}
 
@@ -75,8 +65,6 @@ def test_the_noise_is_how_far_one_run_of_the_baseline_lies_from_the_others() -> 
     ],
 )
 def test_a_load_that_was_none_is_void_and_shows_no_ratio(runs: list[Any], words: str) -> None:
-    from table import format_table
-
     assert words in format_table(runs)
     assert not rows(runs)
 
@@ -104,8 +92,6 @@ def test_a_quiet_load_without_waits_is_compared() -> None:
 
 @pytest.mark.parametrize("true_capacity", [0.9, 2.3, 2.5, 6.0])
 def test_the_search_ends_just_below_the_capacity(true_capacity: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    import capacity
-
     monkeypatch.setattr(capacity, "ttft_p99s", lambda rate: [0.1 if rate <= true_capacity else 9.0] * 3)
     found, probes = capacity.find_capacity()
     assert found <= true_capacity < found * 1.06
@@ -114,8 +100,6 @@ def test_the_search_ends_just_below_the_capacity(true_capacity: float, monkeypat
 
 @pytest.mark.parametrize(("p99s", "holds"), [([0.5, 2.0, 0.5], True), ([2.0, 0.5, 2.0], False)])
 def test_most_seeds_decide(p99s: list[float], holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import capacity
-
     probes: list[dict[str, float]] = []
     monkeypatch.setattr(capacity, "ttft_p99s", lambda rate: p99s)
     assert capacity._holds(3.0, probes) is holds
@@ -123,15 +107,11 @@ def test_most_seeds_decide(p99s: list[float], holds: bool, monkeypatch: pytest.M
 
 
 def test_a_machine_of_twice_the_capacity_gets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
-    from workloads import LOADS, make_requests
-
-    from floodplain.model.tokenizer import ByteTokenizer
-
     rows = "".join(f"{second},40,20\n" for second in range(0, 600, 3))
     (tmp_path / "burstgpt_burst_1h.csv").write_text("t_s,prompt_tokens,output_tokens\n" + rows)
     slow, fast = (
-        [request.arrival_s for request in make_requests("burstgpt", capacity, 1, ByteTokenizer(300), tmp_path)]
-        for capacity in (1.0, 2.0)
+        [request.arrival_s for request in make_requests("burstgpt", rate, 1, ByteTokenizer(300), tmp_path)]
+        for rate in (1.0, 2.0)
     )
     assert slow == pytest.approx([2 * arrival_s for arrival_s in fast])
     assert slow[-1] == pytest.approx(267 / LOADS["burstgpt"].speedup)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.fairness import lane
 from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.request import FinishReason, Request
 from floodplain.workload.records import LoadRequest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks/fairness"
 STEP_S = 0.05
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes the folder's scripts importable during a test."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield
-    sys.modules.pop("lane", None)
 
 
 class Machine:
@@ -83,8 +73,6 @@ def arriving(arrival_s: float, max_tokens: int) -> LoadRequest:
 
 def make_lanes(machine: Machine, monkeypatch: pytest.MonkeyPatch, number: int = 2, num_requests: int = 40) -> list[Any]:
     """Lanes with the same load: a request of ten tokens every 0.6 s."""
-    import lane
-
     monkeypatch.setattr(lane, "time", SimpleNamespace(monotonic=machine.monotonic, sleep=machine.sleep))
     lanes = [lane.Lane(OneByOne(machine)) for _ in range(number)]  # type: ignore[arg-type]
     for one in lanes:
@@ -98,7 +86,6 @@ def worst_e2e_s(one: Any) -> float:
 
 def test_what_a_machine_that_becomes_slow_does_to_one_it_does_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: of lanes that run one after the other, the second has a far worse E2E."""
-    import lane
 
     def becomes_slow(now: float) -> float:
         return 1.0 if now < 26.0 else 1.5
@@ -114,8 +101,6 @@ def test_what_a_machine_that_becomes_slow_does_to_one_it_does_to_the_other(monke
 
 
 def test_alone_or_beside_others_a_way_takes_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lane
-
     (alone,) = make_lanes(Machine(), monkeypatch, number=1)
     lane.run_in_turns([alone])
     beside = make_lanes(Machine(), monkeypatch, number=3)
@@ -126,8 +111,6 @@ def test_alone_or_beside_others_a_way_takes_the_same_time(monkeypatch: pytest.Mo
 
 
 def test_a_clock_stands_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lane
-
     machine = Machine()
     lanes = make_lanes(machine, monkeypatch)
     lane.run_in_turns(lanes)
@@ -139,8 +122,6 @@ def test_a_clock_stands_while_others_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_one_is_first_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lane
-
     machine = Machine()
     lanes = make_lanes(machine, monkeypatch, number=3)
     lane.run_in_turns(lanes)
