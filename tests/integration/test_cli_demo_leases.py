@@ -27,6 +27,7 @@ from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 from tests.support import forks
+from tests.support.records import make_record
 
 BASE = EngineConfig(
     model="dummy:tiny-llama", policy="fcfs", swap="none", dtype="float32", kv_memory=2**19, max_model_len=128
@@ -36,10 +37,6 @@ SCENE = replace(QUICK_SCENE, lend_after_s=0.5, end_s=100.0)
 """``Patient`` ends this scene; ``end_s`` matters only if it hangs."""
 
 TARGET = HttpTarget("http://a", "m")
-ANSWERED = RequestRecord(
-    request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=1.0, token_times_s=(0.5,),
-    output_token_ids=None, text="", error=None,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +129,7 @@ def test_users_ask_again_when_they_are_answered_until_they_leave(to_s: float, go
             await asyncio.sleep(0)
             if num_sent == 10:
                 raise UserError("enough")
-            return ANSWERED
+            return make_record(0.5)
 
     visit = Quick(TARGET, build(SAMPLE, ByteTokenizer(256))).visit(3, 0.0, to_s)
     with pytest.raises(UserError, match="enough") if goes_on else nullcontext():

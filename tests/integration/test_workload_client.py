@@ -79,12 +79,6 @@ def test_several_tokens_in_a_chunk_are_counted_with_or_without_ids() -> None:
     assert told.token_times_s[0] == told.token_times_s[2] <= told.token_times_s[3]
 
 
-def test_events_cut_anywhere_in_the_bytes_are_put_together() -> None:
-    whole = event("né") + b": ping\n\n" + event("x", "stop") + usage(2, 2) + DONE
-    record = send_one(streaming(*(whole[i : i + 7] for i in range(0, len(whole), 7))))
-    assert (record.error, record.text) == (None, "néx")
-
-
 async def test_without_a_server_each_request_fails_and_the_load_goes_on() -> None:
     async with serving(streaming()) as url:
         pass

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.arrivals import load_lengths
 from floodplain.workload.prompts import load_prompts
 from floodplain.workload.spec import WorkloadSpec, build
@@ -41,17 +42,10 @@ def test_every_trace_length_and_prompt_file_loads(shared_dir: Path) -> None:
     assert len(load_prompts(folder / "prompts.jsonl")) == 479
 
 
-class Bytes:
-    """A tokenizer: one token per byte."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
 def test_mooncake_prefixes_are_shared_as_recorded(shared_dir: Path) -> None:
     path = shared_dir / "data" / "traces" / "mooncake_conversation.jsonl"
     rows = load_trace(path).rows[:40]
-    requests = build(WorkloadSpec(trace=path, limit=40), Bytes())
+    requests = build(WorkloadSpec(trace=path, limit=40), ByteTokenizer(256))
     for row, built in zip(rows, requests, strict=True):
         assert len(built.prompt_token_ids) == row.prompt_tokens
     first, second = (built.prompt_token_ids for built in requests[:2])

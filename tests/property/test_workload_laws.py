@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.workload.arrivals import Phase, arrival_times, chat_like, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.client import token_times
-from floodplain.workload.http_target import SseParser
 from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
 from floodplain.workload.traces import TraceRow, load_trace
@@ -165,15 +164,3 @@ def test_a_count_is_shared_over_chunks_with_exact_ends(texts: list[str], num_tok
 def test_token_ids_give_the_exact_time_of_each_token(counts: list[int]) -> None:
     chunks = [TokenChunk(float(i), "x", tuple(range(n))) for i, n in enumerate(counts)]
     assert token_times(chunks, None) == [float(i) for i, n in enumerate(counts) for _ in range(n)]
-
-
-@given(st.lists(st.text(max_size=8), max_size=6), st.lists(st.integers(1, 9), max_size=40), st.booleans())
-def test_server_sent_events_survive_any_cut(texts: list[str], cuts: list[int], is_crlf: bool) -> None:
-    payloads = [json.dumps(text) for text in texts]
-    end = "\r\n" if is_crlf else "\n"
-    stream = "".join(f": ping{end}{end}event: x{end}data: {payload}{end}{end}" for payload in payloads).encode()
-    parser, events, position = SseParser(), [], 0
-    for cut in [*cuts, len(stream)]:
-        events += parser.feed(stream[position : position + cut])
-        position += cut
-    assert events == payloads

@@ -16,15 +16,13 @@ from benchmarks.run_columns import COLUMNS, MISSING, format_cell, latency_lists
 from benchmarks.vllm import run as vllm
 from floodplain.observe.result import RunInfo, benchmark_result
 from floodplain.workload.records import RequestRecord
+from tests.support.records import make_record
 
 FOLDER = Path(pairs.__file__).parent
 
 
 def record(ttft_s: float, tpot_s: float, *, error: str | None = None) -> RequestRecord:
-    return RequestRecord(
-        request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=ttft_s + tpot_s,
-        token_times_s=(ttft_s, ttft_s + tpot_s), output_token_ids=None, text="", error=error,
-    )  # fmt: skip
+    return make_record(ttft_s, ttft_s + tpot_s, error=error)
 
 
 def rows(table: str) -> dict[str, dict[str, str]]:
@@ -91,11 +89,8 @@ answers = st.lists(st.tuples(st.integers(0, 2000).map(lambda number: number / 1e
 
 
 def timed_record(number: int, ttft_s: float, gaps_s: list[float], *, error: str | None = None) -> RequestRecord:
-    times_s = tuple(accumulate([number + ttft_s, *gaps_s]))
-    return RequestRecord(
-        request_id=str(number), prompt_tokens=1, arrival_s=number, sent_s=number, finished_s=times_s[-1],
-        token_times_s=times_s, output_token_ids=None, text="", error=error,
-    )  # fmt: skip
+    times_s = accumulate([number + ttft_s, *gaps_s])
+    return make_record(*times_s, sent_s=number, request_id=str(number), error=error)
 
 
 def run_of(records: list[RequestRecord], **more: Any) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from floodplain.demo.watch import (
 )
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
+from tests.support.records import make_record
 
 SHOWN = ("dropping", "exchanging", "pipelined", "restoring")
 METRICS = "# TYPE floodplain_group_usable_seconds counter\nfloodplain_group_usable_seconds_total 0.5\n"
@@ -85,10 +86,7 @@ TOTALS = ReliefTotals(
 
 def record(sent_s: float, error: str | None = None) -> RequestRecord:
     times_s = () if error else (sent_s + 0.5, sent_s + 0.6, sent_s + 0.7)
-    return RequestRecord(
-        request_id="r", prompt_tokens=9, arrival_s=sent_s, sent_s=sent_s, finished_s=sent_s + 1.0,
-        token_times_s=times_s, output_token_ids=None, text="", error=error,
-    )  # fmt: skip
+    return make_record(*times_s, sent_s=sent_s, finished_s=sent_s + 1.0, error=error)
 
 
 RECORDS = [record(when) for when in (0.0, 1.0, 4.5, 5.0, 13.0, 20.0, 33.0)]

@@ -17,7 +17,7 @@ from floodplain.observe.demo_plots import token_rate
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import ServingMetrics
 from floodplain.workload.http_target import HttpTarget
-from floodplain.workload.records import RequestRecord
+from tests.support.records import make_record
 
 TARGET = HttpTarget("http://a", "m")
 
@@ -97,17 +97,10 @@ def test_no_server_is_asked_after_the_scene_has_failed(monkeypatch: pytest.Monke
 
 def test_rates_count_only_the_time_with_and_without_borrowed_memory() -> None:
     """10 tokens/s without and 20 with lent bytes; time before the first new token does not count."""
-    seen = [
-        sample(0, 5, 0),
-        sample(9, 5, 0),
-        sample(10, 6, 0),
-        sample(12, 26, 64),
-        sample(14, 66, 64),
-        sample(15, 86, 0),
-    ]
-    seen.append(sample(17, 106, 0, num_recalls=4, recall_s=6.0, num_forced=1))
+    rows = ((0, 5, 0), (9, 5, 0), (10, 6, 0), (12, 26, 64), (14, 66, 64), (15, 86, 0))
+    seen = [*(sample(*row) for row in rows), sample(17, 106, 0, num_recalls=4, recall_s=6.0, num_forced=1)]
     server = Users(TARGET, [])
-    server.records = [record(None), record("refused"), record(None)]
+    server.records = [make_record(0.5, error=error) for error in (None, "refused", None)]
     told = summarise(seen, server, Users(TARGET, []))
     assert told["tokens_per_s"] == {"borrowing": 20.0, "without": 10.0}
     assert told["recalls"] == {"num": 4, "mean_s": 1.5, "num_forced": 1}
@@ -126,10 +119,3 @@ def test_the_rate_is_that_of_the_last_two_seconds() -> None:
     assert steady == (times_s[1:], pytest.approx([30] * 8))
     _, jump = token_rate(times_s, [0, 0, 0, 0, 40, 40, 40, 40, 40])
     assert jump == pytest.approx([0, 0, 0, 20, 20, 20, 20, 0])
-
-
-def record(error: str | None) -> RequestRecord:
-    return RequestRecord(
-        request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=1.0, token_times_s=(0.5,),
-        output_token_ids=None, text="", error=error,
-    )  # fmt: skip

@@ -59,13 +59,6 @@ def test_a_wrong_word_is_answered_by_the_right_one(
     assert message in said(capsys, *words)
 
 
-def test_a_mistyped_variable_names_the_likely_flag(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLOODPLAIN_PROT", "80")
-    assert "did you mean FLOODPLAIN_PORT?" in said(capsys, "serve", "m")
-
-
 def test_hints_name_flags_that_serve_has_for_flags_that_it_has_not() -> None:
     for flag, told in OTHER_FLAGS.items():
         assert flag not in SERVE

@@ -9,6 +9,7 @@ import pytest
 
 from floodplain.bench.run import read_trace
 from floodplain.core.errors import UserError
+from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.arrivals import load_lengths
 from floodplain.workload.prompts import load_prompts, package_prompts
 from floodplain.workload.spec import WorkloadSpec, build
@@ -112,17 +113,10 @@ def test_the_first_question_of_a_sharegpt_conversation_is_a_prompt(
     prompts = load_prompts(path)
     assert [(p.text, p.answer) for p in prompts] == [("What is a flood?", "Water."), ("Hi", "Hello there")]
     assert [record.args for record in caplog.records] == [(path, 4)]
-    requests = build(WorkloadSpec(prompts=path), Letters())
+    requests = build(WorkloadSpec(prompts=path), ByteTokenizer(256))
     assert [(r.prompt, r.max_tokens) for r in requests] == [("What is a flood?", 6), ("Hi", 11)]
     with pytest.raises(UserError, match="item 1: conversations must be a list of turns"):
         load_prompts(write(tmp_path, "bad.json", '[{"conversations": "hi"}]'))
-
-
-class Letters:
-    """A letter is a token."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(map(ord, text))
 
 
 def test_recorded_failures_are_counted_not_replayed(tmp_path: Path) -> None:
@@ -209,15 +203,10 @@ def test_a_bad_trace_gets_one_line_that_names_the_problem(
     assert all(needle in message for needle in needles), message
 
 
-def test_missing_and_binary_files_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read"):
-        load_trace(tmp_path / "absent.csv")
+def test_a_compressed_file_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
     with pytest.raises(UserError, match="it is compressed: unpack it with gunzip"):
         load_trace(tmp_path / "b.csv.gz")
-    (tmp_path / "b.csv").write_bytes(b"t_s\xff\xfe")
-    with pytest.raises(UserError, match="UTF-8"):
-        load_trace(tmp_path / "b.csv")
 
 
 def test_a_length_pool_keeps_pairs_together(tmp_path: Path) -> None:

@@ -4,22 +4,20 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 from dataclasses import fields
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.goals import NUM_SAMPLES, SAMPLE_TOKENS, describe_goals, goals_from, measure_goals
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
 from floodplain.workload.spec import WorkloadSpec, build, parse_goodput
+from tests.support.records import make_record
 
-
-class Bytes:
-    """A tokenizer: one token per byte."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+BYTES = ByteTokenizer(256)
 
 
 def test_every_flag_has_a_help_text() -> None:
@@ -62,9 +60,9 @@ def test_bad_flags_are_named(flags: dict[str, Any], needle: str) -> None:
 
 def test_same_flags_and_seed_give_the_same_requests_another_seed_others() -> None:
     spec = WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, ignore_eos=True)
-    first, second = build(spec, Bytes()), build(spec, Bytes())
+    first, second = build(spec, BYTES), build(spec, BYTES)
     assert first == second
-    assert build(WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, seed=1), Bytes()) != first
+    assert build(WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, seed=1), BYTES) != first
     assert all(1 <= len(r.prompt_token_ids) <= 200 and 1 <= r.max_tokens <= 50 and r.ignore_eos for r in first)
     assert len({r.request_id for r in first}) == 20
 
@@ -72,7 +70,7 @@ def test_same_flags_and_seed_give_the_same_requests_another_seed_others() -> Non
 def test_a_trace_is_replayed_at_its_own_times_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("t_s,prompt_tokens,output_tokens\n5,100,7\n7,3,9\n8,1,1\n")
-    requests = build(WorkloadSpec(trace=path, speedup=2.0, limit=2), Bytes())
+    requests = build(WorkloadSpec(trace=path, speedup=2.0, limit=2), BYTES)
     assert [(r.arrival_s, len(r.prompt_token_ids), r.max_tokens) for r in requests] == [(0.0, 100, 7), (1.0, 3, 9)]
 
 
@@ -83,7 +81,7 @@ def test_equal_leading_hash_ids_give_equal_leading_tokens_also_when_scaled(tmp_p
         '{"timestamp":1,"input_length":1400,"output_length":1,"hash_ids":[4,5,9]}\n'
     )
     for scale in (1.0, 0.25):
-        a, b = (r.prompt_token_ids for r in build(WorkloadSpec(trace=path, length_scale=scale), Bytes()))
+        a, b = (r.prompt_token_ids for r in build(WorkloadSpec(trace=path, length_scale=scale), BYTES))
         shared = round(1024 * scale)
         assert (len(a), len(b)) == (1500 * scale, 1400 * scale)
         assert a[:shared] == b[:shared]
@@ -93,7 +91,7 @@ def test_equal_leading_hash_ids_give_equal_leading_tokens_also_when_scaled(tmp_p
 def test_prompts_of_a_file_are_sent_as_they_are_in_turn(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt":"Hello","output_tokens":4}\n{"prompt":"A longer one"}\n')
-    requests = build(WorkloadSpec(prompts=path, num_prompts=3, max_input=6, max_output=30), Bytes())
+    requests = build(WorkloadSpec(prompts=path, num_prompts=3, max_input=6, max_output=30), BYTES)
     assert [r.prompt for r in requests] == ["Hello", None, "Hello"]
     assert [bytes(r.prompt_token_ids) for r in requests] == [b"Hello", b"A long", b"Hello"]
     assert requests[0].max_tokens == 4
@@ -104,7 +102,7 @@ def test_a_burst_brings_its_factor_of_requests() -> None:
     spec = WorkloadSpec(
         request_rate=10.0, num_prompts=4000, burst_factor=4.0, burst_start=100.0, burst_duration=50.0, max_input=5
     )
-    times = [r.arrival_s for r in build(spec, Bytes())]
+    times = [r.arrival_s for r in build(spec, BYTES)]
     assert times == sorted(times)
     assert sum(t < 100 for t in times) == pytest.approx(1000, rel=0.1)
     assert sum(100 <= t < 150 for t in times) == pytest.approx(2000, rel=0.1)
@@ -114,9 +112,9 @@ def test_absurd_lengths_are_refused_before_they_are_built(tmp_path: Path) -> Non
     path = tmp_path / "t.csv"
     path.write_text("t_s,prompt_tokens,output_tokens\n0,100,7\n")
     with pytest.raises(UserError, match="max_input"):
-        build(WorkloadSpec(trace=path, length_scale=1e8), Bytes())
+        build(WorkloadSpec(trace=path, length_scale=1e8), BYTES)
     with pytest.raises(UserError, match="max_output"):
-        build(WorkloadSpec(trace=path, length_scale=1e8, max_input=10), Bytes())
+        build(WorkloadSpec(trace=path, length_scale=1e8, max_input=10), BYTES)
 
 
 # -- goals measured without load ---------------------------------------------------------------------------------------
@@ -154,14 +152,9 @@ class Target:
         yield TokenChunk(2.0, "b", (2,))
 
 
-def record(ttft_s: float, *gaps_s: float, error: str | None = None) -> RequestRecord:
-    times_s = [ttft_s]
-    for gap_s in gaps_s:
-        times_s.append(times_s[-1] + gap_s)
-    return RequestRecord(
-        request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=times_s[-1],
-        token_times_s=tuple(times_s), output_token_ids=None, text="", error=error,
-    )  # fmt: skip
+def record(*gaps_s: float, error: str | None = None) -> RequestRecord:
+    """An answer with tokens after these gaps, the first of which is its TTFT."""
+    return make_record(*accumulate(gaps_s), error=error)
 
 
 def test_samples_are_like_the_load_but_share_no_prefix_with_it() -> None:

@@ -156,6 +156,11 @@ def test_a_long_answer_in_one_event_is_read() -> None:
     assert len(token_times(chunks[:1], 100_000)) == 100_000
 
 
+def test_lines_of_an_event_are_joined_each_without_its_first_space() -> None:
+    parser, parts = SseParser(), (b"data:a\r", b"\ndata:  b\r\n\r", b"\n")
+    assert [event for part in parts for event in parser.feed(part)] == ["a\n b"]
+
+
 @pytest.mark.parametrize("piece", [b"x" * 2**16, b"data: " + b"x" * 2**16 + b"\n"])
 def test_a_line_or_an_event_without_an_end_is_held_in_bounded_memory(piece: bytes) -> None:
     parser = SseParser()
