@@ -15,16 +15,16 @@ from contextlib import ExitStack
 import torch
 
 from floodplain import ElasticPool, HostPeerMemory
-from floodplain.leases.client import LeaseClient, NoLenders
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.elastic import PageMoves
+from floodplain.lending.membership import Membership
 from floodplain.memory.peer.memory import PeerMemory
 
 LEARNING_RATE, DECAY = 0.01, 0.9
 
 
-def train(client: LeaseClient, memory: PeerMemory, num_steps: int, report: Callable[[PageMoves], object]) -> float:
+def train(client: Membership, memory: PeerMemory, num_steps: int, report: Callable[[PageMoves], object]) -> float:
     """Train, with a boundary after every step; return the last loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 1))
@@ -56,7 +56,7 @@ def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
 def main(coordinator: str | None) -> None:
     """Train with what neighbours lend; without a coordinator there are no lenders, and the loss is the same."""
     with ExitStack() as stack:
-        client: LeaseClient = NoLenders()
+        client = Membership("alone", "alone")  # without an agent, nothing is ever granted
         if coordinator is not None:
             client = stack.enter_context(
                 LeaseAgent(CoordinatorClient(coordinator), f"trainer-{os.getpid()}")

@@ -23,10 +23,10 @@ from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
 from floodplain.engine.swap import OpenedSwap, open_swap
-from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
+from floodplain.lending.membership import Membership
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
 from floodplain.lending.peer_tier import PeerParts, PeerTier
@@ -233,7 +233,7 @@ def _make_neighbours(
     limits: PoolLimits,
     lending: LendingSettings | None,
     steady: SteadyState | None,
-    borrow: Callable[[LeaseClient], tuple[PeerTier | None, NearLayers | None]],
+    borrow: Callable[[Membership], tuple[PeerTier | None, NearLayers | None]],
 ) -> Neighbours | None:
     """Make the neighbours, not yet started; None without a coordinator."""
     if client is None:
@@ -257,7 +257,7 @@ def _open_borrowers(
     loop: Loop,
     peer: PeerParts | None,
     expansion: Expansion | None,
-    client: LeaseClient,
+    client: Membership,
 ) -> tuple[PeerTier | None, NearLayers | None]:
     """Open the borrowed tier of swap space (``--swap peer``) and near copies of layers (``--expansion-tier peer``).
 

@@ -23,9 +23,9 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.tiers import Tier
-from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
+from floodplain.lending.membership import Membership
 from floodplain.lending.requests import allocate_lease
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
@@ -155,7 +155,7 @@ class ElasticPool:
     client stays its owner's, and must outlive the pool.
     """
 
-    def __init__(self, client: LeaseClient, memory: PeerMemory) -> None:
+    def __init__(self, client: Membership, memory: PeerMemory) -> None:
         self._client = client
         self._memory = memory
         self._is_open = True

@@ -46,9 +46,11 @@ class LentDevice:
 
 
 class Membership:
-    """A process as member: a ``LeaseClient``, and a lender if it has a device. Safe to call from several threads.
+    """A process as member: what it may allocate on other devices (AQUA, section 6: southbound interface), and lends.
 
-    If ``is_last``, no process will have that name after this one.
+    Every call returns immediately with what is known so far; its effect is sent with the agent's next message. Without
+    an agent every request stays pending. Safe to call from several threads. If ``is_last``, no process will have that
+    name after this one.
 
     Attributes:
         version: Raised by every answer with news: an engine checks its leases when it has changed.
@@ -81,28 +83,35 @@ class Membership:
         self._cancelled: set[int] = set()
         self._recalls = RecallTimes()
 
-    # -- a consumer's: see LeaseClient -------------------------------------------------------------------------------
+    # -- a consumer's ------------------------------------------------------------------------------------------------
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Request all of these shards; return the request's number."""
+        """Request all of these shards until granted or cancelled; return the request's unique number."""
         with self._lock:
             number = self._borrower.ask(shards)
         self.on_change()
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancel a request; what it is granted is refused."""
+        """Cancel a request; what it is granted, now or later, is refused."""
         with self._lock:
             self._borrower.cancel(number)
             self._cancelled.add(number)
 
     def pending(self) -> Collection[int]:
-        """Return numbers of requests that may still appear in ``to_allocate``."""
+        """Return numbers of requests that may still appear in ``to_allocate``.
+
+        A granted request ends if its leases are recalled or expire before they were allocated: ask again.
+        """
         with self._lock:
             return {*self._side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """Return leases to allocate now; until each is answered, no reports are sent."""
+        """Return granted leases that may be allocated now, without those of the requests in ``others``.
+
+        Answer each of them at once with ``allocated`` or ``refused``. Until then no reports are sent: a lease that is
+        recalled meanwhile would count as untouched, and be given back.
+        """
         with self._lock:
             leases = self._borrower.to_allocate(self._clock())
             leases = [lease for lease in leases if lease.request not in {*self._cancelled, *others}]
@@ -117,20 +126,23 @@ class Membership:
         self.on_change()
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """Record why the lease's bytes could not be allocated."""
+        """Record why the lease's bytes could not be allocated; they will not be."""
         with self._lock:
             self._unanswered.discard(lease_id)
             self._borrower.refused(lease_id, reason)
         self.on_change()
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """Return allocated leases that must be freed, and the seconds left for each."""
+        """Return allocated leases that must be freed, and the seconds left for each, below zero if overdue.
+
+        -inf if the lease has ended without this process (it was considered dead, or the device is gone).
+        """
         with self._lock:
             now = self._clock()
             return {lease_id: due_s - now for lease_id, due_s in self._borrower.to_free().items()}
 
     def freed(self, lease_id: LeaseId) -> None:
-        """Record that the lease's bytes are free."""
+        """Record that the lease's bytes are free, and will not be allocated again."""
         with self._lock:
             self._borrower.freed(lease_id)
         self.on_change()

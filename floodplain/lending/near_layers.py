@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from floodplain.core.layer_places import stream_order
-from floodplain.leases.client import LeaseClient
 from floodplain.leases.states import LeaseId
+from floodplain.lending.membership import Membership
 from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.peer.memory import Extent, PeerMemory
@@ -44,7 +44,7 @@ class NearLayers:
 
     def __init__(
         self,
-        client: LeaseClient,
+        client: Membership,
         memory: PeerMemory,
         slots: LayerSlots,
         count_wanted: Callable[[], int],

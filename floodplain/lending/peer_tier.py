@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from floodplain.core.tiers import Tier
-from floodplain.leases.client import LeaseClient
 from floodplain.leases.states import LeaseId
+from floodplain.lending.membership import Membership
 from floodplain.lending.requests import LOOK_S, LeaseRequests
 from floodplain.memory.backend import Backend
 from floodplain.memory.host.emulated_link import LinkPair
@@ -149,7 +149,7 @@ class PeerTier:
 
     def __init__(
         self,
-        client: LeaseClient,
+        client: Membership,
         parts: PeerParts,
         relocations: Relocations,
         look_s: float = LOOK_S,

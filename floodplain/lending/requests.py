@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from floodplain.core.errors import UserError
-from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease
+from floodplain.lending.membership import Membership
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class LeaseRequests:
 
     def __init__(
         self,
-        client: LeaseClient,
+        client: Membership,
         memory: PeerMemory,
         num_bytes: int,
         siblings: list[LeaseRequests] | None = None,

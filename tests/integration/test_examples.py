@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from floodplain.leases.client import NoLenders
 from floodplain.lending.elastic import PageMoves
+from floodplain.lending.membership import Membership
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
 
@@ -27,7 +27,7 @@ def example() -> Iterator[ModuleType]:
 
 
 def test_momentum_may_come_and_go_and_the_loss_is_the_same(example: ModuleType, tmp_path: Path) -> None:
-    alone = example.train(NoLenders(), HostPeerMemory(tmp_path), 60, report=lambda moves: None)
+    alone = example.train(Membership("alone", "alone"), HostPeerMemory(tmp_path), 60, report=lambda moves: None)
     coordinator = Coordinator(Clock())
     producer = Producer(coordinator, "p", 4, tmp_path)
     client = InProcessClient(coordinator)

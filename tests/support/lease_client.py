@@ -1,19 +1,17 @@
-"""A lease client and a producer in one process with their coordinator, without a network: the test sends beats.
+"""A consumer and a producer in one process with their coordinator, without a network: the test sends beats.
 
-The client is a ``Borrower`` that sends to a ``LeaseBook`` when ``beat`` is called. The producer owns pages of a real
-host device, shrinks by what it lends and grows by what it gets back.
+The producer owns pages of a real host device, shrinks by what it lends and grows by what it gets back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.member import Borrower, Lender, MemberSide
+from floodplain.leases.member import Lender, MemberSide
 from floodplain.leases.messages import Message
-from floodplain.leases.rows import Shard
-from floodplain.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.states import LeaseId
+from floodplain.lending.membership import Membership
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.host_devices import open_device
@@ -49,67 +47,27 @@ class Coordinator:
         return self.book.tick(self.clock.now)
 
 
-class InProcessClient:
-    """See ``LeaseClient``."""
+class InProcessClient(Membership):
+    """A consumer without an agent: the test says when it exchanges messages."""
 
     def __init__(self, coordinator: Coordinator, name: str = "consumer") -> None:
+        super().__init__(name, f"{name}-1", clock=lambda: coordinator.clock.now)
         self.coordinator = coordinator
-        self.side = MemberSide(name, f"{name}-1", TTL_S)
-        self.borrower = Borrower(self.side)
         self.refusals: list[str] = []
-        self._unanswered: set[LeaseId] = set()
-        self._cancelled: set[int] = set()
 
     def beat(self) -> None:
-        """Exchange messages with the coordinator, as an agent's thread does every second."""
-        self.coordinator.tell(self.side, self.side.greeting())
-        for lease in self._grants():
-            if lease.request in self._cancelled:
-                self.borrower.refused(lease.lease_id, "not wanted any more")
-        if not self._unanswered:
-            for message in self.borrower.say():
-                self.coordinator.tell(self.side, message)
-
-    def ask(self, shards: Sequence[Shard]) -> int:
-        return self.borrower.ask(shards)
-
-    def cancel(self, number: int) -> None:
-        self.borrower.cancel(number)
-        self._cancelled.add(number)
-
-    def pending(self) -> Collection[int]:
-        return {*self.side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
-
-    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        leases = self.borrower.to_allocate(self.coordinator.clock.now)
-        leases = [lease for lease in leases if lease.request not in {*self._cancelled, *others}]
-        self._unanswered |= {lease.lease_id for lease in leases}
-        return leases
-
-    def allocated(self, lease_id: LeaseId) -> None:
-        self._unanswered.remove(lease_id)
-        self.borrower.allocated(lease_id, self.coordinator.clock.now)
+        """Exchange messages with the coordinator until an answer brings no news."""
+        is_new = True
+        while is_new:
+            self.coordinator.clock.now += 1e-3
+            messages, now = self.collect()
+            replies = self.coordinator.book.handle_all(messages, now)
+            self.coordinator.book.rows.check_integrity()
+            is_new = self.learn(messages, replies, TTL_S, now)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        self._unanswered.remove(lease_id)
         self.refusals.append(reason)
-        self.borrower.refused(lease_id, reason)
-
-    def to_free(self) -> Mapping[LeaseId, float]:
-        return {lease_id: due_s - self.coordinator.clock.now for lease_id, due_s in self.borrower.to_free().items()}
-
-    def freed(self, lease_id: LeaseId) -> None:
-        self.borrower.freed(lease_id)
-
-    def _grants(self) -> list[Lease]:
-        """Return unanswered grants of this life, whether or not they may be allocated now."""
-        return [
-            lease
-            for lease in self.side.borrowed()
-            if lease.state is LeaseState.GRANTED
-            and lease.generation == self.side.stamp.generation
-            and lease.lease_id not in self.borrower._done
-        ]
+        super().refused(lease_id, reason)
 
 
 class Producer:

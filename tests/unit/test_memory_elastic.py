@@ -11,11 +11,11 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import Tier
-from floodplain.leases.client import NoLenders
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
 from floodplain.lending import elastic
 from floodplain.lending.elastic import ElasticPool, ElasticTensor, PageMoves, TensorLost
+from floodplain.lending.membership import Membership
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 from tests.support.lease_client import DEADLINE_S, Clock, Coordinator, InProcessClient, Producer
@@ -115,7 +115,7 @@ def street(tmp_path: Path) -> Street:
     ],
 )
 def test_any_dense_tensor_becomes_elastic_with_bytes_of_its_own(tensor: torch.Tensor) -> None:
-    with ElasticPool(NoLenders(), HostPeerMemory()) as pool:
+    with ElasticPool(Membership("alone", "alone"), HostPeerMemory()) as pool:
         elastic = pool.to_elastic(tensor)
         assert elastic.torch().equal(tensor)
         assert elastic.torch().dtype == tensor.dtype
@@ -127,19 +127,19 @@ def test_any_dense_tensor_becomes_elastic_with_bytes_of_its_own(tensor: torch.Te
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.eye(3).to_sparse()])
 def test_what_cannot_be_elastic_is_refused(tensor: torch.Tensor) -> None:
-    with ElasticPool(NoLenders(), HostPeerMemory()) as pool, pytest.raises(UserError, match="dense"):
+    with ElasticPool(Membership("alone", "alone"), HostPeerMemory()) as pool, pytest.raises(UserError, match="dense"):
         pool.to_elastic(tensor)
 
 
 def test_a_lease_is_requested_in_whole_pages() -> None:
-    class Client(NoLenders):
+    class Client(Membership):
         asked: Sequence[Shard] = ()
 
         def ask(self, shards: Sequence[Shard]) -> int:
             self.asked = [*self.asked, *shards]
             return super().ask(shards)
 
-    client = Client()
+    client = Client("alone", "alone")
     with ElasticPool(client, HostPeerMemory()) as pool:
         for num_bytes in (1, PAGE_BYTES, PAGE_BYTES + 1):
             pool.to_elastic(torch.zeros(num_bytes, dtype=torch.uint8))
