@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from floodplain.coordinator.bodies import MessageBatch, Name, NewsQuery, Service
 from floodplain.coordinator.live import PERIOD_S, open_look
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.service import BookView, TooManyLeases
-from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing, first_refused
+from floodplain.coordinator.tokens import UNRESTRICTED, Caller, TokenRing
 from floodplain.coordinator.worker import LeaseWorker, NotLeading
 from floodplain.core.codec import to_json
 from floodplain.core.errors import UserError
@@ -75,23 +75,9 @@ class LeaseRoutes:
         router.delete("/members/{name}", response_model=answer_model(EncodedReply))(self.forget_member)
         return router
 
-    async def take_messages(self, batch: MessageBatch, request: Request) -> Response:
+    async def take_messages(self, batch: MessageBatch) -> Response:
         """Handle members' messages in their order; answer after the commit."""
-        caller = _caller_of(request)
-        return await self.answer(admit(batch, caller), caller)
-
-    async def answer(self, messages: Sequence[Message], caller: Caller) -> Response:
-        """Return the response to messages that the caller may send; also called by ``MessageRoute``."""
-        replies = await self._worker.ask(self._worker.service.handle(messages, caller))
-        if isinstance(replies, TooManyLeases):
-            told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
-            raise ApiError(413, told, code="answer_too_large")
-        if len(replies) + sum(len(reply.leases) for reply in replies) <= FEW_ROWS:
-            return self._encode(replies)
-        return await WRITERS.run(self._encode, replies)
-
-    def _encode(self, replies: Sequence[Reply]) -> Response:
-        return _json({"ttl_s": self._worker.service.ttl_s, "replies": encode_replies(replies)})
+        raise NotImplementedError("MessageRoute answers it: this documents it")
 
     async def list_leases(self, request: Request) -> Response:
         """List all members and leases."""
@@ -141,13 +127,12 @@ def create_app(
     app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, **without)
     install_error_handlers(app)
     drain = drain or DrainSwitch()
-    routes = LeaseRoutes(worker)
-    app.include_router(routes.router())
+    app.include_router(LeaseRoutes(worker).router())
     _add_service_routes(app, worker)
     if has_page:
         feed = Feed(lambda: open_look(worker), lambda: drain.is_draining, PERIOD_S)
         app.include_router(page_routes(feed, _require_admin))
-    gate = Gate(MessageRoute(app, routes.answer), drain, tokens, MAX_BODY_BYTES)
+    gate = Gate(MessageRoute(app, worker), drain, tokens, MAX_BODY_BYTES)
     return OriginGate(gate, names)
 
 
@@ -183,9 +168,8 @@ class MessageRoute:
     FastAPI documents it like the others, but took half of the processor's time for it. ``app`` gets all other requests.
     """
 
-    def __init__(self, app: ASGIApp, answer: Callable[[Sequence[Message], Caller], Awaitable[Response]]) -> None:
-        self._app = app
-        self._answer = answer
+    def __init__(self, app: ASGIApp, worker: LeaseWorker) -> None:
+        self._app, self._worker = app, worker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a batch of messages, or pass the request to the application."""
@@ -209,6 +193,18 @@ class MessageRoute:
             response = error_response(error)
         await response(scope, receive, send)
 
+    async def _answer(self, messages: Sequence[Message], caller: Caller) -> Response:
+        replies = await self._worker.ask(self._worker.service.handle(messages, caller))
+        if isinstance(replies, TooManyLeases):
+            told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
+            raise ApiError(413, told, code="answer_too_large")
+        if len(replies) + sum(len(reply.leases) for reply in replies) <= FEW_ROWS:
+            return self._encode(replies)
+        return await WRITERS.run(self._encode, replies)
+
+    def _encode(self, replies: Sequence[Reply]) -> Response:
+        return _json({"ttl_s": self._worker.service.ttl_s, "replies": encode_replies(replies)})
+
 
 async def _read(receive: Receive) -> bytes:
     parts, has_more = [], True
@@ -221,17 +217,14 @@ async def _read(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def admit(batch: MessageBatch, caller: Caller) -> Sequence[Message]:
-    """Return the messages of a batch; ApiError (403) if the caller may not send one of them."""
-    refused = first_refused(caller, batch.messages)
-    if refused is not None:
-        kind = type(refused).__name__.lower()
-        raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
-    return batch.messages
-
-
 def _parse(body: bytes, caller: Caller) -> Sequence[Message]:
-    return admit(parse_model(MessageBatch, body or b"null"), caller)
+    """Return the messages of a batch; ApiError (403) if the caller may not send one of them."""
+    messages = parse_model(MessageBatch, body or b"null").messages
+    for message in messages:
+        if not caller.may_say(message):
+            kind = type(message).__name__.lower()
+            raise ApiError(403, f"this token may not say {kind} for {message.name}", code="forbidden")
+    return messages
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -93,11 +93,6 @@ class TokenRing(SecretRing[Caller]):
         lenders = {token: {name for role, name in some if role is Role.PRODUCER} for token, some in grants.items()}
         everyones = frozenset[str]().union(*lenders.values())
         return cls({token: Caller(tuple(some), everyones - lenders[token]) for token, some in grants.items()})
-
-
-def first_refused(caller: Caller, messages: Iterable[Message]) -> Message | None:
-    """Return the first message that the caller may not send; None if it may send all."""
-    return next((message for message in messages if not caller.may_say(message)), None)
 
 
 def _parse_line(words: list[str], number: int, path: Path) -> tuple[Role, str, str]:

@@ -163,7 +163,7 @@ def test_tokens_allow_messages_by_role_and_name_and_batches_as_a_whole(
     for messages, token, name in (
         ([join("gpu-9"), request], "lends", "request for bob"),
         ([join("eve")], "borrows", "join for eve"),
-        ([join("bob"), offer], "borrows", "offer for gpu-0"),
+        ([join("bob"), offer, join("eve")], "borrows", "offer for gpu-0"),
     ):
         refused = say(guarded, *messages, token=token)
         assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")

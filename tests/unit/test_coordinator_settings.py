@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from floodplain.coordinator.settings import CoordinatorConfig, default_store
-from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing, first_refused
+from floodplain.coordinator.tokens import MAY_SAY, UNRESTRICTED, Caller, Role, TokenRing
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Shard
@@ -131,15 +131,6 @@ def test_a_pattern_covers_whole_names(pattern: str, covered: list[str], others: 
     caller = Caller(((Role.CONSUMER, pattern),))
     assert [caller.may_say(Heartbeat(name, 1)) for name in covered] == [True] * len(covered)
     assert [caller.may_say(Heartbeat(name, 1)) for name in others] == [False] * len(others)
-
-
-def test_a_batch_is_refused_for_its_first_message_without_permission() -> None:
-    caller = Caller(((Role.CONSUMER, "bob"),))
-    beat, offer, other = Heartbeat("bob", 1), Offer("bob", STAMP, 1), Heartbeat("ann", 1)
-    assert first_refused(caller, [beat, beat]) is None
-    assert first_refused(caller, [beat, offer, other]) is offer
-    assert first_refused(caller, [beat, other, offer]) is other
-    assert first_refused(caller, []) is None
 
 
 @given(message=lease_values.MESSAGES)
