@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.files.reading import user_folder
 from floodplain.leases.rules import (
     FORGET_AFTER_S,
@@ -30,44 +31,29 @@ class CoordinatorConfig:
         UserError: A value is out of its range; the message names the flag.
     """
 
-    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
-    port: int = field(default=8100, metadata={"help": "port to listen on; 0 takes a free one"})
-    store: str | None = field(
-        default=None,
-        metadata={
-            "help": "sqlite:///FILE, or postgresql://USER@HOST/NAME for several coordinators "
-            "(default: a file of its own in $XDG_STATE_HOME/floodplain)",
-            "metavar": "URL",
-        },
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8100, "port to listen on; 0 takes a free one")
+    store: str | None = flag(
+        None,
+        "sqlite:///FILE, or postgresql://USER@HOST/NAME for several coordinators "
+        "(default: a file of its own in $XDG_STATE_HOME/floodplain)",
+        metavar="URL",
     )
-    token_file: Path | None = field(
-        default=None, metadata={"help": "tokens of /v1, a line TOKEN or ROLE NAME TOKEN each, mode 0600"}
+    token_file: Path | None = flag(None, "tokens of /v1, a line TOKEN or ROLE NAME TOKEN each, mode 0600")
+    url: str | None = flag(None, "where others reach this coordinator (default: where it listens)", metavar="URL")
+    placement: Path | None = flag(
+        None, "grant only along the pairs of this file, of floodplain place --out; SIGHUP reads it anew"
     )
-    url: str | None = field(
-        default=None,
-        metadata={"help": "where others reach this coordinator (default: where it listens)", "metavar": "URL"},
+    ttl: float = flag(10.0, "seconds of silence after which a member is taken for dead", metavar="S")
+    least_lease: int = flag(LEAST_LEASE_BYTES, "a smaller lease is refused", size=True, metavar="SIZE")
+    max_leases: int = flag(MAX_LEASES, "most leases of one consumer", metavar="N")
+    max_borrowed: int = flag(MAX_BORROWED_BYTES, "most memory of one consumer", size=True, metavar="SIZE")
+    forget_after: float = flag(
+        FORGET_AFTER_S, "seconds after which a member that ended and has no leases is forgotten", metavar="S"
     )
-    placement: Path | None = field(
-        default=None,
-        metadata={"help": "grant only along the pairs of this file, of floodplain place --out; SIGHUP reads it anew"},
-    )
-    ttl: float = field(
-        default=10.0, metadata={"help": "seconds of silence after which a member is taken for dead", "metavar": "S"}
-    )
-    least_lease: int = field(
-        default=LEAST_LEASE_BYTES, metadata={"help": "a smaller lease is refused", "size": True, "metavar": "SIZE"}
-    )
-    max_leases: int = field(default=MAX_LEASES, metadata={"help": "most leases of one consumer", "metavar": "N"})
-    max_borrowed: int = field(
-        default=MAX_BORROWED_BYTES, metadata={"help": "most memory of one consumer", "size": True, "metavar": "SIZE"}
-    )
-    forget_after: float = field(
-        default=FORGET_AFTER_S,
-        metadata={"help": "seconds after which a member that ended and has no leases is forgotten", "metavar": "S"},
-    )
-    page: bool = field(default=True, metadata={"help": "show a live page at / of this coordinator"})
-    max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
-    keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
+    page: bool = flag(True, "show a live page at / of this coordinator")
+    max_connections: int | None = flag(None, MAX_CONNECTIONS_HELP, metavar="N")
+    keep_alive_timeout: float = flag(KEEP_ALIVE_S, KEEP_ALIVE_HELP, metavar="S")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
