@@ -125,24 +125,24 @@ class Watch:
         return seen.leader in ("", self._instance) or now - self._since_s >= TAKEOVER_S
 
 
+@dataclass(slots=True)
 class Tenure:
-    """Decides how long a leader may answer, and when it must write a beat, from when its last write began."""
+    """A leader's epoch and book, and when its last committed write began: so long it may answer.
 
-    def __init__(self, epoch: int, began_s: float) -> None:
-        self.epoch = epoch
-        self._written_s = began_s
+    It begins with the takeover.
+    """
+
+    epoch: int
+    book: LeaseBook
+    written_s: float
 
     def is_valid(self, now: float) -> bool:
         """Whether no other coordinator can have taken over."""
-        return now - self._written_s < LEASE_S
+        return now - self.written_s < LEASE_S
 
     def must_beat(self, now: float) -> bool:
         """Whether it is time to write a beat, even without changes."""
-        return now - self._written_s >= BEAT_S
-
-    def note_write(self, began_s: float) -> None:
-        """Record a committed write that began at ``began_s``, with which it still leads."""
-        self._written_s = began_s
+        return now - self.written_s >= BEAT_S
 
 
 class LeaseService:
@@ -175,7 +175,6 @@ class LeaseService:
         self._instance = secrets.token_hex(8)
         self._watch = Watch(self._instance)
         self._tenure: Tenure | None = None
-        self._book: LeaseBook | None = None
         self._unavailable = Unavailable("this coordinator has just started: ask again")
         self._overdue: set[LeaseId] = set()
         self._grace_s, self._grace_ends_s = ttl_s, float("-inf")
@@ -186,7 +185,7 @@ class LeaseService:
     @property
     def is_leading(self) -> bool:
         """Whether this coordinator leads, and so answers."""
-        return self._book is not None
+        return self._tenure is not None
 
     @property
     def leader_url(self) -> str:
@@ -227,15 +226,16 @@ class LeaseService:
             InvariantError: A bug; the book must not be used any more.
         """
         now = self._clock()
-        if self._book is None or self._has_stood_still(now):
+        tenure = self._valid_tenure(now)
+        if tenure is None:
             return [self._unavailable] * len(jobs)
-        self._allow_pairs(self._book, now)
+        self._allow_pairs(tenure.book, now)
         answers: list[Any] = []
         for job in jobs:
-            answers.append(job(self._book, now))
+            answers.append(job(tenure.book, now))
             if self._clock() - now > SERVE_S:
                 break
-        return answers if self._commit() else [self._unavailable] * len(answers)
+        return answers if self._commit(tenure) else [self._unavailable] * len(answers)
 
     def tick(self) -> None:
         """End silent members and write a beat if this coordinator leads; otherwise check whether it may lead.
@@ -243,18 +243,19 @@ class LeaseService:
         To be called several times a second.
         """
         now = self._clock()
-        if self._book is None or self._has_stood_still(now):
+        tenure = self._valid_tenure(now)
+        if tenure is None:
             self._try_to_lead()
             return
-        self._allow_pairs(self._book, now)
-        dead = self._book.tick(now)
-        if self._commit():
+        self._allow_pairs(tenure.book, now)
+        dead = tenure.book.tick(now)
+        if self._commit(tenure):
             self._note_dead(dead)
-            self._note_overdue()
+            self._note_overdue(tenure.book)
 
     def resign(self) -> None:
         """Stop leading, if it leads, so that another coordinator may lead at once."""
-        tenure, self._tenure, self._book = self._tenure, None, None
+        tenure, self._tenure = self._tenure, None
         self._unavailable = Unavailable("this coordinator is stopping: ask another one")
         self.on_change(None)
         if tenure is not None:
@@ -274,22 +275,19 @@ class LeaseService:
         if recalled:
             logger.info("%d leases are recalled: the placement does not allow them", len(recalled))
 
-    def _has_stood_still(self, now: float) -> bool:
-        """Step down if the tenure ran out; True if so. Meanwhile unheard members may live, and another may lead."""
-        assert self._tenure is not None
-        if self._tenure.is_valid(now):
-            return False
-        self._step_down("this coordinator stood still")
-        return True
+    def _valid_tenure(self, now: float) -> Tenure | None:
+        """Step down if the tenure ran out: meanwhile unheard members may live, and another may lead."""
+        if self._tenure is not None and not self._tenure.is_valid(now):
+            self._step_down("this coordinator stood still")
+        return self._tenure
 
-    def _commit(self) -> bool:
+    def _commit(self, tenure: Tenure) -> bool:
         """Write what has changed; True if it is written and this coordinator still leads."""
-        assert self._book is not None and self._tenure is not None
-        changes, began_s = self._book.take_changes(), self._clock()
-        if not changes.is_empty or self._tenure.must_beat(began_s):
+        changes, began_s = tenure.book.take_changes(), self._clock()
+        if not changes.is_empty or tenure.must_beat(began_s):
             promised_s, unix_s = self._grace_s if began_s <= self._grace_ends_s else self.ttl_s, time.time()
             try:
-                leads = self._store.write(self._tenure.epoch, changes, unix_s, promised_s)
+                leads = self._store.write(tenure.epoch, changes, unix_s, promised_s)
             except StoreError as error:
                 self.totals.num_failed_writes += 1
                 self._step_down(f"the store does not answer: {error.orig}")
@@ -297,15 +295,14 @@ class LeaseService:
             if not leads:
                 self._step_down("another coordinator leads")
                 return False
+            tenure.written_s = began_s
             self._note_write(changes, began_s, unix_s)
-        if not self._tenure.is_valid(self._clock()):
+        if not tenure.is_valid(self._clock()):
             self._step_down("this coordinator stood still for too long to know whether it still leads")
             return False
         return True
 
     def _note_write(self, changes: Changes, began_s: float, unix_s: float) -> None:
-        assert self._tenure is not None
-        self._tenure.note_write(began_s)
         if not changes.is_empty:
             self.totals.num_forgotten += len(changes.forgotten)
             self.totals.num_transactions += 1
@@ -323,9 +320,8 @@ class LeaseService:
         for name in names:
             logger.warning("%s was silent for %g s: it is taken for dead", name, self.ttl_s)
 
-    def _note_overdue(self) -> None:
-        assert self._book is not None
-        overdue = {lease.lease_id: lease for lease in self._book.overdue(self._clock())}
+    def _note_overdue(self, book: LeaseBook) -> None:
+        overdue = {lease.lease_id: lease for lease in book.overdue(self._clock())}
         for lease_id in overdue.keys() - self._overdue:
             self.totals.num_overdue += 1
             lease = overdue[lease_id]
@@ -334,7 +330,7 @@ class LeaseService:
 
     def _step_down(self, reason: str) -> None:
         logger.warning("%s: nothing is granted here for now", reason)
-        self._book = self._tenure = None
+        self._tenure = None
         self._unavailable = Unavailable(reason)
         self.on_change(None)
 
@@ -355,26 +351,20 @@ class LeaseService:
             self._unavailable = Unavailable(str(error))
             return
         if rows is not None:
-            self._lead(Tenure(seen.epoch + 1, now), rows, seen.ttl_s)
+            self._lead(seen.epoch + 1, now, rows, seen.ttl_s)
 
-    def _lead(self, tenure: Tenure, rows: StoredRows, old_ttl_s: float) -> None:
+    def _lead(self, epoch: int, began_s: float, rows: StoredRows, old_ttl_s: float) -> None:
         """Start to lead. All members count as alive for a TTL, or for the last leader's if that is longer.
 
         For so long, the store keeps the longer TTL for the next leader.
         """
         with sound(self._store.shown_url):
             check_rows(rows.members, rows.leases)
-        self._tenure = tenure
         self._grace_s = max(old_ttl_s, self.ttl_s)
         self._grace_ends_s = self._clock() + self._grace_s
-        self._book = LeaseBook(
-            self.ttl_s,
-            self._grace_ends_s - self.ttl_s,
-            rows.members,
-            rows.leases,
-            limits=self._limits,
-            floor=rows.floor,
-        )
+        now = self._grace_ends_s - self.ttl_s
+        book = LeaseBook(self.ttl_s, now, rows.members, rows.leases, self._limits, rows.floor)
+        self._tenure = Tenure(epoch, book, began_s)
         self.granted_unix_s = dict(rows.granted_unix_s)
         self.totals.num_takeovers += 1
-        logger.info("leading epoch %d with %d members, %d leases", tenure.epoch, len(rows.members), len(rows.leases))
+        logger.info("leading epoch %d with %d members, %d leases", epoch, len(rows.members), len(rows.leases))

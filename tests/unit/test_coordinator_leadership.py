@@ -18,6 +18,7 @@ import pytest
 from floodplain.coordinator import service
 from floodplain.coordinator.service import BEAT_S, LEASE_S, TAKEOVER_S, LeaseService, Tenure, Unavailable, Watch
 from floodplain.coordinator.store import Leadership
+from floodplain.leases.book import LeaseBook
 from floodplain.leases.messages import Heartbeat, Join, Message
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass
@@ -170,10 +171,10 @@ def test_a_lease_outlasts_a_lost_beat_and_no_takeover_by_a_faster_clock() -> Non
 
 
 def test_a_lease_is_counted_from_the_beginning_of_the_last_write() -> None:
-    tenure = Tenure(1, began_s=10.0)
+    tenure = Tenure(1, LeaseBook(10.0, 0.0), written_s=10.0)
     assert tenure.is_valid(10.0 + LEASE_S - 0.01) and not tenure.is_valid(10.0 + LEASE_S)
     assert not tenure.must_beat(10.0 + BEAT_S - 0.01) and tenure.must_beat(10.0 + BEAT_S)
-    tenure.note_write(11.0)
+    tenure.written_s = 11.0
     assert tenure.is_valid(11.0 + LEASE_S - 0.01) and not tenure.is_valid(11.0 + LEASE_S)
 
 
