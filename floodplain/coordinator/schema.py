@@ -66,16 +66,6 @@ VERSION = Table("floodplain_version", MetaData(), Column("version_num", String(3
 
 FIRST, NEWEST = "v1", "v2"
 _OURS = {*METADATA.tables, VERSION.name}
-_FIRST_BOOK = {
-    "id": 1,
-    "schema": SCHEMA,
-    "epoch": 0,
-    "beat": 0,
-    "leader": "",
-    "leader_url": "",
-    "ttl_s": 0.0,
-    "floor": 0,
-}
 UPGRADE_IDLE_S = 60
 """How long PostgreSQL waits between two statements of an upgrade: alembic loads its scripts between them."""
 UNVERSIONED_SCHEMA = 3
@@ -93,15 +83,14 @@ def make_tables(connection: sql.Connection) -> None:
         raise ValueError(f"the table {BOOK.name} is missing")
     if not there:
         METADATA.create_all(connection)
-        connection.execute(BOOK.insert().values(_FIRST_BOOK))
+        no_leader = {"leader": "", "leader_url": "", "ttl_s": 0.0}
+        connection.execute(BOOK.insert().values(id=1, schema=SCHEMA, epoch=0, beat=0, floor=0, **no_leader))
         _stamp(connection, NEWEST)
 
 
 def check_version(connection: sql.Connection) -> bool:
     """Whether the tables are of the newest version. Raises UserError if they cannot be upgraded to it either."""
-    version = _read_version(connection)
-    _check(version)
-    return version == NEWEST
+    return _read_version(connection) == NEWEST
 
 
 def upgrade(connection: sql.Connection) -> None:
@@ -111,7 +100,6 @@ def upgrade(connection: sql.Connection) -> None:
         UserError: The version is not one that can be upgraded.
     """
     version = _read_version(connection)
-    _check(version)
     if not _is_versioned(connection):
         _stamp(connection, version)
     if version != NEWEST:
@@ -121,25 +109,23 @@ def upgrade(connection: sql.Connection) -> None:
         logger.info("the tables of the store were upgraded from version %s to %s", version, NEWEST)
 
 
-def _check(version: str) -> None:
-    if version == NEWEST:
-        return
-    if version not in known_versions():
-        raise UserError(
-            f"the store has tables of version {version}, and this coordinator knows {FIRST} to {NEWEST}: "
-            "start a coordinator that knows them, or give another --store"
-        )
-
-
 def _is_versioned(connection: sql.Connection) -> bool:
     return sql.inspect(connection).has_table(VERSION.name)
 
 
 def _read_version(connection: sql.Connection) -> str:
+    """The version of the tables. Raises UserError if it is neither the newest nor can be upgraded to it."""
     if _is_versioned(connection):
-        return str(connection.execute(sql.select(VERSION.c.version_num)).scalar_one())
-    schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()
-    return FIRST if schema == UNVERSIONED_SCHEMA else f"0.{schema}"
+        version = str(connection.execute(sql.select(VERSION.c.version_num)).scalar_one())
+    else:
+        schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()
+        version = FIRST if schema == UNVERSIONED_SCHEMA else f"0.{schema}"
+    if version != NEWEST and version not in known_versions():
+        raise UserError(
+            f"the store has tables of version {version}, and this coordinator knows {FIRST} to {NEWEST}: "
+            "start a coordinator that knows them, or give another --store"
+        )
+    return version
 
 
 def _stamp(connection: sql.Connection, version: str) -> None:
