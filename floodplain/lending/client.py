@@ -69,7 +69,8 @@ class CoordinatorClient:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}".encode()  # as in the token file, not Latin-1
         self._timeout_s = timeout_s
-        self._connection: DeadlineConnection | None = None
+        self._http: Any = None  # a connection of http.client, whose socket is the next one
+        self._socket: _DeadlineSocket | None = None
         self._has_hung_up = False
 
     def twin(self) -> CoordinatorClient:
@@ -101,17 +102,20 @@ class CoordinatorClient:
         return _understood(lambda: decode_reply(body))
 
     def hang_up(self) -> None:
-        """Abort the exchange that is under way, and fail all later ones. Callable on any thread."""
+        """Abort the exchange that is under way, and fail all later ones. Callable on any thread.
+
+        One that is resolving a host's name, or connecting, ends later.
+        """
         self._has_hung_up = True
-        connection = self._connection
-        if connection is not None:
-            connection.hang_up()
+        sock = self._socket
+        if sock is not None:
+            sock.hang_up()
 
     def close(self) -> None:
         """Close the connection. Safe to call twice."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._http is not None:
+            self._http.close()
+            self._http = None
 
     def _ask(self, method: str, path: str, body: Any = None, wait_s: float = 0.0) -> object:
         """Ask one coordinator after the other until one answers, beginning with the last that answered."""
@@ -136,19 +140,41 @@ class CoordinatorClient:
 
     def _exchange(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
         """Over a new connection if the old one turns out to have been closed in the meantime."""
-        deadline_s = time.monotonic() + self._timeout_s + wait_s
-        if self._connection is None:
-            self._connection = DeadlineConnection(*self._urls[0])
-        if self._has_hung_up:  # checked once there is a connection for ``hang_up`` to find
-            raise ConnectionAbortedError("it is to end")
-        was_open = self._connection.is_open
+        deadline_s, was_open = time.monotonic() + self._timeout_s + wait_s, self._is_open
         try:
-            return self._connection.exchange(method, path, body, self._headers, deadline_s)
+            return self._converse(method, path, body, deadline_s)
         except (ConnectionError, http.client.BadStatusLine):
-            self._connection.close()
+            self.close()
             if not was_open:
                 raise
-            return self._connection.exchange(method, path, body, self._headers, deadline_s)
+            return self._converse(method, path, body, deadline_s)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._http is not None and self._http.sock is not None
+
+    def _converse(self, method: str, path: str, body: str | None, deadline_s: float) -> tuple[int, bytes]:
+        """Send a request; return (status, body) of the answer, by ``deadline_s`` on the clock ``time.monotonic``.
+
+        Raises:
+            OSError, http.client.HTTPException: There is no whole answer.
+            AnswerTooLong: It exceeds ``MAX_ANSWER_BYTES``.
+        """
+        if not self._is_open and not self._has_hung_up:
+            self._connect(deadline_s)
+        if self._socket is None or self._has_hung_up:  # checked once there is a socket for ``hang_up`` to find
+            raise ConnectionAbortedError("it is to end")
+        self._socket.deadline_s, self._socket.num_left_bytes = deadline_s, 2 * MAX_ANSWER_BYTES
+        self._http.request(method, path, body, self._headers)
+        response = self._http.getresponse()
+        return response.status, _read_body(response)
+
+    def _connect(self, deadline_s: float) -> None:
+        scheme, host, port = self._urls[0]
+        context = ssl.create_default_context() if scheme == "https" else None
+        kind = http.client.HTTPConnection if context is None else http.client.HTTPSConnection
+        self._http = kind(host, port or kind.default_port)  # without a port, a part of ::1 would be one
+        self._socket = self._http.sock = _dial(self._http.host, self._http.port, context, deadline_s)
 
 
 def _split(url: str) -> tuple[str, str, int | None]:
@@ -211,63 +237,18 @@ class AnswerTooLong(Exception):
     """An answer has more than ``MAX_ANSWER_BYTES``; the connection is of no further use."""
 
 
-class DeadlineConnection:
-    """A connection that is kept between exchanges."""
-
-    def __init__(self, scheme: str, host: str, port: int | None) -> None:
-        self._context = ssl.create_default_context() if scheme == "https" else None
-        kind = http.client.HTTPConnection if self._context is None else http.client.HTTPSConnection
-        self._http: Any = kind(host, port or kind.default_port)  # without a port, a part of ::1 would be one
-        self._socket: _DeadlineSocket | None = None
-        self._has_hung_up = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether an exchange has left the connection open."""
-        return self._http.sock is not None
-
-    def exchange(
-        self, method: str, path: str, body: str | None, headers: dict[str, str | bytes], deadline_s: float
-    ) -> tuple[int, bytes]:
-        """Send a request; return (status, body) of the answer, by ``deadline_s`` on the clock ``time.monotonic``.
-
-        Raises:
-            OSError, http.client.HTTPException: There is no whole answer.
-            AnswerTooLong: It exceeds ``MAX_ANSWER_BYTES``.
-        """
-        if not self.is_open:
-            self._socket = self._http.sock = _dial(self._http.host, self._http.port, self._context, deadline_s)
-        assert self._socket is not None
-        if self._has_hung_up:  # checked once there is a socket for ``hang_up`` to find
-            raise ConnectionAbortedError("it is to end")
-        self._socket.deadline_s, self._socket.num_left_bytes = deadline_s, 2 * MAX_ANSWER_BYTES
-        self._http.request(method, path, body, headers)
-        response = self._http.getresponse()
-        try:
-            text = response.read(MAX_ANSWER_BYTES + 1)
-        except ValueError as error:  # http.client takes a negative size of a chunk
-            raise http.client.HTTPException(str(error)) from error
-        if len(text) > MAX_ANSWER_BYTES:
-            raise AnswerTooLong
-        if response.length:  # of a cut answer, ``read(amount)`` returns what there is
-            raise http.client.IncompleteRead(text, response.length)
-        if not response.isclosed():  # after exactly as much as was declared, or at the end of the last chunk
-            response.read()
-        return response.status, text
-
-    def hang_up(self) -> None:
-        """Abort the exchange that is under way, and fail all later ones. Callable on any thread.
-
-        One that is resolving a host's name, or connecting, ends later.
-        """
-        self._has_hung_up = True
-        sock = self._socket
-        if sock is not None:
-            sock.hang_up()
-
-    def close(self) -> None:
-        """Close the connection. Safe to call twice."""
-        self._http.close()
+def _read_body(response: http.client.HTTPResponse) -> bytes:
+    try:
+        text = response.read(MAX_ANSWER_BYTES + 1)
+    except ValueError as error:  # http.client takes a negative size of a chunk
+        raise http.client.HTTPException(str(error)) from error
+    if len(text) > MAX_ANSWER_BYTES:
+        raise AnswerTooLong
+    if response.length:  # of a cut answer, ``read(amount)`` returns what there is
+        raise http.client.IncompleteRead(text, response.length)
+    if not response.isclosed():  # after exactly as much as was declared, or at the end of the last chunk
+        response.read()
+    return text
 
 
 class _DeadlineSocket:
