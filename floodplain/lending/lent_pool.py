@@ -45,37 +45,19 @@ class LentPool:
     Args:
         pool: Of the engine, on the device that it lends of.
         loop: The step loop with the pool's ledger; its block tables follow the blocks that move.
-        full_blocks: Of the pool while nothing is lent.
-        least_blocks: The pool never has fewer: what the longest request needs.
+        limits: Of the pool.
         guest_bytes: What consumers' processes take of the device beside their leases: not offered.
-        most_moved_bytes: At one boundary.
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        loop: Loop,
-        full_blocks: int,
-        least_blocks: int,
-        guest_bytes: int = 0,
-        most_moved_bytes: int = MOST_MOVED_BYTES,
-    ) -> None:
+    def __init__(self, pool: KVPool, loop: Loop, limits: PoolLimits, guest_bytes: int) -> None:
         self.guest_bytes = guest_bytes
-        self.full_blocks = full_blocks
-        self.least_blocks = least_blocks
+        self.full_blocks, self.least_blocks = limits.num_blocks, limits.least_blocks
         self.num_failed_growths = 0
-        self._pool = pool
-        self._device = pool.device
-        self._loop = loop
-        self._ledger = loop.state.ledger
-        self._step_blocks = max(1, most_moved_bytes // pool.quantum_bytes) * pool.quantum_blocks
+        self._pool, self._device = pool, pool.device
+        self._loop, self._ledger = loop, loop.state.ledger
+        self._step_blocks = max(1, MOST_MOVED_BYTES // pool.quantum_bytes) * pool.quantum_blocks
         beside_pages = self._device.num_owned_pages - pool.num_mapped_pages
-        self._full_bytes = (beside_pages + pool.count_pages(full_blocks)) * self._device.page_bytes
-
-    @property
-    def full_bytes(self) -> int:
-        """Return the engine's bytes on the device while it lends nothing."""
-        return self._full_bytes
+        self.full_bytes = (beside_pages + pool.count_pages(self.full_blocks)) * self._device.page_bytes
 
     @property
     def quantum_bytes(self) -> int:
@@ -156,6 +138,6 @@ def open_lent_pool(pool: KVPool, loop: Loop, limits: PoolLimits, backend: Backen
     Raises:
         UserError: On a GPU no second process can compute, or torch has taken too much of it already.
     """
-    lent_pool = LentPool(pool, loop, limits.num_blocks, limits.least_blocks, backend.measure_guest_bytes())
+    lent_pool = LentPool(pool, loop, limits, backend.measure_guest_bytes())
     pool.device.cap_torch(lent_pool.full_bytes)
     return lent_pool

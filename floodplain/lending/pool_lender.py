@@ -116,11 +116,6 @@ class PoolLender:
         self._look_due_s = self._move_due_s = _AT_ONCE
         membership.claim(engine.own_bytes, engine.own_bytes)
 
-    @property
-    def target_bytes(self) -> int:
-        """Return the bytes that it wants to lend."""
-        return self._target_bytes
-
     def at_boundary(self, now: float) -> None:
         """Check the load and the coordinator's answers if it is time, and move some bytes if that is due."""
         if self._version != self._membership.version:
