@@ -36,13 +36,8 @@ class Speaker(Protocol):
 class LeaseBook:
     """Handles members' messages: who is alive, what is offered, leased, recalled, and settled.
 
-    Args:
-        ttl_s: Seconds of silence after which a member is considered dead.
-        now: The clock.
-        members: Rows of a store.
-        leases: Rows of a store that have not ended.
-        limits: The most members and leases.
-        floor: For generations and revisions of new members (``LeaseTable``).
+    A member that is silent for ``ttl_s`` seconds is considered dead. ``members``, ``leases`` and ``floor`` (of
+    ``LeaseTable``) are a store's.
 
     Attributes:
         may_borrow_from: Who may borrow from whom; None if all may borrow from all.
@@ -77,10 +72,8 @@ class LeaseBook:
         first batch contains what it withdrew while no coordinator answered.
 
         The reply to a join or heartbeat lists the member's leases as they are after all of the messages. Replies to one
-        member share one tuple of leases, and so do copies of a request: an answer is no longer than what its members
-        have.
-
-        ``speaker`` is what the sender may do; None if tokens are not checked.
+        member share one tuple of leases, and so do copies of a request. ``speaker`` is what the sender may do; None if
+        tokens are not checked.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
         changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
@@ -147,20 +140,18 @@ class LeaseBook:
         return [self.rows.leases[lease_id] for lease_id, left_s in self.due_in_s(now).items() if left_s < 0]
 
     def take_changes(self) -> Changes:
-        """Return rows changed since the last call, to be written before any reply is sent."""
+        """As ``LeaseTable.take_changes``: to be written before any reply is sent."""
         return self.rows.take_changes()
 
     def _handle_one(
         self, message: Message, now: float, speaker: Speaker | None, granted: dict[tuple[str, int, int], Reply]
     ) -> Reply:
-        known = self.rows.members.get(message.name)
-        if known is not None and known.is_lender and speaker is not None and not speaker.may_lend(message.name):
-            return Reply(
-                Outcome.CONFLICT, detail=f"{message.name} lends, and its life is not a consumer's to speak for"
-            )
+        name, known = message.name, self.rows.members.get(message.name)
+        if known is not None and known.is_lender and speaker is not None and not speaker.may_lend(name):
+            return Reply(Outcome.CONFLICT, detail=f"{name} lends, and its life is not a consumer's to speak for")
         if not isinstance(message, Request):
             return self._dispatch(message, now, speaker)
-        key = message.name, message.generation, message.number
+        key = name, message.generation, message.number
         reply = granted[key] if key in granted else self._dispatch(message, now, speaker)
         if reply.outcome is Outcome.APPLIED:
             granted[key] = reply
@@ -232,11 +223,7 @@ def _is_greeted(message: Message, reply: Reply) -> bool:
 class Roster:
     """Tracks which members are alive. A new roster considers alive every member whose row has an instance.
 
-    Args:
-        table: The rows that it changes.
-        ttl_s: Seconds of silence after which a member is considered dead.
-        now: The clock; later, if living members were promised a longer life than the TTL.
-        limits: How many members are kept, and for how long.
+    ``now`` is the clock; later, if living members were promised a longer life than ``ttl_s``.
 
     Attributes:
         heard: Living members that have said since ``now`` what they offer: those bytes may be granted.
@@ -265,29 +252,18 @@ class Roster:
         While an older process of that name may live, a new one is DEFERRED: the old one may be about to allocate what
         it was granted. ``is_lender`` says whether the sender's token is a producer's.
         """
-        known = self.table.members.get(message.name)
+        name, known = message.name, self.table.members.get(message.name)
         if known is None:
             if not self._make_room(self.limits.max_members if is_lender else self.limits.max_consumers):
                 return Reply(Outcome.DEFERRED, detail="there are as many members as there may be: try later")
-            self.table.add_member(message.name, message.instance, is_lender=is_lender)
-        elif known.instance != message.instance and message.name in self._seen_s:
-            return Reply(
-                Outcome.DEFERRED,
-                known,
-                detail=f"another process was {message.name} until now: wait, or take another name",
-            )
+            self.table.add_member(name, message.instance, is_lender=is_lender)
         elif known.instance != message.instance:
-            self.table.revise(
-                replace(
-                    known,
-                    instance=message.instance,
-                    generation=known.generation + 1,
-                    last_request=0,
-                    is_gone=False,
-                    is_lender=is_lender,
-                )
-            )
-        return self._greet(message.name, now)
+            if name in self._seen_s:
+                detail = f"another process was {name} until now: wait, or take another name"
+                return Reply(Outcome.DEFERRED, known, detail=detail)
+            anew = replace(known, instance=message.instance, generation=known.generation + 1, last_request=0)
+            self.table.revise(replace(anew, is_gone=False, is_lender=is_lender))
+        return self._greet(name, now)
 
     def heartbeat(self, message: Heartbeat, now: float) -> Reply:
         """Renew a member's life. STALE if it was considered dead: it joins anew, and has lost what it borrowed."""

@@ -131,9 +131,8 @@ class MemberSide:
 class Lender:
     """Chooses the next offer, recall, or observation of one producer.
 
-    The engine shrinks its pool before it offers bytes, and grows it only by bytes that are no longer promised. So
-    others hold at most what is offered (law 2 of docs/design/005-leases.md). Consumers get ``deadline_s`` seconds to
-    free recalled bytes. The engine sets ``target_bytes``, how much to lend.
+    The engine sets ``target_bytes``, how much to lend. It shrinks its pool before it offers bytes, and grows it only by
+    bytes that are no longer promised. Consumers get ``deadline_s`` seconds to free recalled bytes.
     """
 
     def __init__(self, member: MemberSide, capacity_bytes: int, deadline_s: float) -> None:

@@ -15,11 +15,10 @@ class Member:
     """A process, of an engine or any other program, that lends or borrows; named after the device it computes on.
 
     Attributes:
-        name: Of the device; of the program, if it has none to lend.
         instance: Drawn by the process at its start, so that joining twice is joining once; empty after its end.
         generation: Its incarnation: one more whenever a new instance joins.
         revision: How often its offer has changed, or a consumer was found to have allocated on the device.
-        offered_bytes: What it offers, leased bytes included.
+        offered_bytes: Leased bytes included.
         last_request: The number of its last request that was granted, in this generation.
         is_gone: The last process of that name has ended, and its device is gone: what is owed there is settled at once.
         is_lender: This life began with a producer's token, or has offered bytes: a consumer may not speak for it.
@@ -56,7 +55,6 @@ class Reply:
     """The outcome of a message, and the rows as they are now: from them a late sender learns the present state.
 
     Attributes:
-        outcome: What became of it.
         member: The row of the member that it was about.
         leases: The leases that it was about, or that it changed.
         due_in_s: For recalled leases, the seconds that their consumers have left.

@@ -29,13 +29,9 @@ FORGET_AFTER_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
-    """Limits of one lease book. Owed leases count.
+    """Limits of one lease book; ``max_leases`` and ``max_borrowed_bytes`` are of one consumer. Owed leases count.
 
     Attributes:
-        least_lease_bytes: A smaller shard is refused.
-        max_leases: Of one consumer.
-        max_borrowed_bytes: Of one consumer.
-        max_leases_on_device: A producer that has so many grants no more.
         max_members: Living and ended. If it is reached, a new member replaces the one that ended first.
         forget_after_s: A member that ended so long ago, and that has no lease, is forgotten.
     """
@@ -54,7 +50,6 @@ class LeaseLimits:
 
 
 DEFAULT_LIMITS = LeaseLimits()
-"""Leases of any size; the rest as named above."""
 
 
 # -- producers' messages -----------------------------------------------------------------------------------------------
@@ -150,8 +145,8 @@ def request(
 ) -> Reply:
     """Grant all of the shards, or none (DEFERRED: ask again).
 
-    A copy of a request that arrives after its leases have ended is stale: a consumer is not granted leases that it no
-    longer expects. ``free_bytes`` has the unleased bytes of each producer that it may borrow from, best first.
+    A copy that arrives after its leases have ended is stale. ``free_bytes`` has the unleased bytes of each producer
+    that the consumer may borrow from, best first.
     """
     known = table.members[message.name]
     granted = table.of_request(message.name, message.generation, message.number)

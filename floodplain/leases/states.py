@@ -1,11 +1,7 @@
 """Leases of memory: the states of a lease, and its only transitions. Values and one table, no clock.
 
-A lease is a budget of bytes on a producer's device. The consumer allocates there itself, so no process holds a pointer
-into another one. Bytes go back in two steps: the consumer frees them, or is considered dead; then the producer
-*observes* them free. In between they are *owed*, and not granted (AQUA, section 6; docs/design/005-leases.md).
-
-Every message about a lease carries a ``Stamp``: the sender's incarnation, and the revision of the lease that it has
-seen. A stale message changes nothing.
+Bytes go back in two steps: the consumer frees them, or is considered dead; then the producer *observes* them free. In
+between they are *owed*, and not granted (AQUA, section 6; docs/design/005-leases.md).
 """
 
 from __future__ import annotations
@@ -127,15 +123,12 @@ class Stamp:
 class Lease:
     """A budget of bytes on a producer's device, at one revision.
 
+    The consumer allocates them there itself.
+
     Attributes:
         lease_id: Never used twice.
         request: The consumer's number of the request; its leases were granted together, or not at all.
-        producer: The device that has the bytes.
-        consumer: Who may allocate them.
-        num_bytes: The budget.
         generation: The consumer's incarnation when it was granted; no other can change it.
-        state: Where it is.
-        revision: How often it has changed.
         held_bytes: Bytes that the consumer has reported as allocated.
         deadline_s: If recalled: seconds that the consumer was given.
         reason: If refused: why the allocation failed.

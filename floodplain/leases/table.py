@@ -13,11 +13,7 @@ from floodplain.leases.states import FREED, Lease, LeaseEvent, LeaseId
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Rows that are new or changed: what a store writes.
-
-    ``leases`` that have ended are to be deleted, and so are the rows of the ``forgotten`` members, which are not among
-    ``members``.
-    """
+    """Rows that are new or changed: what a store writes. Ended leases and ``forgotten`` members are to be deleted."""
 
     members: tuple[Member, ...] = ()
     leases: tuple[Lease, ...] = ()
@@ -138,12 +134,8 @@ class LeaseTable:
 
     def take_changes(self) -> Changes:
         """Return what has changed since the last call."""
-        changes = Changes(
-            tuple(self._changed_members.values()),
-            tuple(self._changed_leases.values()),
-            tuple(self._forgotten),
-            self.floor,
-        )
+        members, leases = tuple(self._changed_members.values()), tuple(self._changed_leases.values())
+        changes = Changes(members, leases, tuple(self._forgotten), self.floor)
         self._changed_members, self._changed_leases, self._forgotten = {}, {}, {}
         return changes
 
@@ -151,10 +143,9 @@ class LeaseTable:
         """Load rows of a store; they do not count as changes."""
         for member in members:
             self.put_member(member)
-            del self._changed_members[member.name]
         for lease in leases:
             self.put_lease(lease)
-            del self._changed_leases[lease.lease_id]
+        self.take_changes()
 
     def check_integrity(self) -> None:
         """Raise InvariantError if more is leased than offered on a device, or an index does not match the rows."""
