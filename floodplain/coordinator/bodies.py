@@ -50,10 +50,7 @@ class _Body(BoundedModel):
 
 @cache
 def answer_model(kind: Any) -> type[BaseModel]:
-    """The model of an answer: all fields of the dataclass, without bounds.
-
-    Fields with a description in their metadata may be absent.
-    """
+    """The model of an answer: all fields of the dataclass, without bounds; described ones may be absent."""
     hints = get_type_hints(kind)
     defaults = {
         item.name: Field(item.default, description=item.metadata["description"]) if item.metadata else ...
@@ -75,9 +72,8 @@ def _answer_type(hint: Any) -> Any:
 
 def _make_model(kind: Any, parts: Mapping[str, Any]) -> type[BaseModel]:
     summary = inspect.cleandoc(kind.__doc__).partition("\n\n")[0]
-    model: type[BaseModel] = create_model(
-        _MODEL_NAMES.get(kind, kind.__name__), __base__=_Body, __doc__=summary, **parts
-    )
+    name = _MODEL_NAMES.get(kind, kind.__name__)
+    model: type[BaseModel] = create_model(name, __base__=_Body, __doc__=summary, **parts)
     return model
 
 

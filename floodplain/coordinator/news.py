@@ -1,8 +1,7 @@
 """Long polls for news of leases: one request of each member waits until a row that concerns the member has changed.
 
-News is a hint to exchange now. It carries no row, and nothing depends on it: a member that misses it learns the same
-with its next heartbeat. Everything here is in memory and on the event loop; the thread that works on the book only
-hands over the rows that it has committed.
+News is a hint to exchange now: a member that misses it learns the same with its next heartbeat. Everything here is in
+memory and on the event loop.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class NewsMarks:
 
 
 class NewsBoard:
-    """Holds the waiting requests for news and answers them. Everything is called on one event loop.
-
-    At most ``most_waiting`` members may wait; each takes a connection.
-    """
+    """Holds the waiting requests for news, of at most ``most_waiting`` members, and answers them."""
 
     def __init__(self) -> None:
         self.most_waiting = MOST_WAITING

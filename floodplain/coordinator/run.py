@@ -64,16 +64,10 @@ class PlacementFile:
 
 
 class CoordinatorServer(StoppableServer):
-    """The HTTP server of a coordinator.
+    """The HTTP server of a coordinator; ``worker`` is not yet open.
 
-    Args:
-        worker: Not yet open.
-        tokens: Who may use ``/v1``; None allows every caller.
-        on_ready: Called once the server takes requests.
-        limits: What connections are allowed.
-        names: Host names under which clients may reach it, beside those of this machine's loopback.
-        placement: Read anew at SIGHUP; None if all may borrow from all.
-        has_page: Whether it serves the live page.
+    ``on_ready`` is called once the server takes requests. ``placement`` is read anew at SIGHUP; None if all may borrow
+    from all. The others are those of ``create_app``.
     """
 
     def __init__(

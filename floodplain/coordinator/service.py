@@ -87,9 +87,7 @@ class ServiceTotals:
 
     Attributes:
         num_transactions: Commits of changes; they took ``commit_s`` seconds.
-        num_failed_writes: Times that the store did not answer a write.
         num_taken_for_dead: Lives that ended by silence.
-        num_forgotten: Rows of long ended members that were deleted.
         outcomes: How often each kind of message had each outcome.
     """
 
@@ -149,12 +147,10 @@ class LeaseService:
     """Runs jobs on the lease book while it leads, and commits their changes. One thread at a time.
 
     Args:
-        store: Has the rows.
         url: This coordinator's address, for clients that ask another one.
         ttl_s: Seconds of silence after which a member is considered dead.
         clock: For lives and deadlines (``lease_clock``).
         may_borrow_from: As ``LeaseBook.allow`` takes it. Any thread may replace it, for the next transaction or tick.
-        limits: The book's limits.
 
     Attributes:
         on_change: Called on the service's thread: with changed leases once committed, with None when it stops leading.
@@ -238,10 +234,7 @@ class LeaseService:
         return answers if self._commit(tenure) else [self._unavailable] * len(answers)
 
     def tick(self) -> None:
-        """End silent members and write a beat if this coordinator leads; otherwise check whether it may lead.
-
-        To be called several times a second.
-        """
+        """End silent members and write a beat, or check whether it may lead; to be called several times a second."""
         now = self._clock()
         tenure = self._valid_tenure(now)
         if tenure is None:

@@ -31,10 +31,7 @@ class DamagedStore(UserError):
 def sound(shown_url: str) -> Iterator[None]:
     """Turn errors from unexpected content of the store at ``shown_url`` into ``DamagedStore``.
 
-    Raises:
-        DamagedStore: The content is not what a coordinator writes.
-        DBAPIError: The store cannot be reached, or does not answer.
-        UserError: As raised inside.
+    Other UserErrors pass, and the DBAPIErrors of a store that does not answer.
     """
     with intact(shown_url):
         try:

@@ -158,7 +158,7 @@ class Statement:
     """A compiled statement for one dialect. Its columns hold only what drivers take unconverted: texts and numbers.
 
     SQLAlchemy would look up the statement, and the conversion of each value, at every call: a third of the time of a
-    transaction with a few rows. Every value that the statement takes has a name.
+    transaction with a few rows.
     """
 
     def __init__(self, statement: Any, dialect: sql.Dialect) -> None:
@@ -185,13 +185,10 @@ StoreError = sql.exc.DBAPIError
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """The leader and its epoch, as the store has them.
+    """The leader and its epoch: how often the leader has changed, and (``beat``) how often one has written.
 
-    Attributes:
-        epoch: How often the leader has changed.
-        beat: How often a leader has written.
-        leader: Drawn by the leader at its start; empty if it resigned, or there never was one.
-        ttl_s: Seconds from now for which members may rely on answers of this leader, or of one before it.
+    ``leader`` is drawn at its start; empty if it resigned, or there never was one. Members may rely on answers of this
+    leader, or of one before it, for ``ttl_s`` seconds from now.
     """
 
     epoch: int
@@ -212,10 +209,9 @@ class StoredRows:
 
 
 class Store:
-    """Reads and writes the rows of a lease book, fenced by the leader's epoch.
+    """Reads and writes the rows of a lease book, fenced by the leader's epoch; every method may raise ``StoreError``.
 
-    The engine has one connection. ``shown_url`` is the store's address without a password. ``StoreError``, of every
-    method, means that the store does not answer: whether a write was done is unknown.
+    The engine has one connection. ``shown_url`` is the store's address without a password.
     """
 
     def __init__(self, engine: sql.Engine) -> None:
@@ -234,8 +230,7 @@ class Store:
         """Connect to the store at ``url``, and create its tables if there are none.
 
         Raises:
-            UserError: The address is not a store's, nothing answers there, its tables are newer than this program's, or
-                hold what no coordinator writes; one line that says what to change.
+            UserError: Nothing answers there, or the tables are newer than this program's, or damaged.
         """
         store = cls(open_database(url))
         try:

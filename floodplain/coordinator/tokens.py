@@ -34,10 +34,8 @@ MAY_SAY: Mapping[Role, frozenset[type[Message]]] = {
 class Caller:
     """The sender of a request, by its token.
 
-    Attributes:
-        grants: (role, pattern) of each line with its token: the pattern is a member's name, or covers several
-            (``gpu-*``); an admin may send for all members.
-        lenders: Names that lines of other tokens give to producers: no pattern for consumers covers them.
+    ``grants`` has (role, pattern) of each line with its token: the pattern is a member's name, or covers several
+    (``gpu-*``). No pattern for consumers covers ``lenders``: names that lines of other tokens give to producers.
     """
 
     grants: tuple[tuple[Role, str], ...]

@@ -51,14 +51,10 @@ class NotLeading(ApiError):
 
 
 class LeaseWorker:
-    """Does the jobs of an event loop on a thread of its own, several in one transaction.
+    """Does the jobs of an event loop on a thread of its own, which alone uses the service's book and store.
 
-    Everything is called on the loop that called ``open``. From then on the thread alone uses the service's book and
-    store; others read its state.
-
-    Attributes:
-        news: Holds members' requests for news of their leases.
-        failure: The bug, or the damaged store, that ended the thread, if one did.
+    Everything is called on the loop that called ``open``. ``failure`` is the bug, or the damaged store, that ended the
+    thread, if one did.
     """
 
     def __init__(self, service: LeaseService) -> None:

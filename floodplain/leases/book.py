@@ -82,17 +82,14 @@ class LeaseBook:
             replies.append(self._handle_one(message, now, speaker, granted))
             if _confirms_offer(message, replies[-1], changing):
                 self.roster.heard.add(message.name)
-        greeted = {m.name for m, r in zip(messages, replies, strict=True) if _is_greeted(m, r)}
+        pairs = list(zip(messages, replies, strict=True))
+        greeted = {message.name for message, reply in pairs if _is_greeted(message, reply)}
         told = {name: self.roster.leases_of(name) for name in greeted}
-        self._time_recalls({lease.lease_id for reply in replies for lease in reply.leases}, now)
-        self._time_recalls({lease.lease_id for leases in told.values() for lease in leases}, now)
-        due_in_s = {name: self._due_of(leases, now) for name, leases in told.items()}
-        return [
-            replace(reply, leases=told[message.name], due_in_s=due_in_s[message.name])
-            if _is_greeted(message, reply)
-            else replace(reply, due_in_s=self._due_of(reply.leases, now))
-            for message, reply in zip(messages, replies, strict=True)
-        ]
+        replies = [replace(reply, leases=told[m.name]) if _is_greeted(m, reply) else reply for m, reply in pairs]
+        lists = {id(reply.leases): reply.leases for reply in replies}
+        self._time_recalls({lease.lease_id for leases in lists.values() for lease in leases}, now)
+        due_in_s = {key: self._due_of(leases, now) for key, leases in lists.items()}
+        return [replace(reply, due_in_s=due_in_s[id(reply.leases)]) for reply in replies]
 
     def count_told(self, messages: Iterable[Message]) -> int:
         """Return about how many leases an answer to these messages lists, without those that it grants."""
