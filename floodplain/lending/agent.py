@@ -2,8 +2,7 @@
 
 One sends heartbeats and its process's messages, and applies the answers; the other waits for news of its leases, so
 that a recall is known before the next beat. While no coordinator answers, nothing new is borrowed, what is held is
-kept, and recalls wait. ``start``, ``retire`` and ``close`` wait for the network for a stated time at most, so a server
-that is no coordinator can delay neither the engine's start nor its end.
+kept, and recalls wait.
 """
 
 from __future__ import annotations
@@ -73,15 +72,15 @@ class LeaseAgent:
         self, client: CoordinatorClient, name: str, device: LentDevice | None = None, *, is_last: bool = False
     ) -> None:
         self.membership = Membership(name, secrets.token_hex(16), device, is_last=is_last)
-        self.membership.on_change = self._wake
+        self._has_more = threading.Event()
+        self.membership.on_change = self._has_more.set
         self.problem = ""
         self.failures: Counter[str] = Counter()
         self._client = client
-        self._news = NewsWatch(client.twin(), name, self._wake)
+        self._news = NewsWatch(client.twin(), name, self._has_more.set)
         self._ttl_s = float("inf")
         self._refusal = ""
         self._first: Future[None] = Future()
-        self._has_more = threading.Event()
         self._is_ending, self._has_retired = threading.Event(), threading.Event()
         self._may_leave = threading.Event()
         self._is_abandoned = False
@@ -123,7 +122,7 @@ class LeaseAgent:
         Takes at most ``RETIRE_S``, and ``LAST_WORDS_S`` longer without a coordinator. Safe to call twice.
         """
         self._is_ending.set()
-        self._wake()
+        self._has_more.set()
         if self._has_started and not self._has_retired.wait(RETIRE_S + LAST_WORDS_S):
             self._abandon()
 
@@ -141,7 +140,7 @@ class LeaseAgent:
     def _end(self) -> None:
         self._is_ending.set()
         self._may_leave.set()
-        self._wake()
+        self._has_more.set()
         if self._has_started and not self._is_abandoned:
             self._thread.join(LAST_WORDS_S)
             if self._thread.is_alive():
@@ -152,9 +151,6 @@ class LeaseAgent:
         if not self._is_abandoned:
             self._is_abandoned = True
             logger.warning("%s ends while an exchange with the coordinator is stuck", self.membership.name)
-
-    def _wake(self) -> None:
-        self._has_more.set()
 
     def _run(self) -> None:
         try:
@@ -223,7 +219,7 @@ class LeaseAgent:
         self._ttl_s = answer.ttl_s
         self._note_refusals(messages, answer.replies)
         if self.membership.learn(messages, answer.replies, answer.ttl_s, sent_s):
-            self._wake()
+            self._has_more.set()
         self._news.want(self.membership.has_leases)
 
     def _note_refusals(self, messages: Sequence[Message], replies: Sequence[Reply]) -> None:
@@ -263,9 +259,8 @@ CLOSING_S = 1.0
 class NewsWatch:
     """The thread that long-polls for news of a member's leases. It starts when first wanted, and ``close`` ends it.
 
-    News is a hint: the agent then exchanges (``on_news``, called on the thread), as it does with every beat. Without
-    news, for example from an older coordinator, everything arrives with the next beat. The client is its own from now
-    on.
+    ``on_news`` is called on the thread. Without news, for example from an older coordinator, everything arrives with
+    the next beat. The client is its own from now on.
     """
 
     def __init__(self, client: CoordinatorClient, name: str, on_news: Callable[[], None]) -> None:

@@ -50,10 +50,8 @@ class NotACoordinator(UserError):
 class CoordinatorClient:
     """Sends requests to the coordinator that leads. The connection is kept between requests.
 
-    Args:
-        urls: Of all coordinators on one store, with commas between them; the one that leads is found.
-        token: Sent with every request; None sends none.
-        timeout_s: Of a whole exchange with one of them.
+    ``urls`` are of all coordinators on one store, with commas between them. ``timeout_s`` is that of a whole exchange
+    with one of them.
 
     Every request raises CoordinatorUnreachable if no coordinator answered (the messages may have been applied), and
     UserError if the coordinator refuses: a wrong token, or a message that it does not take.

@@ -56,12 +56,7 @@ class ElasticTensor:
 
     @property
     def location(self) -> Tier:
-        """Return where the bytes are, PEER or HOST, so that a program can act on it (AQUA, section 7, end).
-
-        Raises:
-            UserError: It is closed.
-            TensorLost: Its bytes were on a device that is gone.
-        """
+        """Return where the bytes are, PEER or HOST (AQUA, section 7, end). Raises as ``torch``."""
         self.torch()
         return Tier.PEER if self._is_away else Tier.HOST
 
@@ -149,10 +144,9 @@ class PageMoves:
 
 
 class ElasticPool:
-    """All elastic tensors of a program, one lease for each. One thread at a time.
+    """All elastic tensors of a program, one lease for each. One thread at a time. ``client`` must outlive the pool.
 
-    A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor. The
-    client stays its owner's, and must outlive the pool.
+    A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor.
     """
 
     def __init__(self, client: Membership, memory: PeerMemory) -> None:
@@ -164,9 +158,7 @@ class ElasticPool:
         self._lent: dict[LeaseId, ElasticTensor] = {}  # in lent memory, by its lease
 
     def to_elastic(self, tensor: torch.Tensor) -> ElasticTensor:
-        """Copy a tensor's values to host memory, and request a lease for them. ``tensor`` itself is left alone.
-
-        Without a lease they stay there: a program must be right, if slower, without lent memory.
+        """Copy a tensor's values to host memory, where they stay without a lease, and request one.
 
         Raises:
             UserError: The tensor is not dense, or is empty; or the pool is closed.
@@ -180,8 +172,7 @@ class ElasticPool:
         """Bring back what is recalled, the most urgent first, then use what is granted.
 
         To be called at a boundary, while nothing reads or writes an elastic tensor: what ``torch()`` returned before is
-        no longer valid. Call it more often than recalls have time. A late call still saves the bytes, because the
-        memory is freed only here; until then the coordinator counts the lease as overdue, and the producer waits.
+        no longer valid. Call it more often than recalls have time: a late call saves the bytes, but the producer waits.
 
         Raises:
             UserError: The pool is closed.

@@ -40,13 +40,9 @@ mapping them). So a step is delayed by 7 to 16 ms, where steps take 20 to 50 (do
 
 
 class LentPool:
-    """Implements ``Northbound`` with our own engine's KV pool.
+    """Implements ``Northbound`` with our own engine's KV pool. Block tables of ``loop`` follow blocks that move.
 
-    Args:
-        pool: Of the engine, on the device that it lends of.
-        loop: The step loop with the pool's ledger; its block tables follow the blocks that move.
-        limits: Of the pool.
-        guest_bytes: What consumers' processes take of the device beside their leases: not offered.
+    Consumers' processes take ``guest_bytes`` of the device beside their leases: these are not offered.
     """
 
     def __init__(self, pool: KVPool, loop: Loop, limits: PoolLimits, guest_bytes: int) -> None:

@@ -1,8 +1,4 @@
-"""The member's side of the lease protocol behind a lock: shared by the threads of a process and its agent.
-
-The engine's threads state what they want and did; nothing here waits for the network. The agent collects the messages
-to send to the coordinator, and passes its answers in.
-"""
+"""The member's side of the lease protocol behind a lock: shared by the threads of a process and its agent."""
 
 from __future__ import annotations
 
@@ -34,10 +30,9 @@ def lease_clock() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentDevice:
-    """A device whose memory a process may lend.
+    """A device whose memory a process may lend. Consumers get ``deadline_s`` seconds at a recall.
 
     ``foreign_bytes`` returns what others hold of it now, as measured on the device; it is called on the agent's thread.
-    Consumers get ``deadline_s`` seconds at a recall.
     """
 
     capacity_bytes: int

@@ -33,9 +33,6 @@ class NearLayers:
     """Borrows memory for near copies. The step loop calls ``at_boundary`` and ``close``, any thread ``hurry``.
 
     Args:
-        client: Of the coordinator.
-        memory: Of other devices.
-        slots: The layers.
         count_wanted: Returns how many copies are of use now. Those without a layer are spare.
         on_count: Called at each poll with the number of copies, and the measured bytes/s to the first (0 before that).
         look_s: Seconds between two polls of the leases.

@@ -32,11 +32,10 @@ class LeaseFacts:
 
     Attributes:
         num_bytes: By (``producer`` or ``consumer``, the other end) of leases that have not ended.
-        num_recalls: Recalls that have ended.
-        recall_times_s: How long the last of them took, at most ``MOST_RECALL_TIMES``.
+        num_recalls: Recalls that have ended; ``recall_times_s`` has at most ``MOST_RECALL_TIMES`` of them.
         num_failed_growths: How often bytes that ought to be free were not, when the pool was to grow.
         num_borrowed: A consumer's leases by outcome, since the start (``PeerTotals``).
-        failed_exchanges: Exchanges with the coordinator that failed, by problem (``LeaseAgent.failures``).
+        failed_exchanges: By problem (``LeaseAgent.failures``).
     """
 
     num_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -50,13 +49,8 @@ class LeaseFacts:
 class Neighbours:
     """Runs an engine's agent, lender and borrowers. ``close`` it when the engine's memory is freed.
 
-    Args:
-        agent: Not yet started.
-        lent_pool: What the engine lends of; None lends nothing.
-        lender: Decides and moves what is lent.
-        peer_tier: What the engine borrows for swapping, or None.
-        near_layers: What it borrows for layers that stream, or None.
-        hurry: Called in place of the borrowers' own, on a thread of its own, whenever there is news of leases.
+    ``agent`` is not yet started. ``hurry`` is called in place of the borrowers' own, on a thread of its own, whenever
+    there is news of leases.
 
     Attributes:
         on_news: Called on the agent's thread whenever there is news: a boundary should come soon.
@@ -71,11 +65,8 @@ class Neighbours:
         near_layers: NearLayers | None = None,
         hurry: Callable[[], float | None] | None = None,
     ) -> None:
-        self.agent = agent
-        self.lent_pool = lent_pool
-        self.lender = lender
-        self.peer_tier = peer_tier
-        self.near_layers = near_layers
+        self.agent, self.lent_pool, self.lender = agent, lent_pool, lender
+        self.peer_tier, self.near_layers = peer_tier, near_layers
         self._borrowers = [one for one in (peer_tier, near_layers) if one is not None]
         self._watch = PeerWatch(hurry or self._hurry) if self._borrowers else None
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)

@@ -82,17 +82,9 @@ class ChunkUse:
 class IdleChunks:
     """Tracks the use of chunks; chooses which idle ones a borrower returns, and how many it wants. Pure.
 
-    It wants as many chunks as possible until one was idle. From then on it wants what it has, and more if there is too
-    little room. It returns a chunk only if a whole chunk's room stays, and wants more only if less than half of one is
-    left. So under constant use it neither returns nor requests chunks, and leases do not oscillate.
-
-    Args:
-        idle_s: Seconds without use after which a chunk is returned; 0 keeps all.
-        chunk_slots: Slots of a chunk.
-        max_chunks: The most chunks that there can be.
-
-    Attributes:
-        num_wanted: How many chunks there should be.
+    It wants ``max_chunks`` until one was idle. From then on it wants what it has, and more if there is too little room.
+    It returns a chunk, after ``idle_s`` seconds without use (0 keeps all), only if a whole chunk's room stays, and
+    wants more only if less than half of one is left. So under constant use leases do not oscillate.
     """
 
     def __init__(self, idle_s: float, chunk_slots: int, max_chunks: int) -> None:
@@ -138,13 +130,8 @@ class IdleChunks:
 class PeerTier:
     """Borrows chunks of slots for swap space. The step loop calls ``at_boundary`` and ``close``, any thread ``hurry``.
 
-    Args:
-        client: Of the coordinator.
-        parts: Slots without memory at first, and a started mover.
-        relocations: Of the loop.
-        look_s: Seconds between two polls of the leases.
-        idle_s: A chunk that was not used for so long is returned; 0 keeps all.
-        siblings: As of ``LeaseRequests``.
+    The slots of ``parts`` have no memory at first. Leases are polled every ``look_s`` seconds; a chunk that was not
+    used for ``idle_s`` is returned (0 keeps all). ``siblings`` is that of ``LeaseRequests``.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The producer's side of an engine: the policy sets how much to lend, the engine shrinks, and the agent offers it.
-
-``Northbound`` is all that an engine must report and do, so that other engines can lend, too: docs/design/006.
-"""
+"""The producer's side of an engine: the policy sets how much to lend, the engine shrinks, and the agent offers it."""
 
 from __future__ import annotations
 
@@ -84,9 +81,6 @@ class PoolLender:
     """Moves memory between an engine and its consumers at boundaries. Idle, a boundary costs a few comparisons.
 
     Args:
-        engine: That lends.
-        policy: Decides how much.
-        membership: Of the engine's process.
         can_offer: Whether an offer would reach a coordinator. A recall does not depend on it.
         look_s: Seconds between two checks of the load.
         guest_bytes: Of what the engine releases, so much is not offered: consumers' contexts take it.
@@ -105,12 +99,8 @@ class PoolLender:
         guest_bytes: int = 0,
     ) -> None:
         self.is_moving = False
-        self._guest_bytes = guest_bytes
-        self._engine = engine
-        self._policy = policy
-        self._membership = membership
-        self._can_offer = can_offer
-        self._look_s = look_s
+        self._engine, self._policy, self._membership = engine, policy, membership
+        self._can_offer, self._look_s, self._guest_bytes = can_offer, look_s, guest_bytes
         self._target_bytes = self._put_up_bytes = 0
         self._version = membership.version
         self._look_due_s = self._move_due_s = _AT_ONCE

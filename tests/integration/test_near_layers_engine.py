@@ -178,7 +178,7 @@ def test_a_lender_that_is_killed_loses_nothing(requests: list[Request], expected
 
         def has_heard(run: Run) -> bool:
             assert run.engine.neighbours is not None
-            run.engine.neighbours.agent._wake()
+            run.engine.neighbours.agent.membership.on_change()
             return not count_near(run)
 
         def kill(run: Run, step: int) -> None:

@@ -95,7 +95,7 @@ class Consumer:
         if not member.pending():
             member.ask([Shard(self._lease_bytes)])
         self.most_pages = max(self.most_pages, self.device.num_owned_pages)
-        self.agent._wake()
+        self.agent.membership.on_change()
 
     def close(self) -> None:
         """Free everything, and leave."""
@@ -186,7 +186,7 @@ class Producer:
         it back before the threads of the agent and of the coordinator wake up: without a pause they starve.
         """
         assert self.engine.neighbours is not None
-        self.engine.neighbours.agent._wake()
+        self.engine.neighbours.agent.membership.on_change()
         time.sleep(_PAUSE_S)
 
     def check(self) -> None:

@@ -1,9 +1,8 @@
 """Slots on neighbours' devices, and the copies between them and slots in this host's memory.
 
-Slots are added and removed by the *chunk*: the slots that one lease has room for.
-
-A chunk that must be returned now is removed by ``remove`` on another thread, whatever the step loop is doing: copies
-under way there end first, and later copies find no memory, which is a miss and never a wrong byte.
+Slots are added and removed by the *chunk*: the slots that one lease has room for. A chunk that must be returned now is
+removed on another thread, whatever the step loop is doing: copies under way there end first, and later copies find no
+memory, which is a miss and never a wrong byte.
 """
 
 from __future__ import annotations
