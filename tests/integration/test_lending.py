@@ -19,13 +19,10 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.lending.pool_lender import PoolLender
-from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_pool import KVPool
 from tests.support.calm import run_calmly
-from tests.support.host_devices import open_device
-from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
+from tests.support.lending import QUICK, Consumer, Producer, Ticks, borrowing, coordinating
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES
 from tests.support.waiting import HANG_S, wait_until
@@ -78,13 +75,6 @@ def producing(url: str, **flags: Any) -> Iterator[Producer]:
         yield producer
 
 
-def visit(producer: Producer) -> HostDevice:
-    """The producer's device, as another process would attach to it."""
-    name, home = producer.engine.config.device_name, producer.pool._device
-    assert name is not None and isinstance(home, HostDevice)
-    return open_device(name, home.capacity_pages * PAGE_BYTES)
-
-
 class Load:
     """Sends the same requests repeatedly, and keeps their tokens."""
 
@@ -127,7 +117,7 @@ class Load:
 def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expected: list[Reference]) -> None:
     """AQUA's Figure 12: when calm it lends and neighbours allocate; in a burst it recalls and grows; then calm."""
     with producing(coordinator) as producer:
-        load, device = Load(producer, requests), visit(producer)
+        load, device = Load(producer, requests), producer.visit()
         with borrowing(Consumer(coordinator, device, 8 * PAGE_BYTES)) as consumer:
 
             def is_lent() -> bool:
@@ -144,7 +134,7 @@ def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expect
 
             load.step_until(is_lent, 2, consumer)
             load.drain(consumer)
-        lend_wildly(producer, [0])
+        producer.lend(0)
         load.step_until(lambda: producer.is_whole, 0)
         stats = producer.engine.stats()
     verdict = load.verdict(expected)
@@ -156,11 +146,11 @@ def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expect
 
 def test_consumers_are_given_the_recall_deadline_of_the_flag(coordinator: str) -> None:
     with producing(coordinator, recall_deadline=2 * HANG_S) as producer:
-        lend_wildly(producer, [NUM_BLOCKS // 2])
+        producer.lend(NUM_BLOCKS // 2)
         load = Load(producer, [])
-        with borrowing(Consumer(coordinator, visit(producer), 8 * PAGE_BYTES)) as consumer:
+        with borrowing(Consumer(coordinator, producer.visit(), 8 * PAGE_BYTES)) as consumer:
             load.step_until(lambda: bool(consumer.held), 0, consumer)
-            lend_wildly(producer, [0])
+            producer.lend(0)
             load.step_until(lambda: consumer.agent.membership.to_free(), 0)
             [left_s, *_] = consumer.agent.membership.to_free().values()
             assert HANG_S < left_s <= 2 * HANG_S
@@ -186,9 +176,9 @@ def test_tokens_stay_what_they_are_however_the_pool_is_lent(
     """Targets ignore the load, down to the floor; at times more requests are live than the whole pool holds."""
     with producing(coordinator, **flags) as producer:
         most = NUM_BLOCKS - producer.pool.least_blocks
-        lend_wildly(producer, [most, 0, most, 40, most // 2, 0])
+        producer.lend(most, 0, most, 40, most // 2, 0)
         load, sizes = Load(producer, requests), set()
-        with borrowing(Consumer(coordinator, visit(producer), 3 * PAGE_BYTES)) as consumer:
+        with borrowing(Consumer(coordinator, producer.visit(), 3 * PAGE_BYTES)) as consumer:
             steps = count()
 
             def step() -> bool:
@@ -213,14 +203,6 @@ def ebb_and_flow(step: int) -> int:
     return 44 if step % 60 < 20 else 2
 
 
-def lend_wildly(producer: Producer, targets: Sequence[int]) -> PoolLender:
-    assert producer.engine.neighbours is not None
-    lender = producer.engine.neighbours.lender
-    assert isinstance(lender, PoolLender)
-    lender._policy = WildPolicy(targets)
-    return lender
-
-
 @pytest.mark.parametrize("moves_blocks", [True, False])
 def test_requests_scattered_over_the_pool_survive_its_shrinking(
     moves_blocks: bool,
@@ -239,7 +221,7 @@ def test_requests_scattered_over_the_pool_survive_its_shrinking(
             if seq_id % 8:
                 engine.finish(seq_id, FinishReason.ABORT)
                 del load.outputs[seq_id]
-        lender = lend_wildly(producer, [NUM_BLOCKS])
+        lender = producer.lend(NUM_BLOCKS)
         lender.at_boundary(0.0)
         while lender.is_moving:
             lender.at_boundary(0.0)
@@ -262,7 +244,7 @@ def serve_longest(url: str, least_blocks: int) -> None:
     with producing(url, **LONG) as producer:
         assert producer.pool.least_blocks == 32
         producer.pool.least_blocks = least_blocks
-        lender = lend_wildly(producer, [256 - least_blocks])
+        lender = producer.lend(256 - least_blocks)
         outputs = {producer.engine.add(request): 0 for request in longest}
         lender.at_boundary(0.0)
         while lender.is_moving:

@@ -6,7 +6,6 @@ Agents send no periodic heartbeats here, only messages when they are woken, and 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,14 +20,12 @@ from floodplain.lending import agent as agents
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import Membership
-from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.web.address import bind
 from tests.support.coordinators import coordinating, open_store
-from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks
 from tests.support.swapping import BLOCK_BYTES
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -63,13 +60,8 @@ class Street:
         self.engine = build_engine(EngineConfig(coordinator=self.url, device_name=name, **FLAGS), lending=QUICK)
         self.engine.clock = Ticks()
         self.producer = Producer(self.engine)
-        self.consumer = Consumer(self.url, self._visit(), 4 * PAGE_BYTES)
+        self.consumer = Consumer(self.url, self.producer.visit(), 4 * PAGE_BYTES)
         self.consumer.agent.start()
-
-    def _visit(self) -> HostDevice:
-        device, name = self.producer.pool._device, self.engine.config.device_name
-        assert isinstance(device, HostDevice) and name is not None
-        return open_device(name, device.capacity_pages * PAGE_BYTES)
 
     def start_coordinator(self, port: int) -> str:
         """Return its URL."""
@@ -84,12 +76,11 @@ class Street:
 
     def lend(self, num_leases: int) -> None:
         """Step until the coordinator lists ``num_leases`` held leases."""
-        end_s = time.monotonic() + HANG_S
-        while [lease["state"] for lease in self.listing()["leases"]].count("held") < num_leases:
-            assert time.monotonic() < end_s, "the consumer could not borrow"
-            self.engine.step()
-            self.producer.wake()
-            self.consumer.turn()
+
+        def are_held() -> bool:
+            return [lease["state"] for lease in self.listing()["leases"]].count("held") >= num_leases
+
+        self.producer.step_until(are_held, self.consumer)
 
     def listing(self) -> dict[str, Any]:
         with closing(CoordinatorClient(self.url)) as client:

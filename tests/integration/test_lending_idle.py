@@ -18,12 +18,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.shell import Engine
 from floodplain.lending import peer_tier
-from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.cluster_peers import until
-from tests.support.lending import Neighbour, coordinating
+from tests.support.lending import Neighbour, coordinating, tier_of
 from tests.support.swapping import BLOCK_BYTES
 from tests.support.waiting import wait_until
 
@@ -151,9 +149,3 @@ def test_a_step_that_fails_between_two_calls_makes_the_next_one_raise(monkeypatc
 def test_an_llm_without_a_coordinator_has_no_thread_for_it() -> None:
     with LLM("dummy:tiny-llama", dtype="float32", kv_memory=2**20, max_model_len=128) as llm:
         assert llm._idle._thread.ident is None
-
-
-def tier_of(engine: Engine) -> PeerTier:
-    neighbours = engine.neighbours
-    assert neighbours is not None and neighbours.peer_tier is not None
-    return neighbours.peer_tier

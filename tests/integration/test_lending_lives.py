@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,11 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import IdleSteps
 from floodplain.engine.shell import Engine
 from floodplain.memory.host import named_file
-from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from floodplain.web.address import bind, url_of
 from tests.support import forks
-from tests.support.host_devices import open_device
-from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
+from tests.support.lending import QUICK, Consumer, Producer, Ticks, borrowing, coordinating
 from tests.support.swapping import BLOCK_BYTES
 from tests.support.waiting import HANG_S
 
@@ -59,38 +57,8 @@ def make_engine(url: str, **flags: Any) -> Engine:
     return engine
 
 
-def step_until(producer: Producer, is_done: Callable[[], bool], *consumers: Consumer) -> None:
-    """Step an idle engine until ``is_done``."""
-    end_s = time.monotonic() + HANG_S
-    while not is_done():
-        assert time.monotonic() < end_s, "it never came to that"
-        producer.engine.step()
-        producer.check()
-        producer.wake()
-        for consumer in consumers:
-            consumer.turn()
-
-
-def visit(engine: Engine) -> HostDevice:
-    name, pages = engine.config.device_name, device_of(engine).capacity_pages
-    assert name is not None
-    return open_device(name, pages * PAGE_BYTES)
-
-
-def device_of(engine: Engine) -> HostDevice:
-    assert engine.neighbours is not None and engine.neighbours.lent_pool is not None
-    device = engine.neighbours.lent_pool._device
-    assert isinstance(device, HostDevice)
-    return device
-
-
 def file_of(engine: Engine) -> Path:
     return Path(f"/dev/shm/floodplain-{engine.config.device_name}")
-
-
-def lend_nothing(producer: Producer) -> None:
-    assert producer.engine.neighbours is not None and producer.engine.neighbours.lender is not None
-    producer.engine.neighbours.lender._policy = WildPolicy([0])
 
 
 def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
@@ -110,7 +78,7 @@ def test_without_a_coordinator_it_serves_warns_once_and_lends_later(
         warnings = [message for message in caplog.messages if "does not answer" in message]
         assert len(warnings) == 1 and "leases stay as they are for now" in warnings[0]
         with coordinating(sock=sock):
-            step_until(producer, lambda: producer.num_blocks <= 16)
+            producer.step_until(lambda: producer.num_blocks <= 16)
             assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
 
 
@@ -149,9 +117,10 @@ def test_neighbours_keep_memory_of_a_closed_engine_and_the_next_recalls_it(
     coordinator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make_engine(coordinator, device_name=f"restarted-{GPU}")
-    producer, device = Producer(first), visit(first)
+    producer = Producer(first)
+    device = producer.visit()
     with borrowing(Consumer(coordinator, device, 4 * PAGE_BYTES)) as consumer:
-        step_until(producer, lambda: len(consumer.held) >= 3, consumer)
+        producer.step_until(lambda: len(consumer.held) >= 3, consumer)
         first.close()
         first.close()
         assert file_of(first).exists() and device.num_owned_pages >= 12
@@ -163,8 +132,8 @@ def test_neighbours_keep_memory_of_a_closed_engine_and_the_next_recalls_it(
             producer = Producer(second)
             assert second.loop.state.ledger.num_blocks == NUM_BLOCKS - 12 * 8
             assert any("begins with" in message for message in caplog.messages)
-            lend_nothing(producer)
-            step_until(producer, lambda: producer.is_whole, consumer)
+            producer.lend(0)
+            producer.step_until(lambda: producer.is_whole, consumer)
             assert not consumer.held
             assert second.stats().num_failed_growths == 0
     assert not file_of(first).exists()
@@ -205,13 +174,12 @@ def test_the_next_engine_removes_the_device_file_of_a_killed_one(
 def test_bytes_held_by_another_process_only_make_a_growth_fail(
     coordinator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with closing(make_engine(coordinator)) as engine, visit(engine) as visitor:
-        producer = Producer(engine)
-        step_until(producer, lambda: producer.num_blocks <= 16)
+    with closing(make_engine(coordinator)) as engine, (producer := Producer(engine)).visit() as visitor:
+        producer.step_until(lambda: producer.num_blocks <= 16)
         free = visitor.num_free_pages()
         pages = visitor.allocate(free)
         assert pages is not None
-        lend_nothing(producer)
+        producer.lend(0)
         end_s = time.monotonic() + HANG_S
         while engine.stats().num_failed_growths < 3 and time.monotonic() < end_s:
             engine.step()
@@ -219,7 +187,7 @@ def test_bytes_held_by_another_process_only_make_a_growth_fail(
         assert producer.num_blocks <= 16
         assert sum("others hold memory" in message for message in caplog.messages) == 1
         visitor.release(pages)
-        step_until(producer, lambda: producer.is_whole)
+        producer.step_until(lambda: producer.is_whole)
 
 
 KILLED = """
@@ -241,8 +209,8 @@ sys.stdin.readline()
 def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
     with coordinating(ttl_s=1.0) as url, closing(make_engine(url)) as engine:
         producer = Producer(engine)
-        step_until(producer, lambda: producer.num_blocks <= 16)
-        pages = str(device_of(engine).capacity_pages)
+        producer.step_until(lambda: producer.num_blocks <= 16)
+        pages = str(producer.device.capacity_pages)
         command = [sys.executable, "-c", KILLED, url, str(engine.config.device_name), pages]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         with forks.Popen(command, stdin=-1, stdout=-1, env=environment) as child:
@@ -253,8 +221,8 @@ def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
                 child.send_signal(signal.SIGKILL)
         assert producer.pool.foreign_bytes == 0
         assert not producer.is_whole, "until the coordinator has taken it for dead"
-        lend_nothing(producer)
-        step_until(producer, lambda: producer.is_whole)
+        producer.lend(0)
+        producer.step_until(lambda: producer.is_whole)
         assert engine.stats().lease_bytes == {}
 
 

@@ -21,11 +21,10 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.lending import peer_tier
-from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support import swap_faults
 from tests.support.calm import run_calmly
-from tests.support.lending import Neighbour, coordinating, step_until
+from tests.support.lending import Neighbour, coordinating, step_until, tier_of
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 from tests.support.waiting import HANG_S, wait_until
@@ -69,11 +68,6 @@ def neighbourhood(
         with closing(build_engine(config, ImpatientPolicy())) as engine:
             yield neighbour, engine
         assert neighbour.taken_pages == 0, "borrowed memory stays taken"
-
-
-def tier_of(engine: Engine) -> PeerTier:
-    assert engine.neighbours is not None and engine.neighbours.peer_tier is not None
-    return engine.neighbours.peer_tier
 
 
 def serve(

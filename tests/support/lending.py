@@ -19,6 +19,8 @@ from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import LentDevice
+from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.pool_lender import PoolLender
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
@@ -26,7 +28,7 @@ from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingRea
 from tests.support import coordinators
 from tests.support.coordinators import open_store
 from tests.support.host_devices import open_device
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that advances by a hundredth of a second at each reading. Rates have no meaning there."""
@@ -126,6 +128,12 @@ def step_until(engine: Engine, condition: Callable[[], bool]) -> None:
     wait_until(step)
 
 
+def tier_of(engine: Engine) -> PeerTier:
+    """What an engine borrows for swapping."""
+    assert engine.neighbours is not None and engine.neighbours.peer_tier is not None
+    return engine.neighbours.peer_tier
+
+
 class WildPolicy(LendingPolicy):
     """Lends by a fixed list of targets, whatever the load; each one in turn, for some looks."""
 
@@ -162,6 +170,35 @@ class Producer:
         """The pool that it lends from."""
         assert self.engine.neighbours is not None and self.engine.neighbours.lent_pool is not None
         return self.engine.neighbours.lent_pool
+
+    @property
+    def device(self) -> HostDevice:
+        """Its own device."""
+        assert isinstance(self.pool._device, HostDevice)
+        return self.pool._device
+
+    def visit(self) -> HostDevice:
+        """The device, as another process would attach to it."""
+        name = self.engine.config.device_name
+        assert name is not None
+        return open_device(name, self.device.capacity_pages * PAGE_BYTES)
+
+    def lend(self, *targets: int) -> PoolLender:
+        """Lend so many blocks from now on, whatever the load (``WildPolicy``)."""
+        assert self.engine.neighbours is not None and self.engine.neighbours.lender is not None
+        self.engine.neighbours.lender._policy = WildPolicy(targets)
+        return self.engine.neighbours.lender
+
+    def step_until(self, is_done: Callable[[], bool], *consumers: Consumer) -> None:
+        """Step without requests until ``is_done``."""
+        end_s = time.monotonic() + HANG_S
+        while not is_done():
+            assert time.monotonic() < end_s, "it never came to that"
+            self.engine.step()
+            self.check()
+            self.wake()
+            for consumer in consumers:
+                consumer.turn()
 
     @property
     def num_blocks(self) -> int:
