@@ -1,6 +1,6 @@
 """Engines that lend and borrow by the rules, and the devices whose bytes they really take.
 
-The rules are those of ``core/leases``; the test carries messages. Bytes taken are recorded independently of messages:
+The rules are those of ``Membership``; the test carries messages. Bytes taken are recorded independently of messages:
 an allocation, or the growth of an owner's pool, for which there is no room fails the test. Thread-safe.
 """
 
@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from random import Random
 
-from floodplain.leases.member import Borrower, Lender, MemberSide
-from floodplain.leases.messages import Leave, Message
+from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseId
+from floodplain.lending.membership import LentDevice, Membership
 
 CAPACITY = 16
 
@@ -72,11 +72,12 @@ class Engine:
     def __init__(
         self, name: str, lends: bool, devices: Devices, random: Random, clock: Callable[[], float], ttl_s: float
     ) -> None:
-        self.name, self._lends, self._devices, self._random, self._clock = name, lends, devices, random, clock
-        self.side = MemberSide(name, f"{name}-{random.getrandbits(64):016x}", ttl_s)
-        self.lender, self.borrower = Lender(self.side, CAPACITY, deadline_s=1.0), Borrower(self.side)
-        self._own_bytes = 0
-        self.goal_bytes = 0
+        self.name, self._lends, self._devices, self._random, self._ttl_s = name, lends, devices, random, ttl_s
+        device = LentDevice(capacity_bytes=CAPACITY, foreign_bytes=lambda: devices.foreign_bytes(name), deadline_s=1.0)
+        instance = f"{name}-{random.getrandbits(64):016x}"
+        self._member = Membership(name, instance, device if lends else None, clock)
+        self._taken: set[LeaseId] = set()
+        self._own_bytes = self.goal_bytes = 0
 
     def exchange(self, send: Callable[[Sequence[Message]], Sequence[Reply] | None], wants: int | None = None) -> bool:
         """Send due messages, learn from the replies and act on them; return whether there were replies.
@@ -89,55 +90,48 @@ class Engine:
             self.goal_bytes = wants
         elif self._random.random() < 0.2:
             self.goal_bytes = self._random.randint(0, CAPACITY)
-        messages = self._say()
-        sent_s = self._clock()
+        if self._lends:
+            self._lend()
+        elif not self._member.pending() and self._random.random() < 0.7:
+            size = self._random.randint(1, CAPACITY // 2)
+            self._member.ask([Shard(size)] * self._random.randint(1, 2))
+        messages, sent_s = self._member.collect()
         replies = send(messages)
         if replies is not None:
-            for message, reply in zip(messages, replies, strict=True):
-                self.side.learn(message, reply, sent_s, self._clock())
-        if not self._lends:
-            self._free()
-            self._allocate()
+            self._member.learn(messages, replies, self._ttl_s, sent_s)
+        self._free()
+        self._allocate()
         return replies is not None
 
-    def leave(self) -> Leave:
-        """Free all bytes, and return the last message."""
-        for lease_id in self.borrower.allocated_ids:
+    def leave(self) -> list[Message]:
+        """Free all bytes, and return the last messages."""
+        for lease_id in list(self._taken):
             self._give_back(lease_id)
-        return Leave(self.name, self.side.stamp.generation)
+        return self._member.farewell()
 
-    def _say(self) -> list[Message]:
-        messages: list[Message] = [self.side.greeting()]
-        if self._lends:
-            message = self._lend()
-            return messages if message is None else [*messages, message]
-        if not self.side.open_requests and self._random.random() < 0.7:
-            size = self._random.randint(1, CAPACITY // 2)
-            self.borrower.ask([Shard(size)] * self._random.randint(1, 2))
-        return [*messages, *self.borrower.say()]
-
-    def _lend(self) -> Message | None:
+    def _lend(self) -> None:
         """Shrink the pool by the bytes to lend, and grow it by bytes that are not promised."""
-        self.lender.target_bytes = self.goal_bytes
-        own = min(self._own_bytes, CAPACITY - self.goal_bytes)
-        self._own_bytes = max(own, min(CAPACITY - self.lender.promised_bytes, CAPACITY - self.goal_bytes))
+        self._member.lend(self.goal_bytes)
+        most_bytes = CAPACITY - self.goal_bytes
+        self._own_bytes = self._member.claim(most_bytes, min(self._own_bytes, most_bytes))
         self._devices.set_own(self.name, self._own_bytes)
-        return self.lender.say(self._own_bytes, self._devices.foreign_bytes(self.name))
 
     def _allocate(self) -> None:
-        for lease in self.borrower.to_allocate(self._clock()):
+        for lease in self._member.to_allocate():
             if self._random.random() < 0.1:
-                self.borrower.refused(lease.lease_id, "no range is free")
+                self._member.refused(lease.lease_id, "no range is free")
             else:
                 self._devices.take(lease)
-                self.borrower.allocated(lease.lease_id, self._clock())
+                self._taken.add(lease.lease_id)
+                self._member.allocated(lease.lease_id)
 
     def _free(self) -> None:
-        gone = set(self.borrower.to_free())
-        for lease_id in self.borrower.allocated_ids:
-            if lease_id in gone or self._random.random() < 0.2:
+        due = self._member.to_free()
+        for lease_id in list(self._taken):
+            if lease_id in due or self._random.random() < 0.2:
                 self._give_back(lease_id)
 
     def _give_back(self, lease_id: LeaseId) -> None:
         self._devices.free(lease_id)
-        self.borrower.freed(lease_id)
+        self._taken.remove(lease_id)
+        self._member.freed(lease_id)

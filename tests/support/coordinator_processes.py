@@ -165,8 +165,8 @@ class Crowd:
             for engine in self.engines[::-1]:  # borrowers come last in the list
                 engine.goal_bytes = 0
                 if engine.name.startswith("c"):
-                    message = engine.leave()
-                    wait_until(lambda: send(client, [message]))  # noqa: B023
+                    messages = engine.leave()
+                    wait_until(lambda: not messages or send(client, messages))  # noqa: B023
             wait_until(lambda: self._is_settled(client))
 
     def _is_settled(self, client: CoordinatorClient) -> bool:
