@@ -20,9 +20,8 @@ from floodplain.live.rows import LiveView, Row
 from floodplain.server.app import Server
 from floodplain.server.auth import KeyRing
 from floodplain.server.settings import DEFAULTS, ServerConfig
-from floodplain.web.address import bind, url_of
 from floodplain.web.limits import limit_connections
-from tests.support.waiting import HANG_S
+from tests.support.server_thread import ServerThread
 
 if TYPE_CHECKING:
     from floodplain.server.tracing import RequestTracer
@@ -187,8 +186,8 @@ class FakeEngine:
             callback(EndedRequest(request, Lifecycle(arrival, token_times_s=list(tokens)), FinishReason.LENGTH))
 
 
-class RunningServer:
-    """A server on its own thread; ``url`` is its address, and ``stop`` has the effect of a signal."""
+class RunningServer(ServerThread):
+    """A server on a thread of its own."""
 
     def __init__(
         self,
@@ -198,52 +197,22 @@ class RunningServer:
         config: ServerConfig,
         tracer: RequestTracer | None,
     ) -> None:
+        super().__init__()
         self.engine = engine
-        self._sock = bind("127.0.0.1", 0)
-        self._sock.listen()
-        self.url = url_of(self._sock)
-        self._is_ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._server = Server(
             engine,
             keys=keys,
             drain_timeout_s=drain_timeout_s,
-            on_ready=self._note_ready,
+            on_ready=self.note_ready,
             limits=limit_connections(None),
             config=config,
             tracer=tracer,
         )
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
-
-    def _note_ready(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_ready.set()
-
-    def start(self) -> None:
-        self._thread.start()
-        assert self._is_ready.wait(HANG_S)
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rsplit(":", 1)[1])
-
-    @property
-    def thread_id(self) -> int | None:
-        """The thread of the event loop."""
-        return self._thread.ident
 
     @property
     def num_requests(self) -> int:
         """Number of HTTP requests in progress."""
         return len(self._server.server_state.tasks)
-
-    def stop(self) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._server.stop)
-
-    def join(self) -> None:
-        self._thread.join(HANG_S)
-        assert not self._thread.is_alive()
 
 
 @contextmanager
@@ -261,6 +230,5 @@ def serving(
     try:
         yield server
     finally:
-        if server._thread.is_alive():
-            server.stop()
-            server.join()
+        server.stop()
+        server.join()

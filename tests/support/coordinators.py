@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,46 +16,26 @@ from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.coordinator.worker import LeaseWorker
 from floodplain.lending.membership import lease_clock
-from floodplain.web.address import bind, url_of
 from floodplain.web.limits import limit_connections
 from tests.support.hooked_store import HookedStore
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.server_thread import ServerThread
+from tests.support.waiting import wait_until
 
 
-class RunningCoordinator:
-    """``url`` is its address; ``stop`` has the effect of a signal."""
+class RunningCoordinator(ServerThread):
+    """A coordinator on a thread of its own."""
+
+    _server: CoordinatorServer
 
     def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, sock: socket.socket | None) -> None:
-        self._sock = bind("127.0.0.1", 0) if sock is None else sock
-        self._sock.listen()
-        self.url = url_of(self._sock)
+        super().__init__(sock)
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
-        self._is_ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = CoordinatorServer(LeaseWorker(self.service), tokens, self._note_ready, limit_connections(None))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
+        self._server = CoordinatorServer(LeaseWorker(self.service), tokens, self.note_ready, limit_connections(None))
 
     @property
     def failure(self) -> BaseException | None:
         """The bug that ended it."""
         return self._server.failure
-
-    def _note_ready(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_ready.set()
-
-    def start(self) -> None:
-        self._thread.start()
-        assert self._is_ready.wait(HANG_S)
-
-    def stop(self) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._server.stop)
-
-    def join(self) -> None:
-        self._thread.join(HANG_S)
-        assert not self._thread.is_alive()
 
 
 @contextmanager
