@@ -16,6 +16,7 @@ from floodplain.core.request import Goals, Request
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.settings import ServerConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.served_model import client_of
 from tests.support.waiting import HANG_S
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -26,10 +27,6 @@ TEMPLATED = "<user>hi<assistant>"
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with client_of(server) as client:
         yield client
-
-
-def client_of(server: RunningServer, key: str = "any", retries: int = 0) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=retries)
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:

@@ -13,11 +13,8 @@ from floodplain import LLM, SamplingParams
 from floodplain.core.errors import RequestRefused
 from floodplain.core.plan import PromptLogprobs
 from floodplain.core.request import Request
-from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.config import EngineConfig
-from tests.fakes.engine import serving
+from tests.support.served_model import MODEL, asking_model
 
-MODEL = "dummy:tiny-llama"
 FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_model_len": 256}
 PROMPT = [5, 77, 31, *range(40, 75), 77, 31, 5]
 NOISE = 1e-4
@@ -86,11 +83,7 @@ def test_too_many_values_are_refused() -> None:
 
 
 def test_an_echo_has_the_prompt_and_its_values_streamed_or_not() -> None:
-    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256))
-    with (
-        serving(engine) as running,  # type: ignore[arg-type]
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with asking_model(256) as client:
         how: dict[str, Any] = {"model": MODEL, "prompt": "abc", "temperature": 0, "logprobs": 2}
         done = client.completions.create(**how, max_tokens=3, echo=True)
         plain = client.completions.create(**how, max_tokens=3)

@@ -6,16 +6,13 @@ import json
 from typing import Any, Literal
 
 import httpx
-import openai
 import pytest
 from pydantic import BaseModel
 
-from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.config import EngineConfig
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.served_model import MODEL, asking_model, client_of
 from tests.support.waiting import HANG_S
 
-MODEL = "dummy:tiny-llama"
 TOOL: Any = {
     "type": "function",
     "name": "go",
@@ -26,10 +23,6 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
-
-
-def client_of(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_a_response_has_the_text_of_the_chat_endpoint_and_its_usage(server: RunningServer) -> None:
@@ -123,8 +116,7 @@ class Side(BaseModel):
 
 
 def test_structures_and_calls_of_a_real_engine() -> None:
-    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=1024))
-    with serving(engine) as running, client_of(running) as client:  # type: ignore[arg-type]
+    with asking_model(1024) as client:
         assert isinstance(client.responses.parse(model=MODEL, input="a", text_format=Side).output_parsed, Side)
         how: dict[str, Any] = {"model": MODEL, "input": "a", "tools": [TOOL], "temperature": 0}
         for choice in ("required", {"type": "function", "name": "go"}):

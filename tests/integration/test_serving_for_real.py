@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -10,31 +11,25 @@ import openai
 import pytest
 
 from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.config import EngineConfig
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import serving
 from tests.support.secret_files import secret_file
+from tests.support.served_model import MODEL, client_of, make_engine
 from tests.support.waiting import wait_until
 
-MODEL = "dummy:tiny-llama"
 
-
+@dataclass
 class Served:
     """A running server over a real engine, and a client of it."""
 
-    def __init__(self, engine: AsyncEngine, client: openai.OpenAI) -> None:
-        self.engine = engine
-        self.client = client
+    engine: AsyncEngine
+    client: openai.OpenAI
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    config = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256, max_num_seqs=4)
-    engine = AsyncEngine.from_config(config)
-    with (
-        serving(engine) as running,  # type: ignore[arg-type]  # it serves whatever is a ServingEngine
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    engine = make_engine(256)
+    with serving(engine) as running, client_of(running) as client:  # type: ignore[arg-type]  # it is a ServingEngine
         yield Served(engine, client)
 
 
@@ -71,10 +66,8 @@ def test_second_time_comes_from_the_prefix_cache(served: Served) -> None:
 def test_a_prefix_is_found_by_its_own_key_unless_all_share(is_shared: bool, tmp_path: Path) -> None:
     path = secret_file(tmp_path, "ann secret-a\nann secret-b\nbob secret-c\nsecret-d\n")
     keys = KeyRing.from_file(path, share_prefixes=is_shared)
-    config = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256, max_num_seqs=4)
-    engine = AsyncEngine.from_config(config)
     found = []
-    with serving(engine, keys=keys) as running:  # type: ignore[arg-type]
+    with serving(make_engine(256), keys=keys) as running:  # type: ignore[arg-type]
         for key, salt in (("a", ""), ("b", ""), ("c", ""), ("d", ""), ("a", ""), ("a", "x"), ("c", "x"), ("b", "x")):
             body = {"model": MODEL, "prompt": "a prompt of more than two blocks of tokens", "max_tokens": 1}
             headers = {"Authorization": f"Bearer secret-{key}"}

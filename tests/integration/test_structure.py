@@ -20,17 +20,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from floodplain import LLM, SamplingParams
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import ANY_OBJECT, MAX_STRUCTURE_CHARS, Structure, StructureKind
-from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.config import EngineConfig
 from floodplain.model import structure as structure_module
 from floodplain.model.fast_tokenizer import FastTokenizer
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.structure import Grammars, structure_of_choices, structure_of_schema
 from floodplain.model.tokenizer import ByteTokenizer
-from tests.fakes.engine import serving
 from tests.support.examples import examples
+from tests.support.served_model import MODEL, asking_model
 
-MODEL = "dummy:tiny-llama"
 FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_model_len": 512}
 VOCAB = 300
 SCHEMA: dict[str, Any] = {
@@ -150,8 +147,7 @@ class Person(BaseModel):
 
 def test_clients_get_objects_of_their_classes_and_errors_that_name_the_field() -> None:
     chat: list[Any] = [{"role": "user", "content": "who?"}]
-    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=512))
-    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
+    with asking_model() as client:
         parsed = client.chat.completions.parse(model=MODEL, messages=chat, response_format=Person, n=2, seed=1)
         assert all(isinstance(choice.message.parsed, Person) for choice in parsed.choices)
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
@@ -171,12 +167,9 @@ def test_clients_get_objects_of_their_classes_and_errors_that_name_the_field() -
 
 def test_an_answer_whose_grammar_is_given_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure_module, "MAX_LEXER_STATES", 1)
-    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=512))
     structure = {"structured_outputs": {"regex": "(ab|cd|[0-9]{3}x)*e{7}"}}  # in no other test: it is compiled here
-    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
-        client = client.with_options(max_retries=0)
-        with pytest.raises(openai.InternalServerError, match="became too complex to follow"):
-            client.completions.create(model=MODEL, prompt="x", extra_body=structure, max_tokens=99)
+    with asking_model() as client, pytest.raises(openai.InternalServerError, match="became too complex to follow"):
+        client.completions.create(model=MODEL, prompt="x", extra_body=structure, max_tokens=99)
 
 
 SIDES = {"turn": ["left", "right"], "go": ["up", "down"]}
@@ -210,8 +203,7 @@ def test_calls_that_must_be_made_are_made_streamed_or_not(choice: Any) -> None:
         },
         {"role": "tool", "tool_call_id": "c", "content": "a wall"},
     ]
-    engine = AsyncEngine.from_config(EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=1024))
-    with serving(engine) as running, openai.OpenAI(base_url=f"{running.url}/v1", api_key="none") as client:  # type: ignore[arg-type]
+    with asking_model(1024) as client:
         how: dict[str, Any] = {"model": MODEL, "messages": chat, "tools": TOOLS, "tool_choice": choice, "seed": 4}
         done = client.chat.completions.create(**how, parallel_tool_calls=False)
         (call,) = done.choices[0].message.tool_calls or ()
