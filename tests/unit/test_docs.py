@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.engine.outputs import EngineStats
-from floodplain.server.counts import RequestCounts
-from floodplain.server.metrics import ServingMetrics
 from tests.support.command_lines import find_complaint, find_unknown
 from tests.support.markdown import find_broken_links, find_commands, find_mentions, find_sources, find_targets
 
@@ -81,14 +78,6 @@ def test_a_command_that_does_not_parse_is_found(command: str) -> None:
 def test_a_mention_of_no_verb_or_flag_is_found(words: str) -> None:
     (found,) = find_mentions(f"Call `floodplain {words}` first.")
     assert find_unknown(found)
-
-
-def test_every_metric_of_a_server_is_documented() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
-    metrics = [*ServingMetrics("m", EngineStats, RequestCounts()).collect()]
-    assert len(metrics) > 30
-    names = [m.name.removeprefix("floodplain_") + ("_total" if m.type == "counter" else "") for m in metrics]
-    assert not [name for name in names if not re.search(rf"`{name}[`{{]", text)]
 
 
 def test_names_of_scripts_and_targets_are_read() -> None:
