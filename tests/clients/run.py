@@ -152,48 +152,42 @@ CLIENTS = (
 )
 
 
+def tried(facts: dict[str, Any], work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of something that was tried, the facts about it, and its result or its error."""
+    try:
+        return {"status": "works", **facts, **work()}
+    except (AssertionError, OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
+        print(error, file=sys.stderr)
+        return {"status": "fails", **facts, "why": str(error)[-500:]}
+
+
+def missing(environment: str) -> dict[str, Any]:
+    """Return the status of what was not tried, because an environment is missing."""
+    return {"status": "not run", "why": f"{environment} is missing: run make test-clients"}
+
+
 def try_client(client: Client, target: Target) -> dict[str, Any]:
     """Return one client's status, versions, and result or error."""
     python = ROOT / client.environment / "bin" / "python"
     if not python.exists():
-        return {"status": "not run", "why": f"{client.environment} is missing: run make test-clients"}
-    env = {**os.environ, **OFFLINE}
-    done = subprocess.run(
-        [str(python), *client.arguments(target)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    facts = {"versions": versions(python, client.distributions)}
-    try:
-        assert done.returncode == 0, f"exit status {done.returncode}"
-        return {"status": "works", **facts, **client.summary(target, done.stdout)}
-    except (AssertionError, OSError, KeyError, ValueError) as error:
-        print(done.stdout[-4000:], done.stderr[-8000:], sep="\n", file=sys.stderr)
-        return {"status": "fails", **facts, "why": str(error)[:500]}
+        return missing(client.environment)
+
+    def work() -> dict[str, Any]:
+        command, env = [str(python), *client.arguments(target)], {**os.environ, **OFFLINE}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S, check=False)
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}\nexit status {done.returncode}"
+        return client.summary(target, done.stdout)
+
+    return tried({"versions": versions(python, client.distributions)}, work)
 
 
 def try_other(server: OtherServer) -> dict[str, Any]:
     """Return our clients' status with one server, versions, and result or error."""
     if not server.python.exists():
-        return {"status": "not run", "why": f"{server.environment} is missing: run make test-clients"}
-    facts = {"versions": versions(server.python, server.distributions)}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return {"status": "works", **facts, **try_server(server, Path(folder))}
-    except (AssertionError, OSError, KeyError, ValueError, subprocess.TimeoutExpired) as error:
-        return {"status": "fails", **facts, "why": str(error)[-500:]}
-
-
-def try_llama_cpp() -> dict[str, Any]:
-    """Return whether the tokens of ``.gguf`` files are llama.cpp's."""
-    facts = {"versions": versions(llama_cpp.PYTHON, ("xllamacpp",))}
-    try:
-        return {"status": "works", **facts, **llama_cpp.compare()}
-    except (AssertionError, OSError, subprocess.SubprocessError) as error:
-        return {"status": "fails", **facts, "why": str(error)[:500]}
+        return missing(server.environment)
+    with tempfile.TemporaryDirectory() as folder:
+        facts = {"versions": versions(server.python, server.distributions)}
+        return tried(facts, lambda: try_server(server, Path(folder)))
 
 
 def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
@@ -227,7 +221,8 @@ def main() -> int:
         others[server.name] = try_other(server)
         print(f"{server.name}: {json.dumps(others[server.name])}", flush=True)
     if args.only in LLAMA_CPP:
-        seen[LLAMA_CPP] = try_llama_cpp()
+        facts = {"versions": versions(llama_cpp.PYTHON, ("xllamacpp",))}
+        seen[LLAMA_CPP] = tried(facts, llama_cpp.compare)
         print(f"{LLAMA_CPP}: {json.dumps(seen[LLAMA_CPP])}", flush=True)
     seen |= {name: {"status": "not run", "why": why} for name, why in NOT_RUN.items()}
     if not args.only:

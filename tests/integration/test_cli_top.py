@@ -76,20 +76,22 @@ def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.Cap
     assert main(["top", "ftp://x"]) == 2
 
 
+def coordinator(*names: str) -> Snapshot:
+    """A coordinator with these members, and without leases."""
+    members = [{"name": name, "is_living": True, "offered": 0, "lent": 0, "borrowed": 0} for name in names]
+    counts = {"members": len(members), "leases": 0}
+    head = {"service": "coordinator", "version": "1", "role": "leading", "members": members, "leases": []}
+    return Snapshot({**head, "counts": counts})
+
+
 def test_names_of_others_cannot_drive_the_terminal() -> None:
-    evil = {"name": "a\033[2Jb", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
-    head = {"service": "coordinator", "version": "1", "role": "leading", "members": [evil], "leases": [],
-            "counts": {"members": 1, "leases": 0}}  # fmt: skip
-    assert "\033[2J" not in draw(Snapshot(head), most_rows=5, has_colour=True)
+    assert "\033[2J" not in draw(coordinator("a\033[2Jb"), most_rows=5, has_colour=True)
 
 
 def test_a_screen_has_no_colour_if_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    member = {"name": "m", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
-    head = {"service": "coordinator", "version": "1", "role": "leading", "members": [member], "leases": [],
-            "counts": {"members": 1, "leases": 0}}  # fmt: skip
     for value, has_colour in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", value)
-        assert ("\033[34m" in _draw_screen(Snapshot(head))) is has_colour
+        assert ("\033[34m" in _draw_screen(coordinator("m"))) is has_colour
 
 
 @pytest.mark.parametrize("num_members", [3, 100])
@@ -99,13 +101,7 @@ def test_a_screen_is_never_higher_than_the_terminal(
 ) -> None:
     monkeypatch.setenv("LINES", str(height))
     monkeypatch.setenv("COLUMNS", "80")
-    members = [
-        {"name": f"m{number}", "is_living": True, "offered": 0, "lent": 0, "borrowed": 0}
-        for number in range(num_members)
-    ]
-    head = {"service": "coordinator", "version": "1", "role": "leading", "members": members, "leases": [],
-            "counts": {"members": num_members, "leases": 0}}  # fmt: skip
-    screen = _draw_screen(Snapshot(head))
+    screen = _draw_screen(coordinator(*(f"m{number}" for number in range(num_members))))
     num_lines, num_all = max(1, height - 1), num_members + 1
     assert screen.count("\n") == min(num_lines, num_all)
     assert ("floodplain coordinator" in screen) is (num_lines > 1)

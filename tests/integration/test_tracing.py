@@ -133,9 +133,8 @@ def test_spans_arrive_at_a_receiver_of_otlp_when_the_server_ends(monkeypatch: py
     roots = [span for span in [*spans, *below] if span.name == "llm_request"]
     assert len(roots) == 3, "the client's flags left one trace out"
     assert [span.trace_id.hex() for span in below if span.name == "llm_request"] == [TRACE_ID]
-    assert {attribute.key: attribute.value.string_value for attribute in resources[0].resource.attributes}[
-        "service.name"
-    ] == "floodplain"
+    attributes = {one.key: one.value.string_value for one in resources[0].resource.attributes}
+    assert attributes["service.name"] == "floodplain"
 
 
 @pytest.mark.parametrize(
@@ -191,17 +190,17 @@ def test_a_password_in_an_endpoint_is_refused_and_not_logged(capsys: pytest.Capt
     assert "leave out the user" in told and "hush" not in told
 
 
-def test_a_protocol_that_is_not_spoken_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc", "over http/protobuf only: unset it"),
+        # batches have 512 spans by default
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "100", "(OTEL_...) has a wrong value: max_export_batch_size must be"),
+    ],
+)
+def test_a_variable_of_the_sdk_that_cannot_be_followed_is_one_line(
+    variable: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-    assert run_serve("http://localhost:4317") == 2
-    assert "over http/protobuf only: unset it" in capsys.readouterr().err
-
-
-def test_a_wrong_variable_of_the_sdk_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")  # batches have 512 spans by default
+    monkeypatch.setenv(variable, value)
     assert run_serve("http://localhost:4318/v1/traces") == 2
-    assert "(OTEL_...) has a wrong value: max_export_batch_size must be" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
