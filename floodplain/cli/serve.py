@@ -192,7 +192,6 @@ def _open_cluster(
 ) -> ClusterEngine:
     from floodplain.cluster.launch.parent import read_token
     from floodplain.cluster.router.engine import ClusterEngine
-    from floodplain.cluster.router.stalls import StallRule
     from floodplain.cluster.router.webhook import Webhook
     from floodplain.web.address import bind
 
@@ -216,7 +215,7 @@ def _open_cluster(
             processes=processes,
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
-            stall_rule=StallRule(cluster_config.stall_timeout),
+            stall_timeout_s=cluster_config.stall_timeout,
             is_pipeline=is_pipeline,
             relief=cluster_config.relief,
             most_stages=cluster_config.most_stages,

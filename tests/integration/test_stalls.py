@@ -21,7 +21,6 @@ from floodplain.cluster.instance.instance import Dialer, Member, Replica
 from floodplain.cluster.instance.stage_member import open_stage
 from floodplain.cluster.router import router as routers
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.stalls import StallRule
 from floodplain.core.groups import GroupState
 from floodplain.engine import stage_build
 from floodplain.engine.async_engine import AsyncEngine
@@ -40,7 +39,7 @@ MODEL, NUM_TOKENS = "dummy:tiny-deep", 24
 FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 256}
 CONFIG = EngineConfig(model=MODEL, **FLAGS)
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + number)] for number in range(4)]
-RULE = StallRule(2.0)
+TIMEOUT_S = 2.0
 """Much longer than real steps, which take milliseconds."""
 
 
@@ -97,7 +96,7 @@ async def served(
     """(a router over members in this process, in slots from 0; lost slots with their reasons)."""
     slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
-    router = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
+    router = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_timeout_s=TIMEOUT_S)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
         await router.start(sock)
@@ -151,7 +150,7 @@ async def test_blocked_stage_is_blamed_and_not_the_stages_that_wait_for_it(monke
 
 async def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) -> None:
     with block(StageRunner, "run", lambda runner: runner._model.held.start > 0) as blocked:
-        async with ring(CONFIG, 3, folder, HANG_S, RULE) as one:
+        async with ring(CONFIG, 3, folder, HANG_S, TIMEOUT_S) as one:
             await one.change(one.group_controller.drop([1, 2]), GroupState.PIPELINED)
             one.ask(PROMPTS, NUM_TOKENS)
             ended, end = list[tuple[int, str]](), one.router._end

@@ -18,7 +18,6 @@ from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.instance.instance import Dialer, Replica
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request
@@ -124,11 +123,15 @@ class Ring:
 
 @asynccontextmanager
 async def ring(
-    config: EngineConfig, num_instances: int, folder: Path, silence_s: float = 60.0, rule: StallRule = BY_STEPS
+    config: EngineConfig,
+    num_instances: int,
+    folder: Path,
+    silence_s: float = 60.0,
+    stall_timeout_s: float | None = None,
 ) -> AsyncIterator[Ring]:
     """Yield instances that have joined, under epochs from 1; a time limit keeps a bug from hanging the suite."""
     shape = open_model(config.model).config.shape
-    router = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
+    router = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_timeout_s=stall_timeout_s)
     async with asyncio.timeout(HANG_S):
         sock = bind("127.0.0.1", 0)
         await router.start(sock)

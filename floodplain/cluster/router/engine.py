@@ -16,7 +16,6 @@ from floodplain.cluster.router.listings import RouterWatch, list_parts
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
-from floodplain.cluster.router.stalls import BY_STEPS, StallRule
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
@@ -40,6 +39,7 @@ class ClusterEngine:
         processes: The processes of its own instances; ``close`` ends them.
         outside_token: Admits instances that were started elsewhere; None: none are.
         silence_s: An instance that sends nothing for so long is declared dead.
+        stall_timeout_s: So long an instance may stand still; None: as long as steps that ended allow.
         is_pipeline: Whether its own instances are the stages of one pipeline.
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
@@ -60,7 +60,7 @@ class ClusterEngine:
         processes: Processes,
         outside_token: str | None,
         silence_s: float,
-        stall_rule: StallRule = BY_STEPS,
+        stall_timeout_s: float | None = None,
         is_pipeline: bool = False,
         relief: str = "none",
         most_stages: int = MOST_STAGES,
@@ -80,8 +80,8 @@ class ClusterEngine:
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
         self.router = Router(
-            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule,
-            vocab_size=self.vocab_size,
+            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates,
+            stall_timeout_s=stall_timeout_s, vocab_size=self.vocab_size,
         )  # fmt: skip
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):

@@ -17,7 +17,7 @@ from floodplain.cluster.pipeline.forming import Forming, find_problem
 from floodplain.cluster.router.door import Door
 from floodplain.cluster.router.monitor import Monitor
 from floodplain.cluster.router.requests import Requests
-from floodplain.cluster.router.stalls import BY_STEPS, StallGuard, StallRule, StallWatch
+from floodplain.cluster.router.stalls import StallGuard, StallWatch
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import Instance, Roster
@@ -67,7 +67,7 @@ class Router:
         *,
         migrates: bool = False,
         vocab_size: int = MAX_TOKEN_ID + 1,
-        stall_rule: StallRule = BY_STEPS,
+        stall_timeout_s: float | None = None,
     ) -> None:
         self.table = RequestTable(Roster(silence_s))
         self.sums = StatsTable()
@@ -89,7 +89,7 @@ class Router:
         self._controller = self.group_controller or self.migration_controller
         if self._controller is not None:
             self.requests.on_closed = self._controller.forget
-        watch = StallWatch(stall_rule, self._beat_s)
+        watch = StallWatch(stall_timeout_s, self._beat_s)
         self._stalls = StallGuard(watch, self.table.roster, self._forming, self.group_controller)
         self._launcher = launcher
         self._links: dict[int, FrameLink] = {}

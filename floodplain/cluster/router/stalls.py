@@ -11,7 +11,7 @@ The time between two beats is capped (``GAP_BEATS``), so that a stopped router o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from floodplain.cluster.groups.controller import GroupController
@@ -34,30 +34,19 @@ GAP_BEATS = 2.0
 """The time between two beats counts at most as so many beat periods."""
 
 
-@dataclass(frozen=True, slots=True)
-class StallRule:
-    """How long an instance may stand still: ``fixed_s`` by the operator; None: derived from the steps that ended."""
+def find_limit_s(longest_s: float, most_tokens: int, step_tokens: int, *, is_first: bool) -> float:
+    """Seconds that an instance may stand still, from the steps that ended.
 
-    fixed_s: float | None = None
-
-    def limit_s(self, longest_s: float, most_tokens: int, progress: Progress, *, is_first: bool) -> float:
-        """Seconds that an instance may stand still.
-
-        Args:
-            longest_s: The longest step that any instance has ended; 0 if none has.
-            most_tokens: The most tokens of one; 0 if none has ended.
-            progress: Of this instance: its step may be larger than any that ended.
-            is_first: Whether it has ended no step in this session.
-        """
-        if self.fixed_s is not None:
-            return self.fixed_s
-        if not most_tokens:
-            return UNKNOWN_S
-        honest_s = longest_s * max(1.0, progress.step_tokens / most_tokens)
-        return min(MOST_S, max(FIRST_STEP_S if is_first else LEAST_S, FACTOR * honest_s))
-
-
-BY_STEPS = StallRule()
+    Args:
+        longest_s: The longest step that any instance has ended; 0 if none has.
+        most_tokens: The most tokens of one; 0 if none has ended.
+        step_tokens: Of this instance's step, which may be larger than any that ended.
+        is_first: Whether it has ended no step in this session.
+    """
+    if not most_tokens:
+        return UNKNOWN_S
+    honest_s = longest_s * max(1.0, step_tokens / most_tokens)
+    return min(MOST_S, max(FIRST_STEP_S if is_first else LEAST_S, FACTOR * honest_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +79,13 @@ class _Heard:
 
 
 class StallWatch:
-    """Finds stuck instances from their beats, which are ``beat_s`` seconds apart."""
+    """Finds stuck instances from their beats, which are ``beat_s`` seconds apart.
 
-    def __init__(self, rule: StallRule, beat_s: float) -> None:
-        self._rule, self._beat_s = rule, beat_s
+    They may stand still for ``timeout_s`` seconds; None: for ``find_limit_s``.
+    """
+
+    def __init__(self, timeout_s: float | None, beat_s: float) -> None:
+        self._timeout_s, self._beat_s = timeout_s, beat_s
         self._heard: dict[int, _Heard] = {}
         self._longest_s, self._most_tokens = 0.0, 0
 
@@ -111,15 +103,14 @@ class StallWatch:
         before.still_s = 0.0 if has_moved or is_at_rest else before.still_s + max(0.0, gap_s)
         before.progress, before.heard_s, before.owes = progress, now, owes
 
-    def keep(self, epochs: set[int]) -> None:
-        """Forget all instances except these, which live."""
-        self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in epochs}
-
-    def find_stuck(self, units: Iterable[Sequence[int]]) -> list[Stuck]:
+    def find_stuck(self, units: Sequence[Sequence[int]]) -> list[Stuck]:
         """Stuck instances.
 
-        Each unit is epochs of instances that compute together, leader first, or one that serves alone.
+        Each unit is epochs of instances that compute together, leader first, or one that serves alone. Instances that
+        are in none have ended.
         """
+        living = {epoch for unit in units for epoch in unit}
+        self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in living}
         return [stuck for unit in units for stuck in self._judge([epoch for epoch in unit if epoch in self._heard])]
 
     def _judge(self, unit: list[int]) -> list[Stuck]:
@@ -132,8 +123,10 @@ class StallWatch:
         return [Stuck(epoch, waiting[0].still_s, limits[epoch]) for epoch in unit if waiting]
 
     def _limit_s(self, one: _Heard) -> float:
+        if self._timeout_s is not None:
+            return self._timeout_s
         is_first = one.progress.num_ended <= one.num_ended_before
-        return self._rule.limit_s(self._longest_s, self._most_tokens, one.progress, is_first=is_first)
+        return find_limit_s(self._longest_s, self._most_tokens, one.progress.step_tokens, is_first=is_first)
 
 
 def _counts(progress: Progress) -> tuple[int, int, int]:
@@ -155,7 +148,6 @@ class StallGuard:
 
     def find_stuck(self) -> Iterator[Stuck]:
         """The live instances that are stuck. The caller may end sessions during the iteration."""
-        self._watch.keep({one.epoch for one in self._roster})
         return (stuck for stuck in self._watch.find_stuck(self._units()) if self._roster.get(stuck.epoch) is not None)
 
     def _units(self) -> list[Sequence[int]]:
