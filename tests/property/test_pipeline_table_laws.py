@@ -9,52 +9,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.cluster.pipeline.forming import Pipeline, PipelineTable
+from floodplain.cluster.pipeline.forming import Forming, Pipeline
+from floodplain.cluster.state.roster import Roster
+from floodplain.cluster.wire.messages import Formed, StageFacts
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import SHAPES
 from floodplain.cost.pipeline import ChunkPrice, StageMemory, cost_by_shape, head_layers, split_layers
+from tests.support.cluster_peers import FACTS
 from tests.support.examples import examples
 
 
 class World:
     """Processes, one for each stage, that join under new epochs, and the pipelines that the router must have."""
 
-    def __init__(self, num_stages: int, table: PipelineTable) -> None:
-        self.table, self.num_stages = table, num_stages
+    def __init__(self, num_stages: int, kind: type[Forming]) -> None:
+        self.roster, self.num_stages = Roster(1.0), num_stages
+        self.forming = kind(num_stages, self.roster, lambda epoch, form: None)
         self.stage_of: dict[int, int] = {}  # of live epochs
         self.formed: dict[int, Pipeline] = {}
         self.serving: set[int] = set()
-        self.next_epoch = 1
+        self.last_epoch = 0
 
     def join(self, stage: int) -> None:
-        epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
-        older = self.table.join(epoch, stage)
-        self.stage_of[epoch] = stage
-        pipeline = self.table.form()
+        instance = self.roster.join(FACTS, None, 0.0, StageFacts(stage, self.num_stages, "host", 1))
+        older, self.last_epoch = self.forming.join(instance), instance.epoch
+        self.stage_of[instance.epoch] = stage
         if older is not None:
             assert self.stage_of[older] == stage and not any(older in one.epochs for one in self.formed.values())
             self.end(older)
-        if pipeline is not None:
-            assert pipeline.number not in self.formed
-            assert [self.stage_of[member] for member in pipeline.epochs] == list(range(self.num_stages))
-            self.formed[pipeline.number] = pipeline
+        for pipeline in self.forming.pipelines:
+            if pipeline.number not in self.formed:
+                assert [self.stage_of[member] for member in pipeline.epochs] == list(range(self.num_stages))
+                self.formed[pipeline.number] = pipeline
 
     def link(self, epoch: int, number: int) -> None:
-        pipeline = self.table.link(epoch, number)
-        if pipeline is not None:
-            assert pipeline.number not in self.serving and set(pipeline.linked) == set(pipeline.epochs)
+        if self.forming.link(Formed(epoch, number)):
+            pipeline = self.formed[number]
+            assert number not in self.serving and set(pipeline.linked) == set(pipeline.epochs)
             assert all(member in self.stage_of for member in pipeline.epochs)
-            self.serving.add(pipeline.number)
+            self.serving.add(number)
 
     def end(self, epoch: int) -> None:
         """End an epoch, then the epochs that end with it, as the router does."""
-        if self.stage_of.pop(epoch, None) is None:
+        if self.roster.remove(epoch) is None:
             return
-        for other in self.table.end(epoch):
+        del self.stage_of[epoch]
+        for other in self.forming.end(epoch):
             self.end(other)
 
     def check(self) -> None:
-        self.table.check_integrity()
+        self.forming.check_integrity()
         for pipeline in list(self.formed.values()):
             living = [member in self.stage_of for member in pipeline.epochs]
             assert all(living) or not any(living), "a member goes on alone"
@@ -63,12 +67,12 @@ class World:
                 self.serving.discard(pipeline.number)
 
 
-def tell(seed: int, num_stages: int, table: PipelineTable) -> int:
+def tell(seed: int, num_stages: int, kind: type[Forming] = Forming) -> int:
     """Run random events; return how many pipelines served."""
-    world, dice, num_served = World(num_stages, table), Random(seed), 0
+    world, dice, num_served = World(num_stages, kind), Random(seed), 0
     for _ in range(150):
         event = dice.choice(["join", "join", "link", "link", "link", "end"])
-        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones may send messages, too
+        epochs = list(range(1, world.last_epoch + 1)) or [1]  # ended ones may send messages, too
         if event == "join":
             world.join(dice.randrange(num_stages))
         elif event == "link":
@@ -86,33 +90,33 @@ def tell(seed: int, num_stages: int, table: PipelineTable) -> int:
 @settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), num_stages=st.integers(2, 4))
 def test_a_pipeline_is_whole_or_over(seed: int, num_stages: int) -> None:
-    tell(seed, num_stages, PipelineTable(num_stages))
+    tell(seed, num_stages)
 
 
 def test_pipelines_serve_in_these_stories() -> None:
-    assert sum(tell(seed, 2, PipelineTable(2)) for seed in range(10)) > 100
+    assert sum(tell(seed, 2) for seed in range(10)) > 100
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------
 
 
-class LetsMembersGoOn(PipelineTable):
+class LetsMembersGoOn(Forming):
     def end(self, epoch: int) -> list[int]:
         super().end(epoch)
         return []
 
 
-class FormsTooSoon(PipelineTable):
-    def link(self, epoch: int, number: int) -> Pipeline | None:
-        super().link(epoch, number)
-        return self._pipelines.get(number)
+class FormsTooSoon(Forming):
+    def link(self, message: Formed) -> bool:
+        super().link(message)
+        return message.number in self._pipelines
 
 
 @pytest.mark.parametrize("kind", [LetsMembersGoOn, FormsTooSoon])
-def test_a_table_is_noticed_that(kind: type[PipelineTable]) -> None:
+def test_a_table_is_noticed_that(kind: type[Forming]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         for seed in range(20):
-            tell(seed, 2, kind(2))
+            tell(seed, 2, kind)
 
 
 # -- layers cut into stages --------------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class World:
         router, found = self.router, {epoch}
         groups = [] if router.group_controller is None else list(router.group_controller.groups)
         units = [set(group.epochs) for group in groups]
-        units += [] if router._forming is None else [set(one.epochs) for one in router._forming.table.pipelines]
+        units += [] if router._forming is None else [set(one.epochs) for one in router._forming.pipelines]
         for unit in units + units:
             if unit & found:
                 found |= unit

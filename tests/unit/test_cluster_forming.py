@@ -68,7 +68,7 @@ def test_only_the_first_stage_takes_requests_and_only_once_all_are_linked() -> N
 def test_each_pipeline_has_a_secret_of_its_own() -> None:
     world = World()
     first = world.form()
-    assert sorted(world.forming.table.end(first[1].epoch)) == [first[0].epoch, first[2].epoch]
+    assert sorted(world.forming.end(first[1].epoch)) == [first[0].epoch, first[2].epoch]
     for member in first:
         world.roster.remove(member.epoch)
     second = world.form()
@@ -82,7 +82,7 @@ def test_a_stage_that_joins_again_takes_the_place_of_its_older_life() -> None:
     older = world.join(1)
     newer = world.roster.join(FACTS, 1, 0.0, StageFacts(1, NUM_STAGES, "127.0.0.1", 6000))
     assert world.forming.join(newer) == older.epoch
-    assert world.forming.table.end(older.epoch) == []
+    assert world.forming.end(older.epoch) == []
 
 
 STAGE = StageFacts(1, NUM_STAGES, "127.0.0.1", 5000)

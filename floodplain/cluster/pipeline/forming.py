@@ -26,17 +26,20 @@ class Pipeline:
     epochs: tuple[int, ...]
     linked: set[int] = field(default_factory=set)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all members are linked: it serves."""
-        return len(self.linked) == len(self.epochs)
+
+logger = logging.getLogger(__name__)
 
 
-class PipelineTable:
-    """The joined stages, and the pipelines that they form."""
+class Forming:
+    """The joined stages of a roster, and the pipelines that they form.
 
-    def __init__(self, num_stages: int) -> None:
+    ``max_model_len`` is that of the last pipeline that was linked, in tokens; None before the first.
+    """
+
+    def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
         self.num_stages = num_stages
+        self.max_model_len: int | None = None
+        self._roster, self._send = roster, send
         self._gathered: dict[int, int] = {}
         self._pipelines: dict[int, Pipeline] = {}
         self._next_number = 1
@@ -46,33 +49,37 @@ class PipelineTable:
         """The pipelines that were formed and have not ended."""
         return list(self._pipelines.values())
 
-    def join(self, epoch: int, stage: int) -> int | None:
-        """A stage joined, under a new epoch.
+    def join(self, instance: Instance) -> int | None:
+        """A stage joined; if none is missing now, all are told to link.
 
-        The epoch of an older instance of it, whose session must end; None if none.
+        Returns the epoch of an older instance of the same stage, whose session must end; None if there is none.
         """
-        older = self._gathered.get(stage)
-        self._gathered[stage] = epoch
+        assert instance.stage is not None
+        older = self._gathered.get(instance.stage.stage)
+        self._gathered[instance.stage.stage] = instance.epoch
+        if len(self._gathered) == self.num_stages:
+            epochs = tuple(self._gathered[stage] for stage in range(self.num_stages))
+            self._gathered.clear()
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pipelines[number] = Pipeline(number, epochs)
+            self._tell(number, [self._roster.expect(epoch) for epoch in epochs])
         return older
 
-    def form(self) -> Pipeline | None:
-        """The next pipeline, if all of its stages have joined; else None."""
-        if len(self._gathered) < self.num_stages:
-            return None
-        epochs = tuple(self._gathered[stage] for stage in range(self.num_stages))
-        self._gathered.clear()
-        pipeline = Pipeline(self._next_number, epochs)
-        self._next_number += 1
-        self._pipelines[pipeline.number] = pipeline
-        return pipeline
-
-    def link(self, epoch: int, number: int) -> Pipeline | None:
-        """A member is linked. The pipeline if all are linked now; else None, also if it has ended."""
-        pipeline = self._pipelines.get(number)
-        if pipeline is None or epoch not in pipeline.epochs or pipeline.is_whole:
-            return None
-        pipeline.linked.add(epoch)
-        return pipeline if pipeline.is_whole else None
+    def link(self, message: Formed) -> bool:
+        """A stage is linked. True if its whole pipeline is linked now; False, too, if it has ended."""
+        pipeline = self._pipelines.get(message.number)
+        if pipeline is None or message.epoch not in pipeline.epochs or message.epoch in pipeline.linked:
+            return False
+        pipeline.linked.add(message.epoch)
+        if len(pipeline.linked) < len(pipeline.epochs):
+            return False
+        members = [self._roster.expect(epoch) for epoch in pipeline.epochs]
+        for member in members:
+            member.is_linked = True
+        members[0].num_blocks = min(member.facts.num_blocks for member in members)
+        self.max_model_len = min(member.facts.max_model_len for member in members)
+        logger.info("instances %s are pipeline %d", ", ".join(member.name for member in members), pipeline.number)
+        return True
 
     def end(self, epoch: int) -> list[int]:
         """An instance's session has ended. The epochs of the other members of its pipeline, last stage first."""
@@ -87,46 +94,6 @@ class PipelineTable:
         placed = [*self._gathered.values(), *(epoch for one in self._pipelines.values() for epoch in one.epochs)]
         if len(placed) != len(set(placed)):
             raise InvariantError("a stage is in two pipelines, or in one and waiting for one")
-
-
-logger = logging.getLogger(__name__)
-
-
-class Forming:
-    """Forms pipelines of a roster's instances.
-
-    ``max_model_len`` is that of the last pipeline that was linked, in tokens; None before the first.
-    """
-
-    def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
-        self.max_model_len: int | None = None
-        self.table = PipelineTable(num_stages)
-        self._roster, self._send = roster, send
-
-    def join(self, instance: Instance) -> int | None:
-        """A stage joined; if none is missing now, all are told to link.
-
-        Returns the epoch of an older instance of the same stage, whose session must end; None if there is none.
-        """
-        assert instance.stage is not None
-        older = self.table.join(instance.epoch, instance.stage.stage)
-        pipeline = self.table.form()
-        if pipeline is not None:
-            self._tell(pipeline.number, [self._roster.expect(epoch) for epoch in pipeline.epochs])
-        return older
-
-    def link(self, message: Formed) -> bool:
-        """A stage is linked. True if its whole pipeline is linked now."""
-        pipeline = self.table.link(message.epoch, message.number)
-        if pipeline is None:
-            return False
-        members = [self._roster.expect(epoch) for epoch in pipeline.epochs]
-        for member in members:
-            member.is_linked = True
-        members[0].num_blocks = min(member.facts.num_blocks for member in members)
-        self.max_model_len = min(member.facts.max_model_len for member in members)
-        logger.info("instances %s are pipeline %d", ", ".join(member.name for member in members), pipeline.number)
-        return True
 
     def _tell(self, number: int, members: list[Instance]) -> None:
         secret = secrets.token_hex(SECRET_BYTES)
@@ -152,6 +119,6 @@ def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, fo
     stage, first = hello.stage, first or hello.facts
     if stage is None:
         return find_difference(first, hello.facts)
-    if forming is None or slot != stage.stage or stage.num_stages != forming.table.num_stages:
+    if forming is None or slot != stage.stage or stage.num_stages != forming.num_stages:
         return "the stages of a pipeline are the router's own: start this instance without --stage"
     return find_difference(replace(first, max_model_len=0), hello.facts)  # stages may differ in that

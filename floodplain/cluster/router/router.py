@@ -218,7 +218,7 @@ class Router:
             self._launcher.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
         for entry in entries:
             self.requests.give_back(entry)
-        for other in [] if self._forming is None else self._forming.table.end(epoch):
+        for other in [] if self._forming is None else self._forming.end(epoch):
             self._end(other, "pipeline")
         if self._controller is not None:
             self._controller.end(epoch)

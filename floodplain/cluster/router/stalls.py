@@ -153,7 +153,7 @@ class StallGuard:
     def _units(self) -> list[Sequence[int]]:
         units: list[Sequence[int]] = []
         if self._forming is not None:
-            units += [pipeline.epochs for pipeline in self._forming.table.pipelines]
+            units += [pipeline.epochs for pipeline in self._forming.pipelines]
         if self._group_controller is not None:
             units += [group.epochs for group in self._group_controller.groups]
         shared = {epoch for unit in units for epoch in unit}
