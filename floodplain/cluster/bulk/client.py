@@ -40,10 +40,7 @@ MAX_AHEAD_INDICES = 2 * MAX_REQUEST_INDICES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkItem:
-    """A set of indices that is fetched completely or counts as not fetched.
-
-    ``indices`` is int64 [num_indices], in any order: block ids, or numbers of parameter pieces; ``part`` is a layer.
-    """
+    """Indices, int64 [num_indices], of part ``part`` (a layer) of a store: they are fetched all, or count as not."""
 
     store: str
     part: int
@@ -55,10 +52,7 @@ Sink = Callable[[BulkItem, npt.NDArray[np.int64], npt.NDArray[np.uint8]], None]
 
 
 class BulkClient:
-    """One connection to a peer. ``close`` may be called on any thread, at any time.
-
-    ``timeout_s`` also bounds connecting, and the wait for the answer to the hello.
-    """
+    """One connection to a peer. ``close`` may be called on any thread. ``timeout_s`` bounds connecting, too."""
 
     def __init__(self, address: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
         self._address, self._hello, self._timeout_s = address, pack_hello(secret), timeout_s
@@ -86,14 +80,10 @@ class BulkClient:
         self._frames = FrameSocket(sock, MAX_CHUNK_BYTES)
 
     def fetch(self, items: Sequence[BulkItem], sink: Sink) -> list[bool]:
-        """Whether each item arrived whole, chunk by chunk; each chunk is verified before the sink gets it.
+        """Whether each item arrived whole; each chunk is verified before the sink gets it.
 
-        The sink may have got some intact chunks of another item. If the sink raises, or ``PeerLost`` is raised, the
-        connection cannot be used again.
-
-        Raises:
-            PeerLost: The connection ended, the peer was silent for ``timeout_s`` or sent nonsense, or ``close`` was
-                called.
+        The sink may have got some chunks of an item that did not. If the sink raises, or ``PeerLost`` is raised (the
+        connection ended, or the peer was silent or sent nonsense), the connection cannot be used again.
         """
         if self._frames is None:
             raise PeerLost(f"no bulk data from {self._address}: not connected")

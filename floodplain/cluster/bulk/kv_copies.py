@@ -1,7 +1,4 @@
-"""Copies of KV and parameters between members of a group: the stores that a member serves, and the pulling side.
-
-Members pull: each knows what it lacks, verifies each chunk, and reports for each request whether its copy is complete.
-"""
+"""Copies of KV and parameters between instances: the stores that one serves, and the side that pulls and verifies."""
 
 from __future__ import annotations
 
@@ -193,10 +190,10 @@ def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write
 
 
 class SwapStore:
-    """A ``bulk.server.Store`` over a member's swap space while its engine is at rest: part = layer, indices = slots.
+    """A ``bulk.server.Store`` over a member's swap space: part = layer, indices = slots.
 
-    A slot is read only after its content was verified against the digest that was taken at swap-out. No slot is written
-    between ``forget`` and the last ``read``.
+    A slot is read only after its content was verified against the digest that was taken at swap-out. The engine is at
+    rest: no slot is written between ``forget`` and the last ``read``.
     """
 
     def __init__(self, slots: SwapSlots) -> None:
@@ -212,10 +209,7 @@ class SwapStore:
             self._proven.clear()
 
     def read(self, part: int, indices: IntArray) -> ByteArray:
-        """One layer of some slots: uint8 [num_indices, layer_block_bytes].
-
-        Raises ``NotServed`` if there is no such layer or slot, or a slot's content does not match its digest.
-        """
+        """One layer of some slots: uint8 [num_indices, layer_block_bytes]. ``NotServed`` if one is not whole."""
         slots = indices.tolist()
         is_there = 0 <= part < self._slots.layout.num_layers and all(0 <= s < self._slots.num_slots for s in slots)
         if not is_there or not self._prove(slots):

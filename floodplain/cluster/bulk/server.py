@@ -61,10 +61,7 @@ class ServedStore:
         self._num_reads, self._is_open = 0, True
 
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """The bytes of some indices: uint8 [num_bytes], which stay valid after ``end``.
-
-        Raises ``NotServed`` if the store does not have all of them, or was withdrawn.
-        """
+        """The bytes of some indices: uint8 [num_bytes], valid after ``end``. ``NotServed`` if it does not have all."""
         with self._reading():
             try:
                 data = self._store.read(part, indices)
@@ -167,10 +164,7 @@ class BulkServer:
                     _shut(sock)
 
     def serve(self, name: str, store: Store, index_bytes: int) -> None:
-        """Let clients read a store whose indices have at most ``index_bytes`` bytes.
-
-        Raises ``InvariantError`` if the name is taken or an index has more than ``MAX_CHUNK_BYTES``.
-        """
+        """Let clients read a store under a new name; its indices have at most ``index_bytes`` bytes."""
         if not 0 < index_bytes <= MAX_CHUNK_BYTES:
             raise InvariantError(f"an index has 1 to {MAX_CHUNK_BYTES} bytes, not {index_bytes}")
         with self._lock:
@@ -179,10 +173,7 @@ class BulkServer:
             self._stores[name] = ServedStore(name, store, index_bytes)
 
     def withdraw(self, name: str) -> None:
-        """End a store; its memory may be unmapped when this returns. Does nothing if it is not served.
-
-        Waits for reads of the store that are under way, never for a client. Later reads are refused.
-        """
+        """End a store. Waits for its reads under way, never for a client; then its memory may be unmapped."""
         with self._lock:
             served = self._stores.pop(name, None)
         if served is not None:
@@ -273,10 +264,7 @@ class BulkServer:
 
 
 def _read_hello(sock: socket.socket) -> bytes:
-    """The first bytes of a client; fewer if it disconnects.
-
-    Raises ``OSError`` if they are late by ``HELLO_TIMEOUT_S``.
-    """
+    """The first bytes of a client; fewer if it disconnects. ``OSError`` if they are late by ``HELLO_TIMEOUT_S``."""
     deadline, shown = time.monotonic() + HELLO_TIMEOUT_S, b""
     while len(shown) < HELLO_BYTES:
         sock.settimeout(max(deadline - time.monotonic(), 1e-3))

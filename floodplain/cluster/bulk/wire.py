@@ -43,10 +43,7 @@ class BulkRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkChunk:
-    """The bytes of ``count`` adjacent indices of a request, from its index ``start`` on.
-
-    ``data`` is uint8 [num_bytes], index after index, and ``digest`` the sender's digest of it.
-    """
+    """The bytes, uint8 [num_bytes], of ``count`` indices of a request from its index ``start`` on, and their digest."""
 
     number: int
     start: int

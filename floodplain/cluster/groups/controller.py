@@ -129,10 +129,7 @@ class GroupController:
         return self._plans.get(number)
 
     def take(self, message: wire.GroupAnswer, integers: Sequence[int]) -> None:
-        """Apply a member's answer; answers of a group that has ended are ignored.
-
-        Raises ``WireError`` if the sender is no member, or the answer is invalid.
-        """
+        """Apply a member's answer. ``WireError`` if the sender is no member, or the answer is invalid."""
         plan, group = self._plans.get(message.number), self.groups.get(message.number)
         if plan is None or group is None:
             return

@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 def open_droppable(config: EngineConfig, folder: Path | None, router_host: str) -> Replica:
     """Load a model whose layers can be dropped, and open its backstop, in ``folder`` or the default one.
 
-    Other instances reach this one by the network of ``router_host``.
-
-    Raises:
-        UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.
+    Other instances reach this one by the network of ``router_host``. Raises ``UserError`` as ``build_engine``; or the
+    backstop cannot be written, or the pool has too few whole quanta.
     """
     opened = open_engine(replace(config, pack_weights=False))
     try:
@@ -93,10 +91,7 @@ class GroupRole(Role):
         return self._member.engine.failure or in_group
 
     async def end(self) -> None:
-        """Leave any group, however the session ended: serve alone again, without requests.
-
-        Raises ``UserError`` if dropped parameters cannot be read from the backstop.
-        """
+        """Leave any group. ``UserError`` if dropped parameters cannot be read from the backstop."""
         if self._membership is not None:
             await self._membership.abandon()
 

@@ -24,14 +24,12 @@ class GroupMember:
     """The resources of a group member. ``close`` it before its engine.
 
     Args:
-        opened: The opened engine, whose parameters lie in pages.
-        engine: The same engine, on its thread.
+        opened: The opened engine, whose parameters lie in pages; ``engine`` is the same one on its thread.
         backstop: The copy from which dropped parameters are read if no other instance has them; owned from now on.
         host: The address at which other instances reach this process.
 
     Attributes:
-        memory: The owner of its pages while it is in a group.
-        pool: Its KV pool while it is in no group.
+        memory: The owner of its pages while it is in a group; ``pool``: its KV pool while it is in none.
         swap: Its swap space, readable for others while its engine is at rest; None if there is none.
         gate: Shut while a stage computes.
         bulk: The server of what others may read.
@@ -84,10 +82,9 @@ class GroupMember:
         self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)
 
     def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
-        """Map and fill all dropped layers. (number from other instances, number from the backstop)
+        """Map and fill all dropped layers. (number from ``addresses``, one a layer; number from the backstop)
 
-        ``addresses`` has a bulk server for each layer. Raises ``UserError`` if the backstop is needed and cannot be
-        read.
+        Raises ``UserError`` if the backstop is needed and cannot be read.
         """
         if not self.memory.map_parameters():
             raise InvariantError("a member of a group has no pages for its parameters")

@@ -78,8 +78,7 @@ class Membership:
     async def drop(self, order: Drop, integers: Sequence[int], on_left: Callable[[], None]) -> None:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
 
-        ``on_left`` is called when the pipeline of the old group, if any, has ended. Raises ``PeerLost`` if a neighbour
-        cannot be reached.
+        ``on_left`` is called when the pipeline of the old group, if any, has ended. ``PeerLost`` if no neighbour links.
         """
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)
@@ -211,10 +210,7 @@ class Membership:
         await self._run(lambda engine: self._member.grow(engine, self._member.memory.close_group()))
 
     async def abandon(self) -> None:
-        """Leave a failed group: serve alone again, without requests. Parameters come from the backstop.
-
-        Raises ``UserError`` if the backstop cannot be read.
-        """
+        """Leave a failed group: serve alone, without requests. ``UserError`` if the backstop cannot be read."""
         self.cancel()
         if self.old is not None:
             await self.old.abandon()
@@ -363,10 +359,7 @@ class GroupPipeline(PipelineStage):
         self._expect_engine().post(drop)
 
     async def plan(self, num_quanta: int) -> tuple[ShrinkPlan, list[Request]]:
-        """Drain the pipeline, and plan to shrink it; it stays paused until ``commit``.
-
-        Returns the plan, and the youngest requests, which no longer fit: they were aborted here.
-        """
+        """Drain the pipeline until ``commit``. The plan of its shrink, and the youngest requests, which are aborted."""
         self._pause = await self._expect_engine().pause()
         plan, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))
         self._shrink = plan

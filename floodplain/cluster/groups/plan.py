@@ -128,10 +128,7 @@ class GroupPlan:
             self.moving[entry.number] = MovingRequest(entry, num_computed, row.place, blocks, sources)
 
     def find_copiers(self) -> dict[int, frozenset[int]]:
-        """For each moving request: epochs of members that copy KV of it. Its own member copies swapped blocks.
-
-        Members of the group that it comes from already have their layers of it.
-        """
+        """For each moving request: epochs of members that lack layers of it. Its own member copies swapped blocks."""
         copiers, holders = {}, self._expect_merge().holders
         for request, one in self.moving.items():
             is_swapped = one.sources != one.blocks

@@ -1,11 +1,8 @@
 """All groups, and the progress of each: decides which orders are due. No I/O, no clock.
 
-Two phases: no member drops anything before all have confirmed what they hold (``confirm``, then ``drop``).
-If a member ends during preparation, the others resume after a pause; if it ends later, the sessions of all members end.
-Messages name the group by its number, which is used once: a message of an ended group changes nothing.
-
-A new group may take in pipelined groups, with all their members. Until all members of the new group have
-confirmed, the old groups live on beside it; when it drops layers, they are removed.
+No member drops anything before all have confirmed what they hold. If a member ends before that, the others resume; if
+it ends later, the sessions of all members end. A new group may take in pipelined groups, with all their members: they
+live on beside it until it drops layers.
 """
 
 from __future__ import annotations
@@ -38,10 +35,10 @@ class _Fetch:
 
 
 class Fetches:
-    """Progress of the copies of several requests, each with its copying members and the one that resumes it.
+    """The copies of several requests under way, each with its copying members and the one that resumes it.
 
-    A request's blocks are reused only when every member that copies into them has answered, whether or not the request
-    is still live: a late write would corrupt another request's KV.
+    A request's blocks are reused only when every member that copies into them has answered, even if the request has
+    ended: a late write would corrupt another request's KV.
     """
 
     def __init__(self, sources: Mapping[int, tuple[set[int], int]]) -> None:
@@ -67,10 +64,7 @@ class Fetches:
         return fetch is not None
 
     def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
-        """A member has copied a request's KV, or failed to. None if this answer was not awaited.
-
-        Returns the outcome (None: others have still to answer), and the epoch of the member that resumes the request.
-        """
+        """A member has copied a request's KV, or not. (outcome, if all have; who resumes it); None if it is stale."""
         fetch = self._fetches.get(request)
         if fetch is None or epoch not in fetch.epochs:
             return None
@@ -160,10 +154,7 @@ def check_members(epochs: Sequence[int]) -> None:
 
 
 def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -> int:
-    """Most tokens of a request in a group of these instances: the least of what each can hold alone.
-
-    Raises ``UserError`` if they cannot be a group.
-    """
+    """Most tokens of a request in a group of these instances. ``UserError`` if they cannot be a group."""
     check_members(epochs)
     facts = []
     for epoch in epochs:
@@ -198,10 +189,7 @@ class GroupTable:
         return next((group for group in reversed(self._groups.values()) if epoch in group.epochs), None)
 
     def find_old(self, epochs: Sequence[int]) -> list[Group]:
-        """The groups that a new group of these instances, each named once, would take in.
-
-        Raises ``UserError`` if one is in the middle of a change, or has members that are not in ``epochs``.
-        """
+        """The groups that a new group would take in. ``UserError`` if one changes now, or a member is not named."""
         found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
         for group in found.values():
             if group.state is not GroupState.PIPELINED:
@@ -215,10 +203,7 @@ class GroupTable:
     # -- the caller decides ----------------------------------------------------------------------------------------
 
     def prepare(self, epochs: Sequence[int]) -> Change:
-        """Begin a group of these instances, the leader first.
-
-        Raises ``UserError`` as ``check_members`` and ``find_old``.
-        """
+        """Begin a group of these instances, the leader first. ``UserError`` as ``check_members`` and ``find_old``."""
         check_members(epochs)
         group = Group(self._next_number, tuple(epochs), tuple(self.find_old(epochs)))
         self._next_number += 1
@@ -230,9 +215,6 @@ class GroupTable:
 
         ``copiers`` has, for each handed-over request that keeps its KV, oldest first, epochs of the members that copy
         some of it, one at least. Others have their layers of it in place.
-
-        Raises:
-            InvariantError: A member has not confirmed, or a request is copied by no member, or by others.
         """
         group = self._expect(number, GroupState.PREPARING, copiers)
         leader = group.leader  # resumes all of them
@@ -258,26 +240,19 @@ class GroupTable:
     def adopt(self, number: int, homes: Mapping[int, int]) -> Change:
         """Let each request's KV be collected by the member that resumes it; all members serve alone again.
 
-        ``homes`` has that member's epoch for each handed-over request that keeps its KV, oldest first. Raises
-        ``InvariantError`` if a member has not returned, or a home is no member.
+        ``homes`` has that member's epoch for each handed-over request that keeps its KV, oldest first.
         """
         group = self._expect(number, GroupState.RETURNING, {request: (home,) for request, home in homes.items()})
         group.fetches = Fetches({request: ({home}, home) for request, home in homes.items()})
         return self._take(group, GroupEvent.RETURNED)
 
     def expire(self, number: int) -> Change | None:
-        """End a group that made no progress for too long: cancel it, or end the sessions of its members.
-
-        None if it awaits nothing.
-        """
+        """End a group that awaits something for too long: cancel it, or end its sessions. None if it awaits nothing."""
         group = self._groups.get(number)
         return None if group is None else self._end(group, GroupEvent.EXPIRED, None)
 
     def abort(self, number: int, request: int) -> bool:
-        """Mark a handed-over request as aborted. True if its KV is being copied, or would have been.
-
-        Its blocks are released once no member copies into them.
-        """
+        """Mark a handed-over request as aborted. True if copies of it are due: its blocks are released after them."""
         group = self._groups.get(number)
         return group is not None and group.fetches.abort(request)
 

@@ -56,13 +56,9 @@ class Member(Protocol):
 
 
 class Dialer:
-    """Connects a member to its router.
+    """Connects a member to the router at ``host``, which admits ``token``. ``run`` starts and closes the member.
 
-    Args:
-        member: The member, not yet started; ``run`` closes it.
-        host: The router's host; it listens on ``port``.
-        token: The token that the router admits.
-        drain_timeout_s: How long requests may run once the process is to stop.
+    Once the process is to stop, requests may run for ``drain_timeout_s`` seconds.
     """
 
     def __init__(self, member: Member, host: str, port: int, token: str, drain_timeout_s: float) -> None:
@@ -77,9 +73,7 @@ class Dialer:
     async def run(self) -> None:
         """Serve the router, connection after connection, until SIGTERM or SIGINT; a second one does not wait.
 
-        Raises:
-            UserError: The router refuses the member.
-            BaseException: The failure that ended the member.
+        Raises ``UserError`` if the router refuses the member, or the failure that ended the member.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop)
@@ -241,10 +235,7 @@ def own_facts(
 
 
 def find_own_host(router_host: str) -> str:
-    """This machine's address in the router's network: the source address of a connection to the router.
-
-    Raises ``UserError`` if there is none.
-    """
+    """The source address of connections from this machine to the router. ``UserError`` if there is none."""
     try:
         family, kind, proto, _, address = resolve(router_host, 9, socket.SOCK_DGRAM)
         with socket.socket(family, kind, proto) as sock:

@@ -34,8 +34,7 @@ ROUTER_SILENCE_S = 10.0
 class Role:
     """What an instance does in a session beside its requests. This base takes no orders: a whole instance.
 
-    ``peers`` names, for the log, the instances without which the session cannot go on: their loss ends the session.
-    Empty: there are none, and any failure ends the process.
+    ``peers`` names the instances whose loss ends the session, not the process. Empty: there are none.
     """
 
     peers = ""
@@ -45,10 +44,7 @@ class Role:
         self._before = EngineStats() if session.engine is None else session.engine.stats()  # of earlier sessions
 
     def take(self, message: wire.RouterMessage, integers: tuple[int, ...]) -> bool:
-        """Take a message of the session's epoch. False: it is none of this role's orders.
-
-        Raises ``WireError`` if the order is malformed.
-        """
+        """Take a message of this epoch. False: it is no order for this role. ``WireError`` if it is malformed."""
         return False
 
     def stats(self) -> EngineStats:
@@ -99,10 +95,7 @@ class Session:
         self._role = open_role(self)
 
     async def run(self, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Serve until the connection ends, or until ``is_stopping`` is set and the requests have ended.
-
-        They get ``drain_timeout_s`` seconds; then they are aborted.
-        """
+        """Serve until the connection ends, or ``is_stopping`` is set and requests have ended, or had their time."""
         try:
             await self._serve(is_stopping, drain_timeout_s)
         except Exception as error:

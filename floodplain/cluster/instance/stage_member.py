@@ -66,10 +66,9 @@ class StageMember:
 
 
 def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
-    """Load the stage ``place``, from 0.
+    """Load the stage ``place``, from 0. Without a ``step_profile`` the model's shape says what work costs.
 
-    Without a ``step_profile`` (``read_price``) the price follows from the model's shape. Raises ``UserError`` as
-    ``build_stage`` and ``read_price``.
+    Raises ``UserError`` as ``build_stage`` and ``read_price``.
     """
     price = None if step_profile is None else read_price(step_profile)
     stage = build_stage(config, place, num_stages)

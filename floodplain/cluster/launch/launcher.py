@@ -63,10 +63,7 @@ class Processes(Protocol):
         """The number of slots; they are numbered from 0."""
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
-        """Start a slot's process, and return when it has ended; its log goes to our standard error.
-
-        The slot has no process. Raises ``OSError`` if the process cannot be started.
-        """
+        """Run a slot's process until it ends; its log goes to our standard error. ``OSError`` if it cannot start."""
 
     def kill(self, slot: int) -> None:
         """Kill a slot's process, if there is one: its ``run`` returns."""
@@ -161,8 +158,7 @@ class Launcher:
     def note_lost(self, slot: int, why: str, silent_s: float) -> None:
         """The session of the slot's instance ended, ``silent_s`` seconds after its last message.
 
-        ``why``: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; any other is not the
-        reason.
+        ``why``: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; any other is no reason.
         """
         served_s, words = self._count_served_s(slot), "it hung up" if why == "hung_up" else ""
         self.serving.discard(slot)

@@ -81,10 +81,7 @@ class Child:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], token: str, folder: Path | None = None
     ) -> Child:
-        """Start a process with only these variables, and send it its token, the first line of its standard input.
-
-        Its working directory is ``folder``; None: this process's. Raises ``OSError`` if it cannot be started.
-        """
+        """Start a process with only these variables; its first line of input is ``token``. ``OSError`` if it cannot."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=PIPE,

@@ -49,10 +49,7 @@ class Keeper:
         self._lock = asyncio.Lock()
 
     async def watch(self, order: Order) -> tuple[list[str], int | None]:
-        """The next lines of the process's log, or its exit status once it has ended. Starts it if there is none.
-
-        Raises ``OSError`` if the process cannot be started.
-        """
+        """The next lines of the log, or the status of the end. Starts it if there is none; ``OSError`` if it cannot."""
         async with self._lock:  # Ray may repeat a call whose answer was lost
             if self._child is None or self._reader is None:
                 self._child = await _start(order)

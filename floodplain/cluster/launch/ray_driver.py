@@ -46,10 +46,7 @@ _LOCAL_VARIABLES = {
 
 
 def open_actors(setup: RaySetup) -> list[Any]:
-    """Connect to Ray, and place an actor for each slot.
-
-    Raises ``UserError``, in one line, if Ray cannot be reached, refuses the token, or has no room.
-    """
+    """Join Ray, and place an actor for each slot. ``UserError``, in one line, if it refuses, or has no room."""
     _use_token(setup)  # before the first import, at which Ray reads it
 
     import ray

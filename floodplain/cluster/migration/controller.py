@@ -1,8 +1,7 @@
 """The router's side of migrations: moves running requests from one instance to another with their KV.
 
 ``policy.dispatch`` chooses requests, ``MigrationTable`` the next action; this sends it, and moves requests in the
-router's table. A request that neither end can resume is recomputed from the router's tokens, as after the end of an
-instance.
+router's table.
 """
 
 from __future__ import annotations
@@ -141,10 +140,7 @@ class MigrationController:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def take(self, message: wire.MigrationAnswer, integers: Sequence[int]) -> None:
-        """Apply an instance's answer; answers of a migration that is over are ignored.
-
-        Raises ``WireError`` if the sender has no part in the migration, or the answer is invalid.
-        """
+        """Apply an instance's answer. ``WireError`` if the sender has no part in the migration, or it is invalid."""
         one = self.migrations.get(message.number)
         if one is None:
             return

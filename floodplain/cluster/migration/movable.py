@@ -65,10 +65,7 @@ class HeldKvStore:
 
 
 def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future[T]:
-    """Call ``function`` on the engine's thread between two steps; an exception that it raises ends the engine.
-
-    Calls are made in the order of submission.
-    """
+    """Call ``function`` on the engine's thread between steps, in order. If it raises, the engine ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -81,12 +78,7 @@ def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future
 
 
 class Movable:
-    """The KV that other instances copy in a migration, and the server from which they copy it.
-
-    Attributes:
-        store: The blocks of the pool that others may read.
-        bulk: The server of the store, on the address ``host``.
-    """
+    """The KV that other instances copy in a migration, and its server, which listens at the address ``host``."""
 
     def __init__(self, pool: KVPool, host: str) -> None:
         self.pool, self.store = pool, HeldKvStore(pool)
@@ -190,10 +182,7 @@ class TargetEnd:
 
 
 def open_movable(config: EngineConfig, router_host: str) -> Replica:
-    """Load a model into an instance whose requests can migrate. Raises ``UserError`` as ``open_engine``.
-
-    Other instances reach this one by the network of ``router_host``.
-    """
+    """An instance whose requests can migrate, in the network of ``router_host``. ``UserError`` as ``open_engine``."""
     opened = open_engine(config)
     try:
         engine, movable = AsyncEngine(opened.engine), Movable(opened.pool, find_own_host(router_host))

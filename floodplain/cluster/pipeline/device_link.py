@@ -1,10 +1,9 @@
 """Links whose activations go from GPU to GPU, and the choice between these and links through host memory.
 
-A ``DeviceLink`` has the methods of ``StageLink``: plans use its connection, activations torch.distributed (NCCL), in a
-process group of the two stages. A transfer into this device starts only after its plan has arrived, so that none waits
-for a stage that has ended. If the connection ends, the process group is aborted, which ends a blocked transfer. Both
-ends send their facts, and compute the same choice from them: NCCL whenever possible, without a flag. Not yet run on a
-GPU; tests run it over gloo.
+A ``DeviceLink`` sends plans over a ``StageLink``, and activations by torch.distributed (NCCL), in a process group of
+the two stages. A transfer into this device starts only after its plan has arrived, so that none waits for a stage that
+has ended. If the connection ends, the process group is aborted, which ends a blocked transfer. Both ends compute the
+same choice from the facts of both. Not yet run on a GPU; tests run it over gloo.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ class PairGroup:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # a tensor lives until its transfer has ended
 
     def send(self, x: torch.Tensor) -> None:
-        """Start to send a tensor; block on the oldest transfer while ``MAX_SENT`` may be unfinished.
-
-        Raises ``PeerLost`` if a transfer failed.
-        """
+        """Start to send a tensor; blocks while ``MAX_SENT`` are unfinished. ``PeerLost`` if a transfer failed."""
         try:
             while len(self._sent) >= MAX_SENT:
                 self._sent.popleft()[0].wait(self._timeout)
@@ -78,10 +74,7 @@ class PairGroup:
             raise PeerLost(f"activations could not be sent ({error})") from None
 
     def recv(self, x: torch.Tensor) -> None:
-        """Fill a contiguous tensor of exactly as many bytes as the peer sends; they are there on return.
-
-        Raises ``PeerLost`` if the transfer failed.
-        """
+        """Fill a contiguous tensor with exactly the bytes that the peer sends. ``PeerLost`` if the transfer failed."""
         try:
             self._backend.recv([x], self._peer, 0).wait(self._timeout)
             if x.is_cuda:  # NCCL's wait makes only the stream wait
@@ -118,10 +111,7 @@ class DeviceLink:
         self._group.send(x)
 
     def recv(self) -> Frame:
-        """The next frame, with its tensor on this device.
-
-        Raises ``PeerLost`` if the link ended, a transfer failed, or the tensor does not have the shape of activations.
-        """
+        """The next frame, its tensor on this device. ``PeerLost`` if the link, a transfer or the shape is bad."""
         frame = self._link.recv()
         shape = frame.body.pop("tensor", None)
         if shape is None:
@@ -178,19 +168,13 @@ def describe_end(device: torch.device) -> EndFacts:
 
 
 def choose_backend(one: EndFacts, other: EndFacts) -> str | None:
-    """The torch.distributed backend that carries activations; None: they pass through host memory.
-
-    NCCL needs two GPUs: it refuses two processes on the same one.
-    """
+    """The torch.distributed backend of activations; None: the host. NCCL refuses two processes on one GPU."""
     has_nccl = one.has_nccl and other.has_nccl
     return "nccl" if has_nccl and one.device and other.device and one.device != other.device else None
 
 
 def introduce(link: StageLink, device: torch.device) -> None:
-    """Send the facts of this end, as the first frame. Both ends do this before either calls ``choose_link``.
-
-    Raises ``PeerLost`` if the link has ended.
-    """
+    """Send the facts of this end, as the first frame; both ends do so first. ``PeerLost`` if the link has ended."""
     link.send(Frame(asdict(describe_end(device))))
 
 

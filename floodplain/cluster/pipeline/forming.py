@@ -1,8 +1,7 @@
 """The router's side of pipelines: tells stages that joined which neighbours to link with.
 
-A pipeline is formed when all of its stages have joined, under a unique number. It serves when all members are linked.
-When the session of one ends, the sessions of the others end: the KV of its layers is lost for every request. They join
-again, with their parameters, and the next pipeline is formed when the missing stage has joined.
+A pipeline is formed when all of its stages have joined, and serves when all are linked. When the session of one ends,
+the others end, too: the KV of its layers is lost. They join again, with their parameters.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class Forming:
         return list(self._pipelines.values())
 
     def join(self, instance: Instance) -> int | None:
-        """A stage joined; if none is missing now, all are told to link.
-
-        Returns the epoch of an older instance of the same stage, whose session must end; None if there is none.
-        """
+        """A stage joined; after the last one all are told to link. The epoch of an older one of it, which must end."""
         assert instance.stage is not None
         older = self._gathered.get(instance.stage.stage)
         self._gathered[instance.stage.stage] = instance.epoch

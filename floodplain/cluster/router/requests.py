@@ -24,8 +24,7 @@ from floodplain.model.tokenizer import Tokenizer
 class Caller:
     """The text and the stream of one request. Everything is called on the event loop.
 
-    ``deltas`` has deltas that the client has not read, or the exception that ends the stream. ``finish_reason`` is None
-    until the last token.
+    ``deltas`` has what the client has not read; an exception ends it. ``finish_reason`` is None until the last token.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
@@ -159,10 +158,7 @@ class Requests:
     # -- messages of instances -----------------------------------------------------------------------------------------
 
     def take_tokens(self, message: Tokens) -> None:
-        """Apply an instance's new tokens and ends.
-
-        Raises ``WireError`` for another instance's request or a wrong token.
-        """
+        """Apply an instance's new tokens. ``WireError`` for another instance's request or a wrong token."""
         now = time.monotonic()
         for row in message.rows:
             self._table.check_ticket(message.epoch, row.ticket)
@@ -192,10 +188,7 @@ class Requests:
             self._callers[entry.number].accept()
 
     def take_refusal(self, message: Refused) -> None:
-        """An instance refuses a request: place it elsewhere, or fail it.
-
-        Raises ``WireError`` if it was never placed there.
-        """
+        """An instance refuses a request: place it elsewhere, or fail it. ``WireError`` if it never had it."""
         self._table.check_ticket(message.epoch, message.ticket)
         entry = self._table.find(message.epoch, message.ticket)
         if entry is None:

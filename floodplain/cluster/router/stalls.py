@@ -104,10 +104,9 @@ class StallWatch:
         before.progress, before.heard_s, before.owes = progress, now, owes
 
     def find_stuck(self, units: Sequence[Sequence[int]]) -> list[Stuck]:
-        """Stuck instances.
+        """Stuck instances. Each unit is epochs of instances that compute together, leader first, or of one alone.
 
-        Each unit is epochs of instances that compute together, leader first, or one that serves alone. Instances that
-        are in none have ended.
+        Instances that are in no unit have ended.
         """
         living = {epoch for unit in units for epoch in unit}
         self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in living}

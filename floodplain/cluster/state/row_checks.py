@@ -39,10 +39,7 @@ def _check_scores(entry: Entry, scores: PromptLogprobs, vocab_size: int) -> None
 
 
 def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most: int) -> None:
-    """Check the rows of a group member.
-
-    ``integers`` are their blocks, or the sources of these: at least ``least``, and below ``most``.
-    """
+    """Check the rows of a group member, and their blocks or sources: at least ``least``, and below ``most``."""
     tickets = {row.ticket for row in rows}
     if len(tickets) < len(rows) or any(row.num_computed > row.num_tokens for row in rows):
         raise WireError("a request is there twice, or has more KV than tokens")
@@ -60,10 +57,7 @@ def check_blocks(integers: Collection[int], least: int, most: int) -> None:
 def check_report(
     report: Prepared, integers: Sequence[int], num_layers: int, others: Iterable[tuple[Prepared, object]]
 ) -> str | None:
-    """Why a paused member cannot join those of ``others``, by its report; None if it can.
-
-    ``integers`` are sources of its rows' blocks (``core.tiers``).
-    """
+    """Why a paused member cannot join those of ``others``; None if it can. ``integers`` are sources of its blocks."""
     if len(report.param_pages) != num_layers or not max(report.param_pages):
         raise WireError("a member has other layers than the model")
     if report.num_kv_pages < report.quantum_pages * num_layers:

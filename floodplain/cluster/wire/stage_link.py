@@ -128,10 +128,7 @@ async def _dial(host: str, port: int, hello: bytes) -> socket.socket:
 
 
 async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int) -> StageLink:
-    """Wait for the connection that shows this key; others are closed. Cancel the call to give up.
-
-    ``listener`` is listening and non-blocking; it stays open.
-    """
+    """Wait, on a listening non-blocking socket, for the connection with this key. Cancel it to give up."""
     return StageLink(_make_blocking(await _Door(listener, key).wait()), max_data_bytes)
 
 
