@@ -111,7 +111,7 @@ class Story:
             SHAPES["tiny-deep"] if kind == "drop" else None, migrates=kind == "migrate", vocab_size=256,
         )  # fmt: skip
         self.router, self.world = router, World(router, NUM_SLOTS, kind == "pipeline")
-        self.watch = RouterWatch(router, lambda now: {})
+        self.watch = RouterWatch(router)
         self.tainted: set[int] = set()
         self.callers: list[tuple[Any, Caller]] = []
         self.num_bad = self.num_survived = 0
@@ -224,7 +224,7 @@ class Story:
         assert len(router.table) == len(self.callers)
         rows = self.watch().rows
         assert {n for n, row in rows.items() if row.reason is None} == {entry.number for entry, _ in self.callers}
-        for row in RouterWatch(self.router, lambda now: {})().rows.values():  # opened after they were placed
+        for row in RouterWatch(self.router)().rows.values():  # opened after they were placed
             placed_s = [time_s for time_s, kind, _ in row.events if kind == "placed"]
             assert not placed_s or row.first_token_s is None or placed_s[0] <= row.first_token_s, row
 

@@ -64,44 +64,37 @@ class PipelineExecutor:
         outbound: Link,
         inbound: Link,
         limits: PlanLimits,
-        clock: Callable[[], float] = time.monotonic,
         busy: Busy = nullcontext,
     ) -> None:
         self.meter = StepMeter()
         self._runner, self._limits = runner, limits
         self._outbound, self._inbound = outbound, inbound
-        self._clock, self._busy = clock, busy
+        self._busy = busy
         self._under_way: deque[StepPlan] = deque()
         self._active_since_s = 0.0
         self._facts = PipelineFacts()
 
     def submit(self, plan: StepPlan) -> None:
-        """Run the first stage on a plan, and send its activations on. The stage has run when this returns.
-
-        Raises ``PeerLost`` if another stage has ended.
-        """
-        begin_s = self._clock()
+        """Run the first stage on a plan, then send its activations on. ``PeerLost`` if another stage has ended."""
+        begin_s = time.monotonic()
         if not self._under_way:
             self._active_since_s = begin_s
         self._under_way.append(plan)
         with self._busy():
             x = self._runner.run(plan, None)
         assert isinstance(x, torch.Tensor)
-        step = StageStep(plan, x, (self._clock() - begin_s,))
+        step = StageStep(plan, x, (time.monotonic() - begin_s,))
         with self.meter.waiting():
             self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
 
     def collect(self) -> StepResult:
-        """Wait for the tokens of the oldest plan that was not collected.
-
-        Raises ``PeerLost`` if another stage has ended.
-        """
+        """Wait for the tokens of the oldest plan under way. ``PeerLost`` if another stage has ended."""
         plan = self._under_way.popleft()
         with self.meter.waiting():
             frame = self._inbound.recv()
         result, busy_s = read_result(frame, plan, self._limits.vocab_size)
         self._runner.take_tokens(plan, result.token_ids)
-        now = self._clock()
+        now = time.monotonic()
         self._facts = self._facts.with_step(busy_s, now - self._active_since_s)
         self._active_since_s = now
         return result
@@ -143,7 +136,6 @@ class StageWorker:
         inbound: Link,
         outbound: Link,
         limits: PlanLimits,
-        clock: Callable[[], float] = time.monotonic,
         busy: Busy = nullcontext,
     ) -> None:
         self.failure: BaseException | None = None
@@ -151,7 +143,7 @@ class StageWorker:
         self.meter = StepMeter()
         self._runner = runner
         self._inbound, self._outbound = inbound, outbound
-        self._clock, self._busy = clock, busy
+        self._busy = busy
         self._thread = threading.Thread(target=self._run, name="floodplain-stage", daemon=True)
 
     def start(self) -> None:
@@ -177,14 +169,14 @@ class StageWorker:
             self._outbound.close()
 
     def _pass_on(self, step: StageStep) -> None:
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         self.meter.begin(sum(step.plan.count_work()))
         self.meter.work()
         with self._busy():
             result = self._runner.run(step.plan, step.x)
         self.meter.rest()
         self.meter.end()
-        busy_s = (*step.busy_s, self._clock() - begin_s)
+        busy_s = (*step.busy_s, time.monotonic() - begin_s)
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))
         else:
@@ -247,14 +239,10 @@ class PipelineStage:
         make_ledger: Callable[[], BlockLedger],
         on_engine: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """Link with both neighbours, and start to compute.
+        """Link with both neighbours, and start to compute. ``PeerLost`` if one cannot be reached.
 
-        Args:
-            make_ledger: Makes the ledger of the leader's blocks. Called on another thread, so that beats continue.
-            on_engine: Called with the leader's engine before it starts.
-
-        Raises:
-            PeerLost: A neighbour cannot be reached.
+        Of the leader, ``make_ledger`` is called on another thread, so that beats continue, and ``on_engine`` before the
+        engine starts.
         """
         inbound, outbound = await self._link()
         runner = make_runner()
@@ -333,10 +321,7 @@ def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanL
 
 
 def read_price(step_profile: Path) -> ChunkPrice:
-    """The cost of chunks from a step profile of one engine. The ratios are taken to be those of a stage.
-
-    Raises ``UserError`` if the profile cannot be read, or is of another kind.
-    """
+    """The cost of chunks by a step profile of one engine. ``UserError`` if it cannot be read, or is of another kind."""
     return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
 
 

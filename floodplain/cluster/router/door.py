@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from floodplain.cluster.settings import MAX_UNADMITTED
@@ -32,10 +31,9 @@ class Door(Accepting[asyncio.Task[None]]):
         sock: socket.socket,
         tokens: Mapping[str, int | None],
         welcome: Callable[[FrameLink], Awaitable[None]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if_full = f"{MAX_UNADMITTED} connections to the address where instances join have shown no token"
-        super().__init__(sock, if_full=if_full, if_scarce="raise ulimit -n", clock=clock)
+        super().__init__(sock, if_full=if_full, if_scarce="raise ulimit -n")
         self._tokens = dict(tokens)
         self._welcome = welcome
         self._unadmitted: dict[asyncio.Task[None], float] = {}  # when each was accepted, oldest first
@@ -47,10 +45,7 @@ class Door(Accepting[asyncio.Task[None]]):
         super().open()
 
     async def read_hello(self, link: FrameLink) -> Hello | None:
-        """The ``Hello`` of the running task's connection; None if it is late or the connection ends.
-
-        Raises ``WireError`` if another message comes first.
-        """
+        """The ``Hello`` of this task's connection; None if it is late. ``WireError`` if another message comes first."""
         frame = await link.read(MAX_HELLO_BYTES, HELLO_TIMEOUT_S)
         if frame is None:
             return None

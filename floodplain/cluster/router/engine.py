@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
-from floodplain.cluster.router.listings import RouterWatch, list_parts
+from floodplain.cluster.router.listings import RouterWatch
 from floodplain.cluster.router.monitor import Monitor, Notice
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
@@ -128,7 +128,7 @@ class ClusterEngine:
 
     def watch(self) -> Callable[[], LiveView]:
         """A function that looks at the router now; it is called on the event loop."""
-        return RouterWatch(self.router, lambda now: list_parts(self.router, now))
+        return RouterWatch(self.router)
 
     def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
         """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""

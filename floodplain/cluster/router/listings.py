@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -194,23 +193,21 @@ class RouterWatch:
     A request that is placed between two looks counts from the later one, or from its first token if that is earlier.
     """
 
-    def __init__(
-        self, router: Router, parts: Callable[[float], Mapping[str, Any]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._router, self._parts, self._clock = router, parts, clock
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._known: dict[int, tuple[Row, Caller]] = {}
         self._ended = EndedRows()
 
     def __call__(self) -> LiveView:
         """The router now."""
-        now = self._clock()
+        now = time.monotonic()
         known = {entry.number: (self._row_of(entry, caller, now), caller) for entry, caller in self._live()}
         for number, (row, caller) in self._known.items():
             if number not in known:
                 self._ended.add(_ended(row, caller, now))
         self._known = known
         rows = {**self._ended.by_number(), **{number: row for number, (row, _) in known.items()}}
-        return LiveView(now_s=now, rows=rows, why=self._why(), parts=self._parts(now))
+        return LiveView(now_s=now, rows=rows, why=self._why(), parts=list_parts(self._router, now))
 
     def _live(self) -> list[tuple[Entry, Caller]]:
         requests = self._router.requests
