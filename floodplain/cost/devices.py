@@ -27,7 +27,7 @@ NVLINK, PCIE = AllReduce(15e-6, 300e9), AllReduce(25e-6, 40e9)
 """Between the GPUs of a server: assumed. Over PCIe, settings of the host change it by a factor of two to three."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """One GPU. ``memory_bytes`` is what its driver reports, which is less than the name says.
 
@@ -39,8 +39,8 @@ class Device:
     memory_bytes: int
     bandwidth: float
     flops: float
-    source: str
     all_reduce: AllReduce
+    source: str
     overhead_s: float = 0.0
 
 
@@ -50,80 +50,20 @@ def _gib(number: float) -> int:
 
 
 _TABLE = (
-    Device(
-        name="rtx4090",
-        all_reduce=PCIE,
-        memory_bytes=25_250_627_584,
-        bandwidth=1.008e12,
-        flops=165.2e12,
-        source="NVIDIA Ada whitepaper, fp32 accumulation; memory as torch reports it",
-    ),
-    Device(
-        name="rtxpro6000",
-        all_reduce=PCIE,
-        memory_bytes=_gib(94.97),
-        bandwidth=1.792e12,
-        flops=503.8e12,
-        source="NVIDIA RTX PRO 6000 Blackwell data sheet",
-        overhead_s=0.001,
-    ),
-    Device(
-        name="a100-40gb",
-        all_reduce=NVLINK,
-        memory_bytes=_gib(39.39),
-        bandwidth=1.555e12,
-        flops=312e12,
-        source="NVIDIA A100 SXM data sheet",
-    ),
-    Device(
-        name="a100-80gb",
-        all_reduce=NVLINK,
-        memory_bytes=_gib(79.25),
-        bandwidth=2.039e12,
-        flops=312e12,
-        source="NVIDIA A100 SXM data sheet",
-    ),
-    Device(
-        name="a800-80gb",
-        all_reduce=AllReduce(15e-6, 200e9),
-        memory_bytes=_gib(79.25),
-        bandwidth=2.039e12,
-        flops=312e12,
-        source="NVIDIA A800 data sheet: an A100 with 400 GB/s of NVLink; memory as of the A100",
-    ),
-    Device(
-        name="h800-80gb",
-        all_reduce=AllReduce(15e-6, 200e9),
-        memory_bytes=_gib(79.19),
-        bandwidth=3.35e12,
-        flops=989.4e12,
-        source="NVIDIA H800 data sheet: an H100 with 400 GB/s of NVLink; memory as of the H100",
-    ),
-    Device(
-        name="h100-80gb",
-        all_reduce=NVLINK,
-        memory_bytes=_gib(79.19),
-        bandwidth=3.35e12,
-        flops=989.4e12,
-        source="NVIDIA H100 SXM data sheet",
-    ),
-    Device(
-        name="h200",
-        all_reduce=NVLINK,
-        memory_bytes=_gib(139.8),
-        bandwidth=4.8e12,
-        flops=989.4e12,
-        source="NVIDIA H200 SXM data sheet",
-    ),
-    Device(
-        name="gh200-96gb",
-        all_reduce=NVLINK,
-        memory_bytes=_gib(95.0),
-        bandwidth=4.0e12,
-        flops=989.4e12,
-        source="NVIDIA GH200 data sheet; memory assumed",
-    ),
-)
+    Device("rtx4090", 25_250_627_584, 1.008e12, 165.2e12, PCIE,
+           "NVIDIA Ada whitepaper, fp32 accumulation; memory as torch reports it"),
+    Device("rtxpro6000", _gib(94.97), 1.792e12, 503.8e12, PCIE,
+           "NVIDIA RTX PRO 6000 Blackwell data sheet", overhead_s=0.001),
+    Device("a100-40gb", _gib(39.39), 1.555e12, 312e12, NVLINK, "NVIDIA A100 SXM data sheet"),
+    Device("a100-80gb", _gib(79.25), 2.039e12, 312e12, NVLINK, "NVIDIA A100 SXM data sheet"),
+    Device("a800-80gb", _gib(79.25), 2.039e12, 312e12, AllReduce(15e-6, 200e9),
+           "NVIDIA A800 data sheet: an A100 with 400 GB/s of NVLink; memory as of the A100"),
+    Device("h800-80gb", _gib(79.19), 3.35e12, 989.4e12, AllReduce(15e-6, 200e9),
+           "NVIDIA H800 data sheet: an H100 with 400 GB/s of NVLink; memory as of the H100"),
+    Device("h100-80gb", _gib(79.19), 3.35e12, 989.4e12, NVLINK, "NVIDIA H100 SXM data sheet"),
+    Device("h200", _gib(139.8), 4.8e12, 989.4e12, NVLINK, "NVIDIA H200 SXM data sheet"),
+    Device("gh200-96gb", _gib(95.0), 4.0e12, 989.4e12, NVLINK, "NVIDIA GH200 data sheet; memory assumed"),
+)  # fmt: skip
 DEVICES: dict[str, Device] = {device.name: device for device in _TABLE}
 """All devices by name."""
 
