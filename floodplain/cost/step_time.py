@@ -109,24 +109,40 @@ LINE_PARTS = ("base_s", "decode_s", "prefill_token_s")
 """The parts of a straight line in decodes and prompt tokens."""
 
 
-class WorkMeter:
-    """Measures every plan of one loop, in order: the context lengths of its decodes follow from earlier plans."""
+class BatchCost(Protocol):
+    """A model of the time of a step."""
 
-    def __init__(self) -> None:
+    def batch_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]], num_sampled: int) -> float:
+        """Seconds of a step; 0 for one that computes nothing.
+
+        ``contexts`` and ``chunks`` are as in ``StepWork.of``; ``num_sampled`` sequences get a token.
+        """
+        ...
+
+
+class StepTimer:
+    """The time of each plan of one loop: all must be timed, in order, since contexts follow from earlier plans."""
+
+    def __init__(self, cost: BatchCost) -> None:
+        self._cost = cost
         self._contexts: dict[SeqId, int] = {}
 
-    def measure(self, plan: StepPlan) -> StepWork:
-        """The work of the next plan; InvariantError as of ``read``."""
-        return StepWork.of(*self.read(plan))
+    def time_s(self, plan: StepPlan) -> float:
+        """Seconds that the device computes the next plan; 0 for a plan that only moves KV."""
+        contexts, chunks = self.read(plan)
+        return self._cost.batch_s(contexts, chunks, len(plan.sampled))
+
+    def repeats_s(self, decodes: Sequence[SeqId]) -> Iterator[float]:
+        """Seconds of each of the next steps if they only decode these sequences; of those that are made, ``skip``."""
+        contexts = [self._contexts[seq_id] for seq_id in decodes]
+        while True:
+            contexts = [context + 1 for context in contexts]
+            yield self._cost.batch_s(contexts, [], len(contexts))
 
     def skip(self, decodes: Sequence[SeqId], num_steps: int) -> None:
-        """Note steps that only decode these sequences."""
+        """Note that so many steps were made that only decode these sequences."""
         for seq_id in decodes:
             self._contexts[seq_id] += num_steps
-
-    def contexts(self, decodes: Sequence[SeqId]) -> list[int]:
-        """The contexts of these sequences in the last plan."""
-        return [self._contexts[seq_id] for seq_id in decodes]
 
     def read(self, plan: StepPlan) -> tuple[list[int], list[tuple[int, int]]]:
         """The contexts and chunks of the next plan, as ``StepWork.of`` takes them.
@@ -148,49 +164,11 @@ class WorkMeter:
             known[chunk.seq_id] = chunk.start + len(chunk.token_ids)
         singles = [chunk.seq_id for chunk in plan.prefills if len(chunk.token_ids) == 1]
         runs = [(chunk.start, len(chunk.token_ids)) for chunk in plan.prefills if len(chunk.token_ids) > 1]
-        return [self._contexts[seq_id] for seq_id in (*plan.decodes, *singles)], runs
-
-
-class BatchCost(Protocol):
-    """A model of the time of a step."""
-
-    def batch_s(self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]], num_sampled: int) -> float:
-        """Seconds of a step; 0 for one that computes nothing.
-
-        ``contexts`` and ``chunks`` are as in ``StepWork.of``; ``num_sampled`` sequences get a token.
-        """
-        ...
-
-
-class StepTimer:
-    """The time of each plan of one loop. Every plan must be timed, in order; use a new timer for each loop."""
-
-    def __init__(self, cost: BatchCost) -> None:
-        self._cost = cost
-        self._meter = WorkMeter()
-
-    def time_s(self, plan: StepPlan) -> float:
-        """Seconds that the device computes the next plan; 0 for a plan that only moves KV."""
-        contexts, chunks = self._meter.read(plan)
-        return self._cost.batch_s(contexts, chunks, len(plan.sampled))
-
-    def repeats_s(self, decodes: Sequence[SeqId]) -> Iterator[float]:
-        """Seconds of each of the next steps if they only decode these sequences; of those that are made, ``skip``."""
-        contexts = self._meter.contexts(decodes)
-        while True:
-            contexts = [context + 1 for context in contexts]
-            yield self._cost.batch_s(contexts, [], len(contexts))
-
-    def skip(self, decodes: Sequence[SeqId], num_steps: int) -> None:
-        """Note that so many steps were made that only decode these sequences."""
-        self._meter.skip(decodes, num_steps)
+        return [known[seq_id] for seq_id in (*plan.decodes, *singles)], runs
 
 
 def read_cost(result: Mapping[str, Any]) -> StepCost:
-    """The cost in the result of a step profile: its ``parts`` if it has them, else the line beside them.
-
-    UserError if a part is not a time.
-    """
+    """The cost in a step profile: its ``parts``, else the line beside them. UserError if a part is not a time."""
     parts = result.get("parts", result)
     named = {name: parts[name] for name in PARTS if name in parts}
     for name, value in named.items():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.cost.fit import StepRow, fit_steps
-from floodplain.cost.step_time import PARTS, StepCost, StepTimer, StepWork, WorkMeter
+from floodplain.cost.step_time import PARTS, StepCost, StepTimer, StepWork
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.profiler.step_profile import StepLimits, StepRecorder, StepShape, draw_shapes, limits_of, record_rows
 from tests.support.bursts import Machine
@@ -76,7 +76,7 @@ class PricedExecutor:
     def __init__(self, stalls: bool = False) -> None:
         self.now = 0.0
         self.works: list[StepWork] = []
-        self._timer, self._meter = StepTimer(COST), WorkMeter()
+        self._timer, self._reader = StepTimer(COST), StepTimer(COST)
         self._stalls = stalls
         self._steps = count()
 
@@ -84,7 +84,7 @@ class PricedExecutor:
         return self.now
 
     def submit(self, plan: StepPlan) -> None:
-        self.works.append(self._meter.measure(plan))
+        self.works.append(StepWork.of(*self._reader.read(plan)))
         is_stalled = self._stalls and not next(self._steps) % 5
         self.now += self._timer.time_s(plan) * (10 if is_stalled else 1)
         tables = [block for table in plan.tables for block in table.blocks]

@@ -13,7 +13,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import PrefillChunk, StepPlan
 from floodplain.core.request import SeqId
 from floodplain.cost.fit import StepRow, fit_steps
-from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, WorkMeter, read_cost
+from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, read_cost
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.sim.instance import StepLine
 from tests.support.bursts import LINE, Machine, begin, make_burst
@@ -87,30 +87,30 @@ def test_a_batch_costs_its_members_less_what_they_load_together(
 
 
 def test_contexts_follow_from_the_plans_before() -> None:
-    meter = WorkMeter()
-    assert meter.measure(StepPlan(0, prefills=(chunk(A, 0, 30),))) == StepWork.of([], [(0, 30)])
-    assert meter.measure(StepPlan(1, (A,), (chunk(B, 16, 8),))) == StepWork.of([31], [(16, 8)])
-    assert meter.measure(StepPlan(2, (A, B))) == StepWork.of([32, 25], [])
+    timer = StepTimer(COST)
+    assert timer.read(StepPlan(0, prefills=(chunk(A, 0, 30),))) == ([], [(0, 30)])
+    assert timer.read(StepPlan(1, (A,), (chunk(B, 16, 8),))) == ([31], [(16, 8)])
+    assert timer.read(StepPlan(2, (A, B))) == ([32, 25], [])
 
 
 def test_one_that_comes_back_with_one_token_is_a_decode_with_its_context() -> None:
-    meter = WorkMeter()
-    assert meter.measure(StepPlan(0, prefills=(chunk(A, 41, 1),))) == StepWork.of([42], [])
-    assert meter.measure(StepPlan(1, (A,))) == StepWork.of([43], [])
+    timer = StepTimer(COST)
+    assert timer.read(StepPlan(0, prefills=(chunk(A, 41, 1),))) == ([42], [])
+    assert timer.read(StepPlan(1, (A,))) == ([43], [])
 
 
 def test_a_decode_out_of_nothing_is_refused() -> None:
-    meter = WorkMeter()
-    meter.measure(StepPlan(0, prefills=(chunk(A, 0, 4),)))
+    timer = StepTimer(COST)
+    timer.read(StepPlan(0, prefills=(chunk(A, 0, 4),)))
     with pytest.raises(InvariantError, match="decodes a sequence"):
-        meter.measure(StepPlan(1, (A,), released=(A,)))
+        timer.read(StepPlan(1, (A,), released=(A,)))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_contexts_are_right_whatever_is_preempted(policy: str) -> None:
     """Counted independently: the context of a decode is all tokens of its sequence."""
     requests, machine = make_burst(40, interval_s=0.005, num_prompt=12, max_tokens=40), Machine(num_slots=60)
-    meter, seen = WorkMeter(), []
+    timer, seen = StepTimer(COST), []
 
     run = begin(machine, make_policy(policy), requests)
     state = run.loop.state
@@ -118,7 +118,7 @@ def test_contexts_are_right_whatever_is_preempted(policy: str) -> None:
     def look(plan: StepPlan, now: float) -> None:
         singles = [piece.seq_id for piece in plan.prefills if len(piece.token_ids) == 1]
         contexts = sum(len(state.sequences[seq_id].tokens) for seq_id in (*plan.decodes, *singles))
-        seen.append((meter.measure(plan).context_tokens, contexts))
+        seen.append((sum(timer.read(plan)[0]), contexts))
 
     run.instance.on_step = look
     run.environment.run()
