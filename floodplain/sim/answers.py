@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.lifecycle import EventKind, Lifecycle
@@ -14,22 +14,6 @@ from floodplain.sim.load import Load
 from floodplain.workload.records import RequestRecord
 
 Timeline = Mapping[str, Sequence[float]]
-
-
-class Answers(Protocol):
-    """Takes in each request of a fleet when it has ended, and makes the result."""
-
-    def note(self, request: Request, lives: Sequence[Lifecycle], error: str | None) -> None:
-        """Take in a request with its lifecycles, one for each instance that had it, or why it was refused."""
-        ...
-
-    def result(self, info: RunInfo, engine: EngineReport | None = None, timeline: Timeline | None = None) -> Any:
-        """The benchmark result of all requests. InvariantError if one was not answered."""
-        ...
-
-    def result_of(self, tenant: str, info: RunInfo) -> Any:
-        """The benchmark result of the requests of one API key."""
-        ...
 
 
 class EachAnswer:
@@ -45,16 +29,19 @@ class EachAnswer:
         self.lives: dict[str, Lifecycle] = {}
         self._load = load
 
-    def note(self, request: Request, lives: Sequence[Lifecycle], error: str | None) -> None:  # noqa: D102
+    def note(self, request: Request, lives: Sequence[Lifecycle], error: str | None) -> None:
+        """Take in an ended request with its lifecycles, one for each instance that had it, or why it was refused."""
         self.records[request.request_id] = record_of(request, self._load.arrival_of(request), lives, error)
         if lives:
             self.lives[request.request_id] = _joined(lives)
 
-    def result(self, info: RunInfo, engine: EngineReport | None = None, timeline: Timeline | None = None) -> Any:  # noqa: D102
+    def result(self, info: RunInfo, engine: EngineReport | None = None, timeline: Timeline | None = None) -> Any:
+        """The benchmark result of all requests. InvariantError if one was not answered."""
         _check_answered(len(self.records), self._load)
         return benchmark_result([self.records[name] for name in self._load.ids()], info, engine, timeline)
 
-    def result_of(self, tenant: str, info: RunInfo) -> Any:  # noqa: D102
+    def result_of(self, tenant: str, info: RunInfo) -> Any:
+        """The benchmark result of the requests of one API key."""
         return benchmark_result([self.records[name] for name in self._load.ids(tenant)], info)
 
     def lives_in_order(self) -> list[Lifecycle]:
@@ -63,7 +50,7 @@ class EachAnswer:
 
 
 class SummedAnswers:
-    """Keeps 48 bytes of each request, and 48 more for its tenant, beside its row in the load."""
+    """As ``EachAnswer``, but keeps 48 bytes of each request, and 48 more for its tenant, beside its row in the load."""
 
     def __init__(self, load: Load, tenants: Sequence[str]) -> None:
         self._load = load
@@ -82,6 +69,9 @@ class SummedAnswers:
 
     def result_of(self, tenant: str, info: RunInfo) -> Any:  # noqa: D102
         return summary_result(self._by_tenant[tenant], info)
+
+
+Answers = EachAnswer | SummedAnswers
 
 
 def _check_answered(num_answered: int, load: Load) -> None:

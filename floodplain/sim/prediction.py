@@ -74,7 +74,7 @@ def predict(scenario: Scenario, rows: Sequence[TraceRow] | None = None) -> Predi
     return Prediction(machine, lives, result)
 
 
-def _expect(scenario: Scenario, load: Load) -> EachAnswer | SummedAnswers:
+def _expect(scenario: Scenario, load: Load) -> Answers:
     return EachAnswer(load) if scenario.detailed else SummedAnswers(load, tuple(scenario.tenants))
 
 
