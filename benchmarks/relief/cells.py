@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
+from benchmarks.relief.model import VirtualModel
 from floodplain.core.request import UNLOADED_FACTOR, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.cost.step_time import StepCost
 from floodplain.policy.drop import DropSizes
 from floodplain.policy.relief import StreamStep
 from floodplain.runtime.state import LoopConfig
-from floodplain.sim.stages import VirtualModel
 
 NUM_INSTANCES = 2
 COST = StepCost(base_s=0.0300, decode_s=0.000304, prefill_token_s=0.0000909)

@@ -20,6 +20,7 @@ from benchmarks.relief.cells import (
     TOKEN_BYTES,
     Cell,
 )
+from benchmarks.relief.model import serve_cluster
 from benchmarks.run_columns import latency_lists
 from floodplain.core.tiers import Link, Tier
 from floodplain.cost.step_time import StepTimer
@@ -36,7 +37,7 @@ from floodplain.policy.relief import (
     exchanged_bytes,
     expect_s,
 )
-from floodplain.sim.cluster import VirtualCluster, serve_cluster
+from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.links import VirtualLinks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 
@@ -82,16 +82,3 @@ def see(epoch: int, engine: VirtualEngine) -> InstanceView:
     tokens += [len(request.prompt_token_ids) + len(request.known_token_ids) for request in engine.unseen]
     demands = [-(-num_tokens // block_tokens) for num_tokens in tokens]
     return InstanceView(epoch, state.ledger.num_blocks, sum(demands), len(demands))
-
-
-def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
-    """Submit all requests at their arrival times and serve them; returns the time of the last token, in seconds."""
-
-    def send(request: Request) -> bool:
-        cluster.submit(request)
-        return True
-
-    cluster.arrivals = Arrivals(cluster.environment, send)
-    cluster.arrivals.expect(sorted(requests, key=lambda request: request.arrival_s))
-    cluster.environment.run()
-    return max(life.token_times_s[-1] for lives in cluster.stories.values() for life in lives if life.token_times_s)

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from benchmarks.relief.model import VirtualModel, serve_cluster
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -20,11 +21,11 @@ from floodplain.runtime.handover import Record
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim import regrouping
-from floodplain.sim.cluster import VirtualCluster, serve_cluster
+from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.regrouping import GroupLink, Regrouping, Transition
 from floodplain.sim.serving import VirtualDevice, serve
-from floodplain.sim.stages import VirtualModel, VirtualStages
+from floodplain.sim.stages import VirtualStages
 from tests.support.pipeline_run import run_pipeline
 
 MODEL = VirtualModel(

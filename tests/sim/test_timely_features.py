@@ -12,6 +12,7 @@ from functools import cache, partial
 import pytest
 
 from benchmarks.expansion.expanding import ExpandingCosts
+from benchmarks.relief.model import serve_cluster
 from floodplain.core.layer_places import every_place
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan, StepResult, Transfer
@@ -25,7 +26,7 @@ from floodplain.policy.settings import settings_for
 from floodplain.policy.timely import STEPS_BESIDE
 from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
-from floodplain.sim.cluster import VirtualCluster, serve_cluster
+from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import VirtualInstance
