@@ -14,7 +14,7 @@ from floodplain.cost.kernels import MAX_TOKENS
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import BatchCost
 from floodplain.sim.cost_files import read_kernels, read_steps
-from floodplain.sim.scenario import Scenario, SwapPart
+from floodplain.sim.scenario import LinkName, Scenario, SwapPart
 
 DTYPE_BYTES = 2
 """Of weights and KV: bf16."""
@@ -79,7 +79,7 @@ def resolve_machine(scenario: Scenario) -> Machine:
         block_bytes=block_bytes,
         max_model_len=longest,
         slots={tier: 0 if tier is Tier.PEER else number for tier, number in blocks.items()},
-        links=[_link(tier, part.link) for tier, part in parts.items()],
+        links=[Link(tier, *link_of(part.link)) for tier, part in parts.items()],
         bandwidths={key: rate for tier, part in parts.items() for key, rate in _bandwidths(tier, part.link)},
         num_lent_blocks=blocks.get(Tier.PEER, 0),
         cost=cost,
@@ -88,19 +88,18 @@ def resolve_machine(scenario: Scenario) -> Machine:
     )
 
 
-def _bandwidths(tier: Tier, name: str | float) -> Iterator[tuple[tuple[Tier, Direction], float]]:
+def _bandwidths(tier: Tier, name: LinkName) -> Iterator[tuple[tuple[Tier, Direction], float]]:
     if isinstance(name, str):
         yield (tier, Direction.OUTBOUND), LINKS[name].outbound.peak_bandwidth
         yield (tier, Direction.INBOUND), LINKS[name].inbound.peak_bandwidth
 
 
-def _link(tier: Tier, name: str | float) -> Link:
-    """The slower direction of a named link, or one of so many bytes per second."""
+def link_of(name: LinkName) -> tuple[float, float]:
+    """(bytes per second, seconds before the first) of the slower direction of a link."""
     if not isinstance(name, str):
-        return Link(tier, name)
-    profile = LINKS[name]
-    both = profile.outbound, profile.inbound
-    return Link(tier, min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both))
+        return name, 0.0
+    both = LINKS[name].outbound, LINKS[name].inbound
+    return min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both)
 
 
 def _find_overhead_s(scenario: Scenario) -> float:

@@ -69,33 +69,31 @@ class GroupLink:
     remap_s_per_byte: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """One drop, or the return of one instance to all layers.
+    """One drop, or the return of one instance to all layers; what is not known at the decision is 0 until the end.
 
     Attributes:
         when_s: Time of the decision.
-        is_drop: True for a drop, False for a restore.
         usable_s: Seconds until new requests could run again.
         whole_s: Seconds until the last request had its KV.
         instances: Members of the new group, the leader first; the restored instance.
         num_blocks: Blocks of the new pool, and
         num_blocks_before: of the pools that it replaces (a restore: of the group's).
-        kv_bytes: KV that crossed links.
-        parameter_bytes: Parameters that crossed links.
+        kv_bytes: KV that crossed links; ``parameter_bytes`` likewise.
         num_recomputed: Requests that lost their KV.
     """
 
     when_s: float
     is_drop: bool
-    usable_s: float
-    whole_s: float
+    usable_s: float = 0.0
+    whole_s: float = 0.0
     instances: tuple[int, ...]
-    num_blocks: int
+    num_blocks: int = 0
     num_blocks_before: int
-    kv_bytes: float
-    parameter_bytes: float
-    num_recomputed: int
+    kv_bytes: float = 0
+    parameter_bytes: float = 0.0
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,31 +113,16 @@ class _Group:
         return self.engine.loop.state.ledger.num_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """A change that has been decided: when, whether it is a drop, its instances, and the blocks of its pools before."""
-
-    when_s: float
-    is_drop: bool
-    instances: tuple[int, ...]
-    num_blocks_before: int
-    parameter_bytes: float = 0.0
-
-
 class Regrouping:
     """Watches a cluster of single instances, and drops and restores layers as the policies decide.
 
     Args:
-        cluster: The cluster, to which it adds the instances.
-        model: The model of all instances.
-        link: The link between instances.
         num_instances: Instances at first, each alone.
         rule: Decides when to drop and restore.
         restores: Whether groups are restored.
         period_s: Seconds between two calls of ``look``.
 
     Attributes:
-        rule: As given.
         transitions: All transitions, in order.
         drop_loads: The load at each decision to drop.
         num_moving: Requests that have left an engine, and whose KV has not reached the next one.
@@ -275,7 +258,8 @@ class Regrouping:
             return
         self._num_changing += 1
         num_blocks = sum(group.num_blocks for group in parts.values())
-        change = _Change(self._cluster.environment.now, True, order, num_blocks)
+        now = self._cluster.environment.now
+        change = Transition(when_s=now, is_drop=True, instances=order, num_blocks_before=num_blocks)
         members = sorted((self._leave(epoch) for epoch in parts), key=lambda group: order.index(group.members[0]))
         running = set(members)
 
@@ -301,7 +285,7 @@ class Regrouping:
         remap_s = self._dropped_bytes(kept) * self._link.remap_s_per_byte
         self._cluster.environment.schedule(self._cluster.environment.now + remap_s, then)
 
-    def _begin_group(self, members: Sequence[_Group], merge: Merge, change: _Change) -> None:
+    def _begin_group(self, members: Sequence[_Group], merge: Merge, change: Transition) -> None:
         model, places = self._model, {instance: place for place, instance in enumerate(change.instances)}
         records = [(places[one.members[0]], record) for one in members for record in self._take(one.engine)]
         sizes, moves = plan_handover(merge, model.sizes, model.num_blocks, records, self._token_bytes)
@@ -347,24 +331,22 @@ class Regrouping:
             self._num_changing += home > 0
             ids = count()  # new ids: pages move, bytes do not
             moves = [replace(one, blocks=tuple(islice(ids, len(one.record.sources)))) for one in rows[home]]
-            parameter_bytes = (num_layers - len(group.kept[home])) * self._model.sizes.layer_bytes
-            change = _Change(decided_s, False, (number,), group.num_blocks, parameter_bytes)
+            change = Transition(
+                when_s=decided_s,
+                is_drop=False,
+                instances=(number,),
+                num_blocks_before=group.num_blocks,
+                parameter_bytes=(num_layers - len(group.kept[home])) * self._model.sizes.layer_bytes,
+            )
             self._hand_over(engine, moves, change, self._model.num_blocks)
             self._join_single(number, engine)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, engine: VirtualEngine, moves: Sequence[Moving], change: _Change, num_blocks: int) -> float:
-        """Start requests without KV at once; each other request when links have carried its KV.
+    def _hand_over(self, engine: VirtualEngine, moves: Sequence[Moving], change: Transition, num_blocks: int) -> float:
+        """Start requests without KV at once, each other when links have carried its KV, in the order of ``moves``.
 
-        Args:
-            engine: The engine that gets them; it has not started.
-            moves: The requests; those of one link are copied in this order.
-            change: What they are part of.
-            num_blocks: Of the engine's pool, once all KV is there.
-
-        Returns:
-            The time when the last one has its KV.
+        ``num_blocks``: of the engine's pool, once all KV is there. Returns the time when that is so.
         """
         now, ledger = self._cluster.environment.now, engine.loop.state.ledger
         with_kv = [one for one in moves if one.blocks]
@@ -380,27 +362,21 @@ class Regrouping:
             last_s = max(last_s, whole_s)
             self._cluster.environment.schedule(whole_s, partial(self._adopt, engine, held, row, one.record))
         self._cluster.environment.schedule(last_s, self._end_change)
+        fresh = [one.record for one in moves if not one.blocks]
         self.transitions.append(
-            Transition(
-                change.when_s,
-                change.is_drop,
-                now - change.when_s,
-                last_s - change.when_s,
-                change.instances,
-                num_blocks,
-                change.num_blocks_before,
-                sum(sum(one.link_bytes.values()) for one in with_kv),
-                change.parameter_bytes,
-                sum(
-                    one.record.num_tokens > len(one.record.request.prompt_token_ids) and not one.blocks for one in moves
-                ),
+            replace(
+                change,
+                usable_s=now - change.when_s,
+                whole_s=last_s - change.when_s,
+                num_blocks=num_blocks,
+                kv_bytes=sum(sum(one.link_bytes.values()) for one in with_kv),
+                num_recomputed=sum(_count_known(record) > 0 for record in fresh),
             )
         )
-        for one in moves:
-            if not one.blocks:
-                self.num_moving -= 1
-                request = _go_on(one.record)
-                self._cluster.note(request, engine.lifecycles, engine.submit(request))
+        for record in fresh:
+            self.num_moving -= 1
+            request = _go_on(record)
+            self._cluster.note(request, engine.lifecycles, engine.submit(request))
         return last_s
 
     def _adopt(self, engine: VirtualEngine, held: HeldBlocks, row: int, record: Record) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.plan import StepPlan
-from floodplain.cost.link import LINKS
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape, head_layers
 from floodplain.cost.step_time import StepTimer
 from floodplain.policy.drop import DropSizes, DropTimingSettings
@@ -19,9 +18,9 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
-from floodplain.sim.machine import DTYPE_BYTES, Machine
+from floodplain.sim.machine import DTYPE_BYTES, Machine, link_of
 from floodplain.sim.regrouping import GroupLink, Regrouping
-from floodplain.sim.scenario import LinkName, ReliefPart, Scenario
+from floodplain.sim.scenario import ReliefPart, Scenario
 from floodplain.sim.stages import VirtualStages
 from floodplain.sim.virtual_engine import VirtualEngine
 
@@ -36,9 +35,6 @@ class ReliefModel:
     """Makes the engines of a scenario's instances, alone and in groups; as ``regrouping.GroupModel``.
 
     Args:
-        scenario: The scenario.
-        machine: The device of its instances.
-        part: Its relief.
         add_single: Makes an instance under the scenario's policy.
         add_group: Makes a pipeline of a loop and the seconds of its stages.
     """
@@ -95,14 +91,6 @@ class ReliefModel:
             return [whole_s * share + beside_s for share in shares]
 
         return times
-
-
-def link_of(name: LinkName) -> tuple[float, float]:
-    """(bytes per second, seconds before the first) of the slower direction of a link."""
-    if not isinstance(name, str):
-        return name, 0.0
-    both = LINKS[name].outbound, LINKS[name].inbound
-    return min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both)
 
 
 def start_relief(cluster: VirtualCluster, model: ReliefModel, num_instances: int, part: ReliefPart) -> Regrouping:
