@@ -20,23 +20,13 @@ from floodplain.runtime.state import LoopState
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What can be restored of one sequence.
+    """What can be restored of one absent sequence: fields of its row (``core.view``).
 
-    Attributes:
-        num_hit_blocks: Leading blocks that are on the device.
-        num_shared_hits: Hits that other sequences hold, so that sharing them costs no available block.
-        num_device_blocks: Blocks on the device in the leading run that can be restored, hits included.
-        num_shared_blocks: Those of these that other sequences hold.
-        num_backed_blocks: Blocks of that run that only swap space has.
-        num_restorable_tokens: Tokens of that run.
-        next_copy: The first content of that run that must be copied and that others may share; None if there is none.
-        is_arriving: An inbound copy in flight brings it already.
-        watched: The contents that this result depends on: those of the run, and the first missing one.
+    ``watched`` are the contents that this result depends on: those of the run that can be restored, and the first
+    missing one.
     """
 
-    num_hit_blocks: int
-    num_shared_hits: int
-    num_device_blocks: int
+    num_cached_tokens: int
     num_shared_blocks: int
     num_backed_blocks: int
     num_restorable_tokens: int
@@ -59,10 +49,7 @@ class ContentWatch:
         self._watchers: dict[BlockKey, set[SeqId]] = {}
 
     def refresh(self, changed: Set[SeqId]) -> set[SeqId]:
-        """Drop every result that may have changed since the last call, or is of a ``changed`` sequence.
-
-        Return their ids.
-        """
+        """Drop results that may have changed since the last call, or are of ``changed`` sequences; return their ids."""
         stale = {seq_id for seq_id in changed if seq_id in self._found}
         watchers = self._watchers
         for changes in self._changes:
@@ -97,12 +84,15 @@ class ContentWatch:
                 del self._watchers[key]
 
     def _look_up(self, seq: Sequence) -> Found:
-        """Look up a sequence: leading hits first, on a fast path, since most sequences have nothing else."""
+        """Look up a sequence: leading hits first, on a fast path, since most sequences have nothing else.
+
+        A waiting request only shares its leading hits when it starts; a swapped one gets all that is on the device.
+        """
         ledger, block_tokens = self._state.ledger, self._state.ledger.block_tokens
         keys = seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens)
         hits = ledger.find_prefix(keys)
         num_shared = num_shared_hits = len(hits) - ledger.count_cached(hits)
-        num_device, num_backed = len(hits), 0
+        num_device, num_backed, is_waiting = len(hits), 0, seq.status is Status.WAITING
         next_copy: Backup | None = None
         for key in keys[len(hits) :]:
             block = ledger.find(key)
@@ -119,10 +109,8 @@ class ContentWatch:
         if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == num_full:
             num_backed, num_tokens = num_backed + 1, seq.tail[1]
         return Found(
-            num_hit_blocks=len(hits),
-            num_shared_hits=num_shared_hits,
-            num_device_blocks=num_device,
-            num_shared_blocks=num_shared,
+            num_cached_tokens=(len(hits) if is_waiting else num_device) * block_tokens,
+            num_shared_blocks=num_shared_hits if is_waiting else num_shared,
             num_backed_blocks=num_backed,
             num_restorable_tokens=num_tokens,
             next_copy=None if next_copy is None else next_copy.key,
@@ -248,37 +236,22 @@ class ViewBuilder:
         self._swapped = tuple([rows.get(seq.seq_id) or self._absent_row(seq, step) for seq in state.swapped])
 
     def _absent_row(self, seq: Sequence, step: int) -> SequenceView:
-        make_row = self._waiting_row if seq.status is Status.WAITING else self._swapped_row
-        row = self._rows[seq.seq_id] = make_row(seq, step)
+        if seq.status is Status.WAITING and not self._state.ledger.caches_prefixes:
+            row = self._make_row(seq, step)
+        else:
+            found = self._watch.find(seq)
+            row = self._make_row(
+                seq,
+                step,
+                num_cached_tokens=found.num_cached_tokens,
+                num_shared_blocks=found.num_shared_blocks,
+                num_backed_blocks=found.num_backed_blocks,
+                num_restorable_tokens=found.num_restorable_tokens,
+                next_copy=found.next_copy,
+                is_arriving=found.is_arriving,
+            )
+        self._rows[seq.seq_id] = row
         return row
-
-    def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
-        if not self._state.ledger.caches_prefixes:
-            return self._make_row(seq, step)
-        found = self._watch.find(seq)
-        return self._make_row(
-            seq,
-            step,
-            num_cached_tokens=found.num_hit_blocks * self._state.ledger.block_tokens,
-            num_shared_blocks=found.num_shared_hits,
-            num_backed_blocks=found.num_backed_blocks,
-            num_restorable_tokens=found.num_restorable_tokens,
-            next_copy=found.next_copy,
-            is_arriving=found.is_arriving,
-        )
-
-    def _swapped_row(self, seq: Sequence, step: int) -> SequenceView:
-        found = self._watch.find(seq)
-        return self._make_row(
-            seq,
-            step,
-            num_cached_tokens=found.num_device_blocks * self._state.ledger.block_tokens,
-            num_shared_blocks=found.num_shared_blocks,
-            num_backed_blocks=found.num_backed_blocks,
-            num_restorable_tokens=found.num_restorable_tokens,
-            next_copy=found.next_copy,
-            is_arriving=found.is_arriving,
-        )
 
     def _loading_row(self, seq: Sequence, step: int) -> SequenceView:
         return self._make_row(seq, step, num_backed_blocks=min(len(seq.backups), seq.num_arriving))
