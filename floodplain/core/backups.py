@@ -134,7 +134,7 @@ class BackupTable:
         for backup in backups:
             if not backup.is_whole:
                 raise InvariantError("a backup is read before it is whole")
-            self._wake(backup)
+            self.idle.discard(backup)
             backup.num_readers += 1
             self.changed_keys.add(backup.key)
 
@@ -147,7 +147,7 @@ class BackupTable:
 
     def keep(self, backup: Backup) -> None:
         """Add a sequence that needs the backup."""
-        self._wake(backup)
+        self.idle.discard(backup)
         backup.num_keepers += 1
 
     def release(self, backup: Backup) -> None:
@@ -158,7 +158,7 @@ class BackupTable:
     def lose(self, backup: Backup) -> None:
         """Mark a backup as unusable: lookups miss it at once; its slot is freed when no copy touches it."""
         if not backup.is_lost:
-            self._wake(backup)
+            self.idle.discard(backup)
             backup.is_lost, backup.is_whole = True, False
             del self._by_key[backup.key]
             self.changed_keys.add(backup.key)
@@ -201,14 +201,11 @@ class BackupTable:
         ]
 
     def begin_move(self, backups: Sequence[Backup], tier: Tier) -> list[Location] | None:
-        """Allocate slots in another tier for copies of backups, in order; None if there are too few.
-
-        InvariantError if one is not whole, or is moving already.
-        """
+        """Allocate slots in another tier for copies of whole, unmoved backups, in order; None if there are too few."""
         if any(backup.is_moving or not backup.is_whole for backup in backups):
             raise InvariantError("a backup is moved that is not whole, or moves already")
         for backup in backups:
-            self._wake(backup)
+            self.idle.discard(backup)
         locations = self._take_slots(tier, len(backups))
         if locations is None:
             for backup in backups:
@@ -266,9 +263,6 @@ class BackupTable:
     def _is_touched(self, backup: Backup) -> bool:
         return backup.num_readers > 0 or backup.is_moving or backup in self._writing
 
-    def _wake(self, backup: Backup) -> None:
-        self.idle.discard(backup)
-
     def _collect(self, backup: Backup) -> None:
         """If no sequence or copy uses the backup any more, retain it as idle, or free its slot."""
         is_needed = backup.num_keepers > 0 and not backup.is_lost
@@ -289,7 +283,7 @@ class BackupTable:
         return self._retains and backup.is_whole and not backup.is_private and not is_leaving
 
     def _forget(self, backup: Backup) -> None:
-        self._wake(backup)
+        self.idle.discard(backup)
         del self._by_key[backup.key]
         self.changed_keys.add(backup.key)
         backup.is_lost, backup.is_whole = True, False
