@@ -184,10 +184,7 @@ class BlockLedger:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def seal(self, block: BlockId, key: BlockKey) -> None:
-        """Register an owned block that is full of computed tokens under its content key.
-
-        An earlier block of it stays shared.
-        """
+        """Register an owned block of computed tokens under its content key; an earlier block of it stays shared."""
         self._expect(block, _OWNED)
         if key not in self._index:
             self._index[key] = block
@@ -199,10 +196,7 @@ class BlockLedger:
         return self._index.get(key)
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """The readable blocks of these contents, up to the first that is missing.
-
-        No Python per key, since runs are long.
-        """
+        """The readable blocks of these contents, up to the first missing one. Runs are long: no Python per key."""
         return list(takewhile(partial(is_not, None), map(self._index.get, keys)))  # type: ignore[arg-type]
 
     def share(self, key: BlockKey) -> BlockId | None:
@@ -347,10 +341,7 @@ class BlockLedger:
     # -- the law ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self, references: Iterable[Sequence[BlockId]] | None = None) -> None:
-        """Raise InvariantError if a law of the ledger is broken.
-
-        ``references`` are all block tables, to check refcounts.
-        """
+        """Raise InvariantError if a law is broken; ``references``, all block tables, are to check refcounts."""
         counted = [0] * len(self._states)
         for table in references if references is not None else ():
             for block in table:

@@ -14,10 +14,7 @@ class UserError(Exception):
 
 
 class SettingRefused(UserError):
-    """A setting is out of its range.
-
-    The message has its name as in Python; a front end with flags raises ``as_flags``.
-    """
+    """A setting is out of its range. The message has its name as in Python; front ends raise ``as_flags``."""
 
     def __init__(self, names: tuple[str, ...], problem: str) -> None:
         super().__init__(f"{' and '.join(names)} {problem}")

@@ -181,10 +181,7 @@ def _holders_of(reports: Sequence[MemberReport]) -> list[int]:
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
-    """The group's ids of blocks of a member's own pool, whose ``used`` quanta begin at the group's quantum ``first``.
-
-    Raises InvariantError if a block is in none of these quanta.
-    """
+    """The group's ids of blocks of a member's ``used`` quanta, which begin at the group's quantum ``first``."""
     places = {quantum: (first + index) * quantum_blocks for index, quantum in enumerate(used)}
     if not {block // quantum_blocks for block in blocks} <= places.keys():
         raise InvariantError("a block is in a quantum that no request keeps")

@@ -111,9 +111,7 @@ class Decision:
     and the prefix backup; then it plans decodes, chunks, and the first chunks of admissions.
 
     Attributes:
-        resumptions: Sequences whose KV is swapped in.
         decodes: Running, decoding sequences that get one more token, in the order of the view.
-        chunks: Running sequences that compute more of their known tokens.
         admissions: Waiting sequences that start, with their first chunk, in which a prefix hit does not count.
         backups: Running sequences whose full blocks are backed up.
         prefix_backup: Backup of cached prefixes that no request uses now.
@@ -199,8 +197,6 @@ class StepPlan:
         step_id: Steps are completed in this order.
         decodes: Sequences that get one token; the executor holds their last token and position. The same tuple object
             as in the last plan when nothing changed.
-        prefills: Chunks of known tokens.
-        tables: Block table entries that are new.
         transfers: Copies that begin now. Swap-outs and backups read blocks that this step does not write.
         preemptions: For records; executors do not need them.
         released: Ended sequences, whose state the executor drops.
@@ -225,10 +221,7 @@ class StepPlan:
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     def count_work(self) -> tuple[int, int]:
-        """(decodes, prompt tokens).
-
-        A chunk of one token, with which a swapped-in sequence resumes, counts as a decode.
-        """
+        """(decodes, prompt tokens); a chunk of one token, with which a swapped-in sequence resumes, is a decode."""
         sizes = [len(chunk.token_ids) for chunk in self.prefills]
         num_single = sizes.count(1)
         return len(self.decodes) + num_single, sum(sizes) - num_single

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The quantile ``part``, from 0 to 1, of at least one value: linear between the two nearest, as numpy's default.
-
-    The floating-point operations are numpy's, so the result is the same to the last bit.
-    """
+    """The quantile ``part`` (0 to 1) of at least one value, linear between two: numpy's, to the last bit."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)
     below = min(int(place), len(ordered) - 1)

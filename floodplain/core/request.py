@@ -18,10 +18,7 @@ UNLOADED_FACTOR = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """A request's own goals in seconds, above 0: to the first token, and per token after it.
-
-    None: the server's goal.
-    """
+    """A request's own goals in seconds, above 0: to the first token, and per token after it. None: the server's."""
 
     ttft_s: Annotated[float, Range(0.0, inf)] | None = None
     tpot_s: Annotated[float, Range(0.0, inf)] | None = None

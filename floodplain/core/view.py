@@ -35,7 +35,6 @@ class SequenceView:
 
     Attributes:
         order_key: (priority, arrival, id): breaks every tie.
-        client: Name of its API key.
         since_step: The step index at which the counts below held. While ``is_decoding`` one token is scheduled, and one
             expected, in every step from then on.
         num_tokens: Known and expected tokens, at ``since_step``.
@@ -165,17 +164,13 @@ class View:
     """All inputs of a decision, beside the time and the random generator.
 
     Attributes:
-        step: The index of the step to be planned.
         running: Sequences on the device; these, ``swapped`` and ``loading`` are in order of their keys.
         waiting: The first waiting sequences in the policy's order, and the newest others, as many as it asks for.
-        num_waiting: All waiting sequences.
         outstanding: Sequences in steps that are not complete: they cannot be preempted now.
         num_available_blocks: Blocks that can be allocated, by eviction of cached prefixes at need.
         num_empty_blocks: Available blocks that hold no cached prefix.
         num_blocks: Blocks of the pool, those that will return to it included: any request fits into so many.
         groups: Of layers with block tables of their own; empty if all layers share one.
-        max_batched_tokens: Most tokens in one step.
-        max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
         key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
         num_draining_blocks: Blocks that will be available when the copies that read them have ended.

@@ -72,10 +72,7 @@ def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int =
 
 
 def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
-    """The x >= 0 with the least |matrix x - target| (Lawson and Hanson's active set).
-
-    ``matrix`` has full column rank.
-    """
+    """The x >= 0 with the least |matrix x - target|, for full column rank (Lawson and Hanson's active set)."""
     scale = np.linalg.norm(matrix, axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     scaled = matrix / scale

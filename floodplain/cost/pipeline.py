@@ -41,10 +41,7 @@ def cost_by_shape(shape: ModelShape) -> StepCost:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage for layers and their KV, without embedding and head, which every instance keeps.
-
-    ``layer_bytes`` are a layer's parameters, ``block_bytes`` a KV block in one layer.
-    """
+    """Bytes of a stage for layers and KV (embedding and head are beside it); of a layer; of a KV block in a layer."""
 
     num_bytes: int
     layer_bytes: int

@@ -164,10 +164,7 @@ class Deadlines:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _presence(self, token_s: float) -> float:
-        """Part of the time for which a stream must be resident to get a token every ``token_s`` seconds.
-
-        1 without swap space.
-        """
+        """Part of the time that a stream must be resident for a token each ``token_s``; 1 without swap space."""
         return self.step_s / token_s if self._has_turns and self.step_s < token_s else 1.0
 
     def _claim(self, num_prompt: int, num_output: int, goal_s: float, slack_s: float) -> float:

@@ -31,10 +31,7 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class DropSizes:
-    """Sizes of parameters (of one layer) and KV (of a block in one layer) in each instance.
-
-    ``quantum_blocks`` are mapped together.
-    """
+    """Sizes of a layer's parameters, of a block in one layer, and of a quantum, alike in each instance."""
 
     num_layers: int
     layer_bytes: int
@@ -292,10 +289,7 @@ class DropTiming:
         self._num_drops = 0
 
     def decide(self, load: ClusterLoad, transition_s: float) -> DropMoment:
-        """The move to make under this load, if a drop would take ``transition_s`` seconds now.
-
-        In order of ``load.now``.
-        """
+        """The move under this load (in order of ``load.now``), if a drop would take ``transition_s`` seconds now."""
         self._note(load)
         if load.is_changing or load.now - self._moved_s < self.settings.gap_s:
             return DropMoment()

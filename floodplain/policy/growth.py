@@ -39,10 +39,7 @@ def blocks_held(view: View, row: SequenceView) -> int:
 
 
 def count_spare_blocks(view: View, num_steps: int) -> int:
-    """Lower bound of free blocks if all live requests are resident for ``num_steps`` more steps.
-
-    Negative: they do not fit.
-    """
+    """Free blocks, at least, if all live requests stay resident for ``num_steps`` steps; negative: they do not fit."""
     if view.swapped or view.num_waiting > len(view.waiting):
         return -1
     if len(view.running) + len(view.loading) + len(view.waiting) > view.max_num_seqs:

@@ -57,10 +57,7 @@ def most_tokens(prefix: int, num_tokens: int, limit: float, cost: ChunkCost) -> 
 
 
 def cut(pieces: Sequence[Piece], limit: float, cost: ChunkCost) -> tuple[list[Piece], list[Piece]]:
-    """Split off a first part that costs at most ``limit`` but has at least one token.
-
-    The piece at the cut is divided.
-    """
+    """Split off a first part of at most ``limit`` and at least one token; the piece at the cut is divided."""
     part: list[Piece] = []
     for index, piece in enumerate(pieces):
         num_tokens = max(most_tokens(piece.prefix, piece.num_tokens, limit, cost), not part)
@@ -100,7 +97,6 @@ class MicrobatchRule:
 
     Attributes:
         split: ``even`` makes parts of equal cost, ``tokens`` of equal tokens, ``halving`` is the paper's.
-        chunk_cost: Cost of a piece; unused with ``tokens``.
         least_tokens: Least tokens of a part if there are more parts than stages.
     """
 

@@ -70,10 +70,7 @@ def chance_of_return(hazards: Sequence[float]) -> float:
 
 
 def worth(hazards: Sequence[float], first: int) -> float:
-    """Most expected returns per second of a slot that is kept from the beginning of bin ``first`` on.
-
-    0 beyond the last bin.
-    """
+    """Most expected returns per second of a slot kept from the beginning of bin ``first`` on; 0 beyond the last."""
     survival, returns, seconds, most = 1.0, 0.0, 0.0, 0.0
     for index in range(first, NUM_BINS):
         returns += survival * hazards[index]

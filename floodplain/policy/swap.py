@@ -47,10 +47,7 @@ class SwapBudget:
         return False
 
     def can_hold_prefix(self, row: SequenceView) -> bool:
-        """Whether no preemption of this decision needs the slots where a request's prefix lies.
-
-        Idle backups count as free.
-        """
+        """Whether no preemption of this decision needs slots of a request's prefix; idle backups count as free."""
         return sum(self._free.values()) >= row.num_backed_blocks
 
     def hold_prefix(self, row: SequenceView) -> None:

@@ -30,10 +30,7 @@ class PlanBuilder:
     def build(
         self, view: View, decision: Decision, saves: list[Transfer], now: float
     ) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
-        """Plan the step as decided: (the plan, its decoding sequences, its sequences with chunks, in order).
-
-        ``saves``: copies that have begun before the view was built.
-        """
+        """Plan the step: (the plan, sequences that decode, those with chunks); ``saves`` began before the view."""
         self._tables = []
         transfers = saves + self._start_moves(view, decision, now)
         for seq_id in sorted(self._state.stale_tables):

@@ -73,10 +73,7 @@ class DemandMeter:
     def learn(
         self, duration_s: float, num_tokens: int, ended: Iterable[int], num_waiting: int, num_paused: int
     ) -> None:
-        """Note the end of a step, which generated ``num_tokens``.
-
-        ``ended`` has the output tokens of each request that ended.
-        """
+        """Note a step that generated ``num_tokens``; ``ended`` has the output tokens of each request that ended."""
         for number in ended:
             self._outputs.add(number)
         if duration_s > 0:

@@ -19,10 +19,7 @@ from floodplain.runtime.loop import Loop
 
 
 class StepDriver:
-    """A loop, its outstanding steps and copies, and the time lost to stalls.
-
-    ``stall_s``: time in which requests were alive and nothing could run before a copy ended.
-    """
+    """A loop, its outstanding steps and copies, and seconds in which requests could not run before a copy ended."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -32,10 +29,7 @@ class StepDriver:
         self._stalled_since_s: float | None = None
 
     def next_plan(self, now: float) -> StepPlan | Wait:
-        """Plan one more step; Wait if nothing can run. The plan's transfers count as in flight from now on.
-
-        InvariantError for a bug in the policy (``Loop.next_plan``).
-        """
+        """Plan one more step (``Loop.next_plan``). The plan's transfers count as in flight from now on."""
         plan = self.loop.next_plan(now)
         if isinstance(plan, StepPlan):
             self.num_outstanding += 1

@@ -97,10 +97,7 @@ def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, no
 
 
 class HeldBlocks:
-    """Blocks of a new ledger that are held for handed-over requests (``rows``, by a number of the caller's).
-
-    Some may be shared.
-    """
+    """Blocks of a new ledger that are held for handed-over requests, by a number of the caller's; some are shared."""
 
     def __init__(self, ledger: BlockLedger, rows: Mapping[int, Seq[BlockId]]) -> None:
         self._ledger = ledger
@@ -216,10 +213,7 @@ class Incoming:
         return more
 
     def adopt(self, seq_id: SeqId, num_computed: int, now: float) -> bool:
-        """Resume the request from its copied KV. False if it does not run: then its KV is recomputed.
-
-        InvariantError if the number of blocks does not match ``num_computed``.
-        """
+        """Resume the request from its copied KV. False if it does not run: then its KV is recomputed."""
         blocks, ledger = self._take(), self._loop.state.ledger
         if len(blocks) != -(-num_computed // ledger.block_tokens):
             raise InvariantError(f"{num_computed} tokens of sequence {seq_id} are not in {len(blocks)} blocks")

@@ -61,10 +61,7 @@ class Loop:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> SeqId:
-        """Queue a request; returns its sequence id.
-
-        RequestRefused as in ``check``; QueueFull if too many wait already.
-        """
+        """Queue a request; returns its sequence id. RequestRefused as in ``check``; QueueFull if too many wait."""
         max_total, config = self.check(request), self.state.config
         num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))  # these can run next: not counted
         if len(self.state.waiting) >= config.max_waiting + num_free_seqs and not request.is_accepted:
@@ -95,10 +92,7 @@ class Loop:
         return True
 
     def check(self, request: Request) -> int:
-        """The most tokens that the request can have, prompt included.
-
-        RequestRefused, with the numbers, if it can never be served.
-        """
+        """The most tokens of a request, prompt included. RequestRefused, with numbers, if it can never be served."""
         max_model_len, ledger = self.state.config.max_model_len, self.state.ledger
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
@@ -267,10 +261,7 @@ class Loop:
     # -- the pool --------------------------------------------------------------------------------------------------
 
     def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
-        """Rewrite every block table that holds a moved block, after the pool shrank at this boundary.
-
-        InvariantError if a step is outstanding.
-        """
+        """Rewrite block tables after the pool shrank at this boundary; InvariantError if a step is outstanding."""
         if self._steps:
             raise InvariantError("blocks move while a step is outstanding")
         for seq in self.state.sequences.values():

@@ -145,10 +145,7 @@ class Retries:
         self._kept: dict[tuple[str, int], tuple[float, float]] = {}  # (arrival, time until which it is kept)
 
     def leave(self, request: Request, arrival_s: float, now: float) -> None:
-        """Keep the place of a request that is aborted at ``now``.
-
-        ``arrival_s`` is its arrival, or that of the request before it.
-        """
+        """Keep the place of a request aborted at ``now``: its arrival, or that of the request before it."""
         self._kept.pop(_name(request), None)
         self._kept[_name(request)] = (arrival_s, now + RETRY_S)
         while len(self._kept) > MOST_PLACES:

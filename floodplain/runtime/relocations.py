@@ -86,10 +86,7 @@ class Relocations:
         self._lose(self.backups.in_slots(tier, slots))
 
     def settle(self, relocation_id: int, lost: Sequence[int]) -> None:
-        """End a relocation; blocks at the places ``lost`` did not arrive whole, and their backups are lost.
-
-        InvariantError if it is not in flight.
-        """
+        """End a relocation; backups at the places ``lost`` are lost. InvariantError if it is not in flight."""
         moving = self._in_flight.pop(relocation_id, None)
         if moving is None:
             raise InvariantError(f"relocation {relocation_id} is answered but not in flight")

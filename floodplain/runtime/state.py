@@ -267,10 +267,7 @@ class LoopState:
         seq.forget_blocks()
 
     def release(self, seq: Sequence, now: float) -> None:
-        """Free all that a finished sequence holds, and remove it. No step may touch it any more.
-
-        Its session is told, which may pin its full blocks.
-        """
+        """Free all that a finished sequence holds, and remove it: no step may touch it. Its session may pin its KV."""
         if self.sessions is not None:
             self._leave_session(self.sessions, seq, now)
         self.free_blocks(seq)

@@ -67,10 +67,7 @@ class Swaps:
         return self._begin(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
 
     def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
-        """Back up the cached blocks that are evicted next; None if all have backups or slots are short.
-
-        Pinned backups are not evicted for them.
-        """
+        """Back up cached blocks that are evicted next, in slots of no pinned backup; None if none need or get one."""
         state = self._state
         at_risk = state.ledger.next_evicted(order.num_at_risk)
         unsaved = ((block, key) for block, key in at_risk if state.backups.find(key) is None)
@@ -271,10 +268,7 @@ class Swaps:
             state.ledger.sharing_version += 1
 
     def _settle_in(self, arrival: Arrival, lost: Seq[int], now: float) -> None:
-        """Keep the blocks before the first lost one.
-
-        Without any, the sequence returns to its status before the transfer.
-        """
+        """Keep the blocks before the first lost one; without any, the sequence has its status before the transfer."""
         state, seq = self._state, arrival.seq
         is_wanted = seq.status is Status.LOADING
         whole = self._keep_leading(arrival, arrival.count_leading(lost) if is_wanted else 0)

@@ -87,7 +87,6 @@ class VirtualCoordinator:
     every living member sends a heartbeat. A request that waits is sent again when a lender offers more.
 
     Args:
-        environment: The clock.
         ttl_s: Seconds of silence after which a member is considered dead.
         may_borrow_from: Who may borrow from whom; None if all may borrow from all.
         beats: Whether every heartbeat is sent.

@@ -45,10 +45,7 @@ class Neighbourhood:
                 self._fail(scenario.servers[fault.server], fault)
 
     def serve(self, requests: Iterable[Request], of_lenders: Mapping[str, Iterable[Request]]) -> None:
-        """Submit the requests of the instances and of each lender at their arrival times, and serve them all.
-
-        InvariantError if they wait for ever.
-        """
+        """Serve the requests of the instances and of each lender. InvariantError if they wait for ever."""
         fleets = {INSTANCE: self.fleet, **self.lenders}
         for name, load in {INSTANCE: requests, **of_lenders}.items():
             fleets[name].expect(load)
