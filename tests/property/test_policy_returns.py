@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from floodplain.policy.returns import (
-    EDGES_S,
-    NUM_BINS,
-    GapCounts,
-    bin_of,
-    chance_of_return,
-    expected_stay_s,
-    worth,
-)
+from floodplain.policy.returns import EDGES_S, NUM_BINS, GapCounts, bin_of, chance_of_return, expected_stay_s, worth
 
 HAZARDS = st.lists(st.floats(0.0, 1.0), min_size=NUM_BINS, max_size=NUM_BINS)
 

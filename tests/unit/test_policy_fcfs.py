@@ -10,67 +10,21 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.request import SeqId
-from floodplain.core.sequence import Status
-from floodplain.core.view import SequenceView, View
+from floodplain.core.view import SequenceView
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import make_policy
 from tests.support.driver import Driver, computed
 from tests.support.loops import make_loop, make_request
-
-NEVER = 2**62
-
-
-def row(number: int, status: Status = Status.RUNNING, **fields: object) -> SequenceView:
-    """A decoding row of ten tokens in three blocks with room for two more; ``fields`` override it."""
-    values: dict[str, object] = {
-        "seq_id": SeqId(number),
-        "status": status,
-        "order_key": (0, float(number), number),
-        "client": "",
-        "num_prompt": 8,
-        "since_step": 0,
-        "num_tokens": 10,
-        "num_scheduled": 9,
-        "num_blocks": 3,
-        "exclusive_blocks": 3,
-        "is_decoding": True,
-        "block_due_step": NEVER,
-        "end_step": NEVER,
-        "num_cached_tokens": 0,
-        "num_shared_blocks": 0,
-        "num_backed_blocks": 0,
-        "num_restorable_tokens": 0,
-        "entered_step": 0,
-        "last_token_s": None,
-        "credit": 0.0,
-        "parent": SeqId(number),
-        "num_ended_tokens": 0,
-        "is_leaving": False,
-    }
-    return SequenceView(**(values | fields))  # type: ignore[arg-type]
+from tests.support.views import NEVER, loading, make_view, prompt, stream, waiting
 
 
-def waiting(number: int, num_tokens: int, **fields: object) -> SequenceView:
-    values = {"num_tokens": num_tokens, "num_scheduled": 0, "num_blocks": 0, "is_decoding": False} | fields
-    return row(number, Status.WAITING, **values)
+def row(number: int, **fields: object) -> SequenceView:
+    """A stream that has blocks for ever; ``fields`` override it."""
+    return stream(number, **({"block_due_step": NEVER} | fields))
 
 
-def decide(
-    *, running: tuple[SequenceView, ...] = (), waits: tuple[SequenceView, ...] = (), **fields: object
-) -> Decision:
-    values: dict[str, object] = {
-        "step": 5,
-        "num_waiting": len(waits),
-        "swapped": (),
-        "loading": (),
-        "outstanding": frozenset(),
-        "num_available_blocks": 100,
-        "num_blocks": 100,
-        "block_tokens": 4,
-        "max_batched_tokens": 64,
-        "max_num_seqs": 8,
-    }
-    view = View(running=running, waiting=waits, **(values | fields))  # type: ignore[arg-type]
+def decide(*rows: SequenceView, num_available_blocks: int = 100, **fields: object) -> Decision:
+    view = make_view(*rows, tiers=(), num_available_blocks=num_available_blocks, **fields)
     return FcfsPolicy().decide(view, 0.0, Random(0))
 
 
@@ -79,49 +33,49 @@ def test_an_empty_view_decides_nothing() -> None:
 
 
 def test_one_budget_goes_to_decodes_then_chunks_then_new_requests() -> None:
-    chunking = row(1, num_tokens=30, num_scheduled=10, is_decoding=False)
-    decision = decide(running=(row(0), chunking), waits=(waiting(2, 40),), max_batched_tokens=32)
+    chunking = prompt(1, 30, 10)
+    decision = decide(row(0), chunking, waiting(2, 40), max_batched_tokens=32)
     assert decision.decodes == (0,)
     assert [(c.seq_id, c.num_tokens) for c in decision.chunks] == [(1, 20)]
     assert [(c.seq_id, c.num_tokens) for c in decision.admissions] == [(2, 11)]
 
 
 def test_an_older_prefill_leaves_younger_decodes_their_tokens() -> None:
-    chunking = row(0, num_tokens=90, num_scheduled=10, is_decoding=False)
-    decision = decide(running=(chunking, row(1), row(2)), max_batched_tokens=32)
+    chunking = prompt(0, 90, 10)
+    decision = decide(chunking, row(1), row(2), max_batched_tokens=32)
     assert decision.decodes == (1, 2)
     assert [(chunk.seq_id, chunk.num_tokens) for chunk in decision.chunks] == [(0, 30)]
-    assert decide(running=(row(0), row(1), row(2)), max_batched_tokens=2).decodes == (0, 1)
+    assert decide(row(0), row(1), row(2), max_batched_tokens=2).decodes == (0, 1)
 
 
 def test_the_last_is_preempted_for_the_first_that_lacks_a_block() -> None:
-    decision = decide(running=(row(0, block_due_step=5), row(1), row(2)), num_available_blocks=0)
+    decision = decide(row(0, block_due_step=100), row(1), row(2), num_available_blocks=0)
     [order] = decision.preemptions
     assert (order.seq_id, order.mode, order.reason) == (2, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED)
     assert decision.decodes == (0, 1)
 
 
 def test_a_block_is_not_due_before_its_step() -> None:
-    decision = decide(running=(row(0, block_due_step=6), row(1)), num_available_blocks=0)
+    decision = decide(row(0, block_due_step=101), row(1), num_available_blocks=0)
     assert decision.preemptions == ()
     assert decision.decodes == (0, 1)
 
 
 def test_preemption_goes_on_until_there_is_room_even_to_the_last_request() -> None:
     shared = {"exclusive_blocks": 0}
-    decision = decide(running=(row(0), row(1, block_due_step=5, **shared), row(2, **shared)), num_available_blocks=0)
+    decision = decide(row(0), row(1, block_due_step=100, **shared), row(2, **shared), num_available_blocks=0)
     assert [order.seq_id for order in decision.preemptions] == [2, 1]
     assert decision.decodes == (0,)
 
 
 def test_a_step_that_was_short_of_blocks_admits_no_request() -> None:
-    running = (row(0, block_due_step=5), row(1, exclusive_blocks=50))
-    assert decide(running=running, waits=(waiting(2, 4),), num_available_blocks=0).admissions == ()
+    running = (row(0, block_due_step=100), row(1, exclusive_blocks=50))
+    assert decide(*running, waiting(2, 4), num_available_blocks=0).admissions == ()
 
 
 def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
-    running = (row(0, block_due_step=5), row(1), row(2))
-    decision = decide(running=running, num_available_blocks=0, outstanding=frozenset({SeqId(2)}))
+    running = (row(0, block_due_step=100), row(1), row(2))
+    decision = decide(*running, num_available_blocks=0, outstanding=frozenset({SeqId(2)}))
     assert decision.preemptions == ()
     assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
 
@@ -129,45 +83,44 @@ def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
 @pytest.mark.parametrize(("num_free", "starts"), [(20, True), (19, False)])
 def test_a_prompt_starts_only_if_all_of_it_fits(num_free: int, starts: bool) -> None:
     """vLLM's ``scheduler_reserve_full_isl``; its first chunk takes four of 20 blocks."""
-    decision = decide(waits=(waiting(0, 80),), num_available_blocks=num_free, max_batched_tokens=16)
+    decision = decide(waiting(0, 80), num_available_blocks=num_free, max_batched_tokens=16)
     assert [chunk.num_tokens for chunk in decision.admissions] == ([16] if starts else [])
 
 
 def test_cached_blocks_of_a_prompt_need_no_room() -> None:
     cached = waiting(0, 80, num_cached_tokens=40, num_shared_blocks=10)
-    assert decide(waits=(cached,), num_available_blocks=10).admissions
-    assert not decide(waits=(cached,), num_available_blocks=9).admissions
+    assert decide(cached, num_available_blocks=10).admissions
+    assert not decide(cached, num_available_blocks=9).admissions
 
 
 def test_waiting_requests_start_in_order_until_one_does_not_fit() -> None:
     waits = (waiting(0, 8), waiting(1, 40), waiting(2, 4))
-    decision = decide(waits=waits, num_available_blocks=6)
+    decision = decide(*waits, num_available_blocks=6)
     assert [c.seq_id for c in decision.admissions] == [0]
 
 
 def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> None:
     cached = waiting(0, 10, num_cached_tokens=8)
     shared = waiting(0, 10, num_cached_tokens=8, num_shared_blocks=2)
-    assert decide(waits=(cached,), num_available_blocks=2).admissions == ()
-    assert [c.num_tokens for c in decide(waits=(cached,), num_available_blocks=3).admissions] == [2]
-    assert [c.num_tokens for c in decide(waits=(shared,), num_available_blocks=1).admissions] == [2]
+    assert decide(cached, num_available_blocks=2).admissions == ()
+    assert [c.num_tokens for c in decide(cached, num_available_blocks=3).admissions] == [2]
+    assert [c.num_tokens for c in decide(shared, num_available_blocks=1).admissions] == [2]
 
 
 def test_places_are_counted_with_those_on_their_way_in() -> None:
-    loading = (row(1, Status.LOADING, is_decoding=False),)
-    waits = (waiting(2, 4), waiting(3, 4))
-    decision = decide(running=(row(0),), loading=loading, waits=waits, max_num_seqs=3)
+    rows = row(0), loading(1), waiting(2, 4), waiting(3, 4)
+    decision = decide(*rows, max_num_seqs=3)
     assert [c.seq_id for c in decision.admissions] == [2]
-    assert decide(running=(row(0),), loading=loading, waits=waits, max_num_seqs=1).admissions == ()
+    assert decide(*rows, max_num_seqs=1).admissions == ()
 
 
 def test_nothing_is_scheduled_beyond_the_last_token() -> None:
-    assert decide(running=(row(0, end_step=5), row(1, end_step=6))).decodes == (1,)
+    assert decide(row(0, end_step=100), row(1, end_step=101)).decodes == (1,)
 
 
 def test_a_decision_depends_on_the_view_alone() -> None:
-    view_fields = {"running": (row(0, block_due_step=5), row(1)), "waits": (waiting(2, 9),)}
-    assert decide(**view_fields) == decide(**view_fields)  # type: ignore[arg-type]
+    rows = row(0, block_due_step=100), row(1), waiting(2, 9)
+    assert decide(*rows) == decide(*rows)
 
 
 # -- through a loop --------------------------------------------------------------------------------------------------
@@ -241,16 +194,14 @@ def test_policies_have_names() -> None:
 
 def test_no_request_is_preempted_for_blocks_that_a_copy_will_free() -> None:
     """A prefix is being saved: its blocks are free again in a step or two."""
-    running = (row(0, block_due_step=5), row(1), row(2))
-    assert decide(running=running, num_available_blocks=0, num_draining_blocks=1) == Decision(decodes=(1, 2))
-    assert decide(running=running, num_available_blocks=0, num_draining_blocks=0).preemptions
+    running = (row(0, block_due_step=100), row(1), row(2))
+    assert decide(*running, num_available_blocks=0, num_draining_blocks=1) == Decision(decodes=(1, 2))
+    assert decide(*running, num_available_blocks=0, num_draining_blocks=0).preemptions
 
 
 def test_no_request_is_preempted_while_a_later_arrival_is_loading() -> None:
     """The later arrival is preempted once it is loaded."""
-    running, later = (row(0, block_due_step=5), row(1)), row(2, Status.LOADING)
-    assert decide(running=running, loading=(later,), num_available_blocks=0) == Decision(decodes=(1,))
-    earlier = row(2, Status.LOADING, order_key=(0, -1.0, 2))
-    assert [one.seq_id for one in decide(running=running, loading=(earlier,), num_available_blocks=0).preemptions] == [
-        1
-    ]
+    running, later = (row(0, block_due_step=100), row(1)), loading(2)
+    assert decide(*running, later, num_available_blocks=0) == Decision(decodes=(1,))
+    earlier = loading(2, order_key=(0, -1.0, 2))
+    assert [one.seq_id for one in decide(*running, earlier, num_available_blocks=0).preemptions] == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from floodplain.core.request import SeqId
@@ -20,9 +22,7 @@ SHARING = [FairPolicy(SETTINGS), CfsPolicy(SETTINGS)]
 
 
 def choice(row: SequenceView, parent: int, **fields: object) -> SequenceView:
-    values: dict[str, object] = {name: getattr(row, name) for name in SequenceView.__dataclass_fields__}
-    values |= {"parent": SeqId(parent), **fields}
-    return SequenceView(**values)  # type: ignore[arg-type]
+    return replace(row, parent=SeqId(parent), **fields)  # type: ignore[arg-type]
 
 
 def order(policy: FairPolicy | CfsPolicy, view: View) -> list[int]:

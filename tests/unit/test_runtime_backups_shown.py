@@ -5,18 +5,7 @@ from __future__ import annotations
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
 from tests.support.driver import Driver
-from tests.support.swap_choices import (
-    FIRST,
-    SECOND,
-    back_up,
-    choose,
-    idle,
-    make_driver,
-    plan,
-    resume,
-    start,
-    swap_out,
-)
+from tests.support.swap_choices import FIRST, SECOND, back_up, choose, idle, make_driver, plan, resume, start, swap_out
 
 
 def shown_backups(driver: Driver) -> dict[SeqId, int]:

@@ -8,16 +8,7 @@ import pytest
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import (
-    Chunk,
-    Decision,
-    Preemption,
-    PreemptionMode,
-    Reason,
-    StepResult,
-    TokenLogprobs,
-    Wait,
-)
+from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, StepResult, TokenLogprobs, Wait
 from floodplain.core.request import NO_GOALS, FinishReason, Goals, SeqId
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.runtime.state import LoopConfig

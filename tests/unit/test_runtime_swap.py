@@ -5,28 +5,12 @@ from __future__ import annotations
 import pytest
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.plan import (
-    BackupOrder,
-    Decision,
-    Reason,
-    StepPlan,
-    TransferKind,
-)
+from floodplain.core.plan import BackupOrder, Decision, Reason, StepPlan, TransferKind
 from floodplain.core.request import FinishReason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from tests.support.driver import computed
-from tests.support.swap_choices import (
-    FIRST,
-    SECOND,
-    back_up,
-    choose,
-    make_driver,
-    plan,
-    resume,
-    start,
-    swap_out,
-)
+from tests.support.swap_choices import FIRST, SECOND, back_up, choose, make_driver, plan, resume, start, swap_out
 
 
 def test_a_swapped_in_sequence_computes_exactly_one_token() -> None:
