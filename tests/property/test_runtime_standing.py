@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.plan import Decision, StepPlan
-from floodplain.core.request import OrderKey, Request
-from floodplain.core.sequence import Sequence
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import Request
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import View
 from floodplain.cost.step_time import StepCost, StepTimer
-from floodplain.policy.base import Policy, Standing
+from floodplain.policy.base import Standing
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -26,6 +25,7 @@ from floodplain.sim.environment import Environment
 from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.links import VirtualLinks
 from floodplain.sim.virtual_engine import DUMMY_TOKEN
+from tests.support.bursts import Recorder
 from tests.support.examples import examples
 from tests.support.loops import make_request
 
@@ -33,36 +33,15 @@ BLOCK_BYTES = 2**20
 COST = StepCost(base_s=0.02, decode_s=1e-4, prefill_token_s=2e-4, context_token_s=1e-6)
 
 
-class Asked:
-    """A policy that does not say when its decisions stand; ``num_decisions`` counts them."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.name, self.keeps_goals, self.chooses_admissions = (
-            policy.name,
-            policy.keeps_goals,
-            policy.chooses_admissions,
-        )
-        self.waiting_window, self.num_newest = policy.waiting_window, policy.num_newest
-        self._policy = policy
-        self.num_decisions = 0
-
-    def waiting_key(self, seq: Sequence) -> OrderKey:
-        return self._policy.waiting_key(seq)
-
-    def decide(self, view: View, now: float, rng: Random) -> Decision:
-        self.num_decisions += 1
-        return self._policy.decide(view, now, rng)
-
-
-class Told(Asked):
-    """The same policy with what it says of its decisions."""
+class Told(Recorder):
+    """A policy with what it says of its decisions; a ``Recorder`` does not say when they stand."""
 
     def stands(self, view: View) -> Standing | None:
-        found: Standing | None = self._policy.stands(view)  # type: ignore[attr-defined]
+        found: Standing | None = self.inner.stands(view)  # type: ignore[attr-defined]
         return found
 
 
-class Rash(Asked):
+class Rash(Recorder):
     """A policy that says of every decision that it stands."""
 
     def stands(self, view: View) -> Standing | None:
@@ -93,7 +72,7 @@ class Load:
             prompt = shared + own or (1,)
             self.requests.append(make_request("r", prompt, now, max_tokens=dice.randint(1, 60), ignore_eos=True))
 
-    def serve(self, policy: Asked, sample_s: float | None = None) -> Served:
+    def serve(self, policy: Recorder, sample_s: float | None = None) -> Served:
         """Serve all requests; with ``sample_s``, steps are made ahead up to each multiple of it."""
         config = LoopConfig(
             max_model_len=4 * self.num_blocks, max_batched_tokens=32, max_num_seqs=self.max_num_seqs,
@@ -166,7 +145,7 @@ LOADS = st.builds(
 @settings(max_examples=examples(40), deadline=None)
 @given(load=LOADS, sample_s=st.sampled_from([0.3, 1.0, 100.0]))
 def test_repeated_decisions_make_the_steps_of_asked_ones(name: str, load: Load, sample_s: float) -> None:
-    asked, told = load.serve(Asked(make_policy(name))), load.serve(Told(make_policy(name)))
+    asked, told = load.serve(Recorder(make_policy(name))), load.serve(Told(make_policy(name)))
     assert told.facts == asked.facts and told.tables == asked.tables
     assert load.serve(Told(make_policy(name)), sample_s).facts == asked.facts
 
@@ -175,14 +154,14 @@ def test_repeated_decisions_make_the_steps_of_asked_ones(name: str, load: Load, 
 def test_a_policy_is_seldom_asked_while_all_requests_decode(name: str) -> None:
     for sample_s in (None, 100.0):
         policy = Told(make_policy(name))
-        assert policy.num_decisions * 3 < len(CALM.serve(policy, sample_s).steps)
+        assert len(policy.seen) * 3 < len(CALM.serve(policy, sample_s).steps)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_wrong_standing_is_seen(name: str) -> None:
     loads = [Load(seed, 30, 200, 8, caches=True, is_async=False) for seed in range(40)]
     assert any(
-        load.serve(Rash(make_policy(name))).facts != load.serve(Asked(make_policy(name))).facts for load in loads
+        load.serve(Rash(make_policy(name))).facts != load.serve(Recorder(make_policy(name))).facts for load in loads
     )
 
 
@@ -199,6 +178,6 @@ def wait_for_content(num_blocks: int, arrival_s: float) -> Load:
 
 def test_a_waiting_prompt_that_others_generate_fits_no_sooner() -> None:
     loads = [wait_for_content(blocks, 0.01 * place) for blocks in (8, 9, 10) for place in range(1, 16)]
-    asked = [load.serve(Asked(make_policy("fcfs"))).facts for load in loads]
+    asked = [load.serve(Recorder(make_policy("fcfs"))).facts for load in loads]
     for sample_s in (None, 100.0):
         assert [load.serve(Told(make_policy("fcfs")), sample_s).facts for load in loads] == asked

@@ -27,13 +27,18 @@ BURST = {
 }  # fmt: skip
 
 
-def make(folder: Path, cost: StepCost = COST, engine: dict[str, Any] | None = None, **changes: Any) -> Scenario:
-    """A small pool, and steps that cost round numbers."""
+def measured(folder: Path, cost: StepCost) -> dict[str, str]:
+    """The ``cost`` of a scenario: a file of measured steps."""
     parts = {name: getattr(cost, name) for name in PARTS}
     profile = Profile(kind="step", subject="m", machine="m", settings={}, result={**parts, "parts": parts})
     save_result(folder / "steps.json", profile.to_json())
+    return {"steps": "steps.json"}
+
+
+def make(folder: Path, cost: StepCost = COST, engine: dict[str, Any] | None = None, **changes: Any) -> Scenario:
+    """A small pool, and steps that cost round numbers."""
     flags = {"policy": "fcfs", "scheduling": "sync", "kv_blocks": 200} | (engine or {})
-    content = {"model": "llama-3.1-8b", "device": "rtx4090", "cost": {"steps": "steps.json"}, "engine": flags}
+    content = {"model": "llama-3.1-8b", "device": "rtx4090", "cost": measured(folder, cost), "engine": flags}
     return make_scenario(content | changes, "test", folder)
 
 

@@ -9,9 +9,7 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import residence_s
-from floodplain.cost.step_time import PARTS, StepCost
-from floodplain.files.profile import Profile
-from floodplain.observe.strict_json import save_result
+from floodplain.cost.step_time import StepCost
 from floodplain.runtime.handover import Record, take_records
 from floodplain.runtime.loop import Loop
 from floodplain.sim import regrouping
@@ -20,6 +18,7 @@ from floodplain.sim.load import Load
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import Scenario, make_scenario
+from tests.sim.test_prediction import measured
 
 BASED = StepCost(base_s=0.03, decode_s=1e-4, prefill_token_s=2e-5)
 BURST = {
@@ -31,11 +30,8 @@ QUICK = {"link": 25e9, "overload": 0.2, "calm": 1.0, "gap": 1.0, "microbatch_tok
 
 def make(folder: Path, relief: dict[str, Any] | None, cost: StepCost = BASED, **changes: Any) -> Scenario:
     """Two instances whose pools hold a few requests each."""
-    parts = {name: getattr(cost, name) for name in PARTS}
-    profile = Profile(kind="step", subject="m", machine="m", settings={}, result={**parts, "parts": parts})
-    save_result(folder / "steps.json", profile.to_json())
     content = {
-        "model": "llama-3.1-8b", "device": "rtx4090", "instances": 2, "cost": {"steps": "steps.json"},
+        "model": "llama-3.1-8b", "device": "rtx4090", "instances": 2, "cost": measured(folder, cost),
         "engine": {"policy": "fcfs", "kv_blocks": 100, "max_model_len": 1600}, "workload": BURST,
     }  # fmt: skip
     return make_scenario(content | changes | ({} if relief is None else {"relief": relief}), "test", folder)
