@@ -7,24 +7,15 @@ import pytest
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import block_key, root_key
 from floodplain.core.request import SeqId
-from floodplain.core.sequence import TRANSITIONS, Sequence, Status
+from floodplain.core.sequence import Sequence, Status
 from tests.support.loops import make_request
 
 LEGAL = {
-    ("waiting", "loading"),
-    ("waiting", "running"),
-    ("waiting", "finished"),
-    ("running", "waiting"),
-    ("running", "swapped"),
-    ("running", "finished"),
-    ("swapped", "loading"),
-    ("swapped", "running"),
-    ("swapped", "waiting"),
-    ("swapped", "finished"),
-    ("loading", "running"),
-    ("loading", "swapped"),
-    ("loading", "waiting"),
-    ("loading", "finished"),
+    "waiting": {"loading", "running", "finished"},
+    "running": {"waiting", "swapped", "finished"},
+    "swapped": {"loading", "running", "waiting", "finished"},
+    "loading": {"running", "swapped", "waiting", "finished"},
+    "finished": set(),
 }
 
 
@@ -37,18 +28,13 @@ def make_sequence(num_prompt: int = 5, max_total: int = 9) -> Sequence:
 def test_a_sequence_makes_the_moves_of_the_table_and_no_other(source: Status, target: Status) -> None:
     seq = make_sequence()
     seq.status = source
-    if (source.value, target.value) in LEGAL:
+    if target.value in LEGAL[source.value]:
         seq.move_to(target)
         assert seq.status is target
     else:
         with pytest.raises(InvariantError, match=f"sequence 4 cannot go from {source.value} to {target.value}"):
             seq.move_to(target)
         assert seq.status is source
-
-
-def test_the_table_names_every_status_and_nothing_leaves_the_end() -> None:
-    assert set(TRANSITIONS) == set(Status)
-    assert not TRANSITIONS[Status.FINISHED]
 
 
 def test_expected_tokens_are_those_known_and_those_on_the_way() -> None:
