@@ -29,6 +29,26 @@ LONG = 900
 """Tokens of a stream that must not end before its instance is killed or stopped."""
 
 
+CAUSE = 7
+"""First token of a prompt that ends its instance, under ``HOOK``."""
+HOOK = """
+import os, sys, time
+from pathlib import Path
+
+def end_before_step(engine):
+    if any(seq.request.prompt_token_ids[0] == {cause} for seq in engine._alive.values()):
+        while not Path({gate!r}).exists():
+            time.sleep(0.005)
+        os._exit(70)
+    return step(engine)
+
+if "instance" in sys.orig_argv:
+    from floodplain.engine.shell import Engine
+    step, Engine.step = Engine.step, end_before_step
+"""
+"""An instance exits before its first step with the cause, once the gate is open."""
+
+
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     with started(tmp_path_factory.mktemp("router"), MODEL, FLAGS) as one:
@@ -162,3 +182,36 @@ def test_an_instance_that_cannot_start_is_one_line() -> None:
     done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("floodplain: instance 0 did not start: ") and done.stderr.count("\n") == 1
+
+
+def test_a_request_that_ends_its_instances_fails_alone(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(cause=CAUSE, gate=str(gate)))
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    router = RouterProcess(tmp_path, MODEL, FLAGS, 1, {"PYTHONPATH": paths})
+    others = [[20 + index, *PROMPT] for index in range(3)]
+
+    def ask(prompt: list[int]) -> list[int]:
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0, timeout=2 * HANG_S) as client:
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            done = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0, extra_body=extra)
+        return list(done.choices[0].token_ids)  # type: ignore[attr-defined]
+
+    def wait_placed(count: int) -> None:
+        wait_until(lambda: sum(row["requests"] for row in router.rows()) == count, timeout_s=START_TIMEOUT_S)
+
+    try:
+        router.wait_full()
+        with ThreadPoolExecutor(4) as threads:
+            cause = threads.submit(ask, [CAUSE, *PROMPT])
+            wait_placed(1)
+            asked = [threads.submit(ask, prompt) for prompt in others]
+            wait_placed(4)
+            gate.touch()
+            assert [one.result() for one in asked] == one_engine(others, max_tokens=9)
+            with pytest.raises(openai.InternalServerError):
+                cause.result()
+        assert router.listing()["ends"]["hung_up"] == 3
+        assert "3 instances in a row ended under this request" in router.log.read_text()
+    finally:
+        router.close()

@@ -305,6 +305,29 @@ async def test_a_request_under_which_instances_end_is_given_up() -> None:
             await read_all(caller)
 
 
+async def test_suspects_are_computed_on_one_instance_one_after_the_other() -> None:
+    async with stage() as some:
+        asked = [some.ask(max_tokens=2) for _ in range(3)]
+        for _ in range(2):
+            peer = await some.join()
+            for _ in asked:
+                await peer.read()
+            peer.link.abort()
+            await until(lambda: not len(some.router.table.roster))
+        peer = await some.join()
+        (first, one), (second, _), (third, other) = asked
+        assert (await peer.read()).ticket == first.ticket and second.ticket is third.ticket is None
+        peer.step(first.ticket)  # it did not end the instances: the next is placed beside it
+        assert (await peer.read()).ticket == second.ticket and third.ticket is None
+        some.router.requests.drop(second)
+        assert isinstance(await peer.read(), Abort)
+        assert (await peer.read()).ticket == third.ticket
+        peer.step(first.ticket)
+        peer.step(third.ticket, 2)
+        for entry, caller in ((first, one), (third, other)):
+            assert (await read_all(caller))[0] == reference(entry.request)
+
+
 async def test_a_stopping_instance_keeps_its_requests_and_gets_no_more() -> None:
     async with stage() as some:
         one = await some.join()

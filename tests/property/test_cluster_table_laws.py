@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -159,6 +160,7 @@ class BookMachine(RuleBasedStateMachine):
         if where is not None:
             self.processes[where[0]].tokens.pop(where[1], None)
         self.finish(entry, "hung up")
+        self.place()
 
     @precondition(lambda self: self.live and self.processes)
     @rule(data=st.data())
@@ -167,10 +169,9 @@ class BookMachine(RuleBasedStateMachine):
         if entry.epoch is None or self.outputs[entry.number]:
             return
         self.processes[entry.epoch].tokens.pop(entry.ticket or 0, None)
-        if self.table.refuse(entry):
-            self.place()
-        else:
+        if not self.table.refuse(entry):
             self.finish(entry, "refused")
+        self.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ class BookMachine(RuleBasedStateMachine):
             self.processes[entry.epoch].tokens.pop(entry.ticket, None)
             self.table.close(entry)
             self.finish(entry, "done")
+        self.place()
 
     def find(self, said: Said) -> Entry | None:
         return self.table.find(said.epoch, said.ticket)
@@ -212,9 +214,19 @@ class BookMachine(RuleBasedStateMachine):
     def every_request_is_in_one_place(self) -> None:
         self.table.check_integrity()
         assert len(self.table) == len(self.live)
+        epochs = {one.epoch for one in self.table.roster}
+        open_epochs = {one.epoch for one in self.table.roster if not one.is_leaving}
         for entry in self.live.values():
-            if any(not one.is_leaving for one in self.table.roster):
-                assert entry.epoch in {one.epoch for one in self.table.roster}
+            may_wait = entry.is_suspect and all(
+                any(other.is_suspect for other in self.table.entries_of(epoch).values())
+                for epoch in open_epochs - entry.refused_by
+            )
+            assert entry.epoch in epochs or not open_epochs or may_wait
+
+    @invariant()
+    def suspects_are_on_different_instances(self) -> None:
+        for one in self.table.roster:
+            assert sum(entry.is_suspect for entry in self.table.entries_of(one.epoch).values()) <= 1
 
     @invariant()
     def no_token_is_wrong(self) -> None:
@@ -239,6 +251,33 @@ class BookMachine(RuleBasedStateMachine):
             self.no_token_is_wrong()
         self.table.check_integrity()
         assert len(self.table) == 0 == sum(one.num_demanded_blocks for one in self.table.roster)
+
+
+@given(num_instances=st.integers(1, 4), num_requests=st.integers(1, 12), data=st.data())
+def test_a_request_that_ends_its_instances_fails_alone(num_instances: int, num_requests: int, data: Any) -> None:
+    """It ends each instance in its first step there, before any request has a token of that step."""
+    table = RequestTable(Roster(SILENCE_S))
+    for _ in range(num_instances):
+        table.roster.join(FACTS, None, 0.0)
+    requests = [make_request("r", (number,), 0.0, max_tokens=2) for number in range(num_requests)]
+    entries = [table.open(request) for request in requests]
+    cause = data.draw(st.sampled_from(entries))
+    num_ends, given_up = 0, list[Entry]()
+    while len(table):
+        table.place()
+        one = data.draw(st.sampled_from([one for one in table.roster if one.tickets]))
+        placed = list(table.entries_of(one.epoch).values())
+        if cause in placed:
+            num_ends += 1
+            given_up += [entry for entry in table.end(one.epoch) if not table.give_back(entry)]
+            table.roster.join(FACTS, None, 0.0)
+        else:
+            for entry in placed:
+                table.take(entry, 1)
+                if len(entry.tokens) == 2:
+                    table.close(entry)
+        table.check_integrity()
+    assert (given_up, num_ends) == ([cause], MAX_FAILED_PLACEMENTS)
 
 
 class TrustfulMachine(BookMachine):

@@ -129,6 +129,8 @@ class Requests:
         where = self._close(entry)
         if where is not None:
             self._send(where[0], Abort(*where), ())
+        if entry.is_suspect:
+            self.place()  # another suspect may have waited for its place
 
     def _close(self, entry: Entry) -> tuple[int, int] | None:
         """End a request, as ``RequestTable.close``. Safe to call twice."""
@@ -174,11 +176,14 @@ class Requests:
             if not entry.tokens:
                 self.num_prompt_tokens += len(entry.request.prompt_token_ids)
             self.num_generated_tokens += 1
+            was_suspect = entry.is_suspect
             self._table.take(entry, row.token)
             caller = self._callers[entry.number]
             reason = caller.take(row.token, row, now)
             if reason is not None:
                 self._finish(entry, caller, reason, is_known=row.finish_reason is not None)
+            if was_suspect:
+                self.place()  # another suspect may have waited for its place
 
     def take_acceptance(self, message: Accepted) -> None:
         """An instance has accepted a request. Raises ``WireError`` if it was never placed there."""

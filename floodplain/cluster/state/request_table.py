@@ -21,6 +21,10 @@ from floodplain.policy.dispatch import InstanceView, choose_instance
 MAX_FAILED_PLACEMENTS = 3
 """A request fails if so many instances in a row ended under it without a new token: it may be the cause."""
 
+SUSPECT_PLACEMENTS = MAX_FAILED_PLACEMENTS - 1
+"""A request under which so many instances ended is a suspect. It is placed where no other suspect is: if one of them
+ends instances, the others get a token elsewhere, and do not fail with it."""
+
 MAX_PREFIX_BLOCKS = 256
 """Most blocks of a prompt that are hashed to compare instances: hashing a whole long prompt would block the router."""
 
@@ -48,6 +52,11 @@ class Entry:
     num_moves: int = 0
     num_failed_placements: int = 0
     keys: list[BlockKey] = field(default_factory=list)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be why instances ended: no token refutes it yet."""
+        return self.num_failed_placements >= SUSPECT_PLACEMENTS
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +108,10 @@ class RequestTable:
         return where
 
     def place(self) -> list[Entry]:
-        """Place waiting requests on instances, by priority and arrival. The placed ones, to be sent."""
+        """Place waiting requests on instances, by priority and arrival. The placed ones, to be sent.
+
+        A suspect waits while each instance has one.
+        """
         placed = []
         if self._unplaced and any(one.takes_requests for one in self.roster):
             for entry in sorted(self._unplaced.values(), key=lambda one: (one.request.priority, one.number)):
@@ -201,8 +213,12 @@ class RequestTable:
                 num_choices[one.epoch],
             )
             for one in self.roster
-            if one.takes_requests and one.epoch not in entry.refused_by
+            if one.takes_requests and one.epoch not in entry.refused_by and not self._has_rival(one, entry)
         ]
+
+    def _has_rival(self, instance: Instance, entry: Entry) -> bool:
+        """Whether the entry is a suspect, and another one is on the instance."""
+        return entry.is_suspect and any(self._placed[ticket].is_suspect for ticket in instance.tickets)
 
     def _count_choices(self, group: int) -> Counter[int | None]:
         placed = self._placed.values() if group else ()
