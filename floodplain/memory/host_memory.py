@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_MEMINFO, _OWN_CGROUPS, _CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+from floodplain.files.control_groups import ControlGroups
+
+_MEMINFO, _GROUPS = Path("/proc/meminfo"), ControlGroups()
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
@@ -28,30 +30,13 @@ def _machine_bytes() -> int:
 
 def _container_bytes() -> Iterator[int]:
     """What each limit above this process leaves, where there is one."""
-    for root, folder, names in _control_groups():
-        while True:
-            try:
-                limit, used = (int((folder / name).read_text()) for name in names[:2])
-                yield max(0, limit - used + _row(folder / "memory.stat", names[2]))
-            except (OSError, ValueError, StopIteration):
-                pass  # no limit here ("max"), or the container does not see this folder
-            if folder == root:
-                break
-            folder = folder.parent
-
-
-def _control_groups() -> Iterator[tuple[Path, Path, tuple[str, str, str]]]:
-    """(where the hierarchy begins, this process's folder in it, names) of hierarchies that count memory."""
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield _CGROUPS / "memory", _CGROUPS / "memory" / path.lstrip("/"), _V1
-        elif number == "0" and not controllers:
-            yield _CGROUPS, _CGROUPS / path.lstrip("/"), _V2
+    for folder, version in _GROUPS.folders("memory"):
+        names = _V1 if version == 1 else _V2
+        try:
+            limit, used = (int((folder / name).read_text()) for name in names[:2])
+            yield max(0, limit - used + _row(folder / "memory.stat", names[2]))
+        except (OSError, ValueError, StopIteration):
+            pass  # no limit here ("max"), or the container does not see this folder
 
 
 def _row(file: Path, name: str) -> int:

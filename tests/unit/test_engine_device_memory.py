@@ -15,6 +15,7 @@ from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import shape_named
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
+from floodplain.files.control_groups import ControlGroups
 from floodplain.memory import host_memory
 from floodplain.memory.host import backend, named_file
 from floodplain.memory.host.backend import HostBackend
@@ -125,8 +126,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own").write_text("")
     (tmp_path / "groups").mkdir()
     monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "_GROUPS", ControlGroups(tmp_path / "own", tmp_path / "groups"))
     return tmp_path
 
 
