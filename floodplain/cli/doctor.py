@@ -44,8 +44,11 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
     import torch
 
     from floodplain.bench.offline import hardware_report
+    from floodplain.engine.compute_threads import limit_compute_threads
+    from floodplain.files.cores import find_cores
     from floodplain.model.network.linear import fast_dtype
 
+    limit_compute_threads()  # as serve does
     has_cuda, cpu_dtype = torch.cuda.is_available(), fast_dtype(torch.bfloat16, torch.device("cpu"))
     return {
         "installed": {
@@ -55,6 +58,7 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
         },
         "machine": {
             "processor": hardware_report("cpu").name,
+            "cores": str(find_cores()),
             "torch threads": torch.get_num_threads(),
             "bfloat16 products on the CPU": "by its own instructions"
             if cpu_dtype == torch.bfloat16

@@ -163,7 +163,8 @@ def open_processes(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> Processes:
     """The processes of instances, not started: local or by Ray. Raises UserError if flags or Ray forbid it."""
-    from floodplain.cluster.launch.processes import LocalProcesses, share_cores
+    from floodplain.cluster.launch.processes import LocalProcesses
+    from floodplain.files.cores import count_cores
 
     is_local = cluster_config.cluster is None  # Ray shows each instance only its own GPU, as the first
     configs = [config_of_instance(config, num_instances, index if is_local else 0) for index in range(num_instances)]
@@ -171,7 +172,7 @@ def open_processes(
     commands = [
         instance_command(one, is_quiet=is_quiet, part_flags=part) for one, part in zip(configs, parts, strict=True)
     ]
-    num_cpus = cluster_config.instance_cpus or share_cores(num_instances)
+    num_cpus = cluster_config.instance_cpus or max(1, count_cores() // num_instances)
     environment = environment_of_instances(os.environ, num_cpus)
     if cluster_config.cluster is None:
         return LocalProcesses(commands, environment)

@@ -22,6 +22,7 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.sizes import show_size
+from floodplain.files.cores import count_cores
 from floodplain.files.reading import user_folder
 from floodplain.model.network.parameters import ParameterBuffer
 
@@ -226,7 +227,7 @@ class LayerFile:
 
 def _describe_layers(fingerprint: str, tensors: Sequence[torch.Tensor]) -> LayerFile:
     """The expected file for these layers (uint8) in memory; computes their digests."""
-    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(_MAX_THREADS, count_cores())) as threads:
         digests = tuple(threads.map(_compute_layer_digest, tensors))
     return LayerFile(fingerprint, tuple(len(tensor) for tensor in tensors), digests)
 

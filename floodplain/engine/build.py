@@ -14,6 +14,7 @@ import torch
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.sizes import show_size
+from floodplain.engine.compute_threads import limit_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtype
 from floodplain.engine.expansion import Expansion, open_expansion, open_layer_slots, plan_expansion
@@ -90,6 +91,7 @@ def open_engine(
     ``policy`` and ``lending`` replace what the flags name; ``start_log`` continues an earlier one. Raises UserError.
     """
     start_log = start_log or StartLog()
+    limit_compute_threads()
     start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)

@@ -15,6 +15,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.sizes import show_size
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
+from floodplain.engine.compute_threads import limit_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtype
 from floodplain.engine.pool_limits import find_limits
@@ -136,6 +137,7 @@ class Stage:
 def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
     """Load stage number ``stage`` of a model, and map its KV pool. UserError if it is unreadable, or too small."""
     start_log = StartLog()
+    limit_compute_threads()
     start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     source = open_model(config.model, config.seed)

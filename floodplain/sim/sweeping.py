@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.files.cores import count_cores
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import Scenario
 
@@ -22,7 +22,7 @@ def worker_pool(num_tasks: int) -> Iterator[ProcessPoolExecutor]:
 
     UserError if one of them is killed.
     """
-    num_processes = min(num_tasks, len(os.sched_getaffinity(0)))
+    num_processes = min(num_tasks, count_cores())
     silently = signal.signal, (signal.SIGINT, signal.SIG_DFL)  # no traceback of each when Ctrl-C reaches all
     try:
         with ProcessPoolExecutor(num_processes, get_context("spawn"), *silently) as pool:

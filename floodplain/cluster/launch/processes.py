@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -160,8 +159,3 @@ class LocalProcesses:
         """End all children: ask, wait, kill."""
         await asyncio.gather(*[child.end() for child in self._children.values()])
         self._children.clear()
-
-
-def share_cores(num_instances: int) -> int:
-    """The number of compute threads for each of ``num_instances`` instances on this machine's CPU; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // num_instances)

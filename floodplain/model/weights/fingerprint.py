@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+from floodplain.files.cores import count_cores
 from floodplain.files.parsing import parsing
 
 _PART_BYTES = 2**24
@@ -31,7 +32,7 @@ def _digest_unchanged(file: Path) -> bytes:
 @lru_cache(maxsize=256)
 def _digest_file(file: Path, state: tuple[int, ...]) -> bytes:
     """The hash of the file; cached by ``state`` (device, inode, size, mtime) for all engines of the process."""
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    num_threads = min(_MAX_THREADS, count_cores())
     with file.open("rb") as opened, ThreadPoolExecutor(num_threads) as threads:
         size = os.fstat(opened.fileno()).st_size
         begins = range(0, size, _PART_BYTES)
