@@ -5,7 +5,7 @@ Definitions are those of ``docs/metrics.md``. All times are seconds on one monot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -160,3 +160,7 @@ class EndedRequest:
     lifecycle: Lifecycle
     reason: FinishReason
     copies: tuple[CopiedKV, ...] = ()
+
+
+OnFirstToken = Callable[[Request, Lifecycle], None]
+"""Called with a request that has its first token."""

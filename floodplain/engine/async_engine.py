@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
-from floodplain.core.lifecycle import EndedRequest
+from floodplain.core.lifecycle import EndedRequest, Lifecycle, OnFirstToken
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.build import build_engine
 from floodplain.engine.compute_threads import release_compute_threads
@@ -57,6 +57,7 @@ class AsyncEngine:
         self._pauses: list[Pause] = []
         self._is_empty = asyncio.Event()
         self._subscribers: list[Callable[[EndedRequest], None]] = []
+        self._first_subscribers: list[OnFirstToken] = []
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = self._is_draining = False
@@ -97,9 +98,16 @@ class AsyncEngine:
         """Requests that have not ended."""
         return len(self._callers)
 
-    def subscribe(self, on_finished: Callable[[EndedRequest], None]) -> None:
-        """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""
+    def subscribe(
+        self, on_finished: Callable[[EndedRequest], None], on_first_token: OnFirstToken | None = None
+    ) -> None:
+        """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``.
+
+        ``on_first_token`` is called there once for every request whose first token was streamed, aborted later or not.
+        """
         self._subscribers.append(on_finished)
+        if on_first_token is not None:
+            self._first_subscribers.append(on_first_token)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -152,11 +160,12 @@ class AsyncEngine:
         try:
             await caller.accepted
             on_accepted()
-            while True:
-                delta = await caller.next_delta()
+            delta = await caller.next_delta()
+            self._note_first(caller, delta)  # outside the loop: it costs nothing for each token
+            while delta.finish_reason is None:
                 yield delta
-                if delta.finish_reason is not None:
-                    return
+                delta = await caller.next_delta()
+            yield delta
         finally:
             self._callers.discard(caller)
             if not self._callers:
@@ -223,7 +232,7 @@ class AsyncEngine:
         except UserError as error:
             self._call(caller.fail, error)
         else:
-            caller.seq_id = seq_id
+            caller.seq_id, caller.lifecycle = seq_id, self.engine.loop.state.sequences[seq_id].lifecycle
             if caller.on_added is not None:
                 caller.on_added(self.engine, seq_id)
             self._call(self._accept, caller, seq_id)
@@ -258,6 +267,11 @@ class AsyncEngine:
             for callback in self._subscribers:
                 callback(one)
 
+    def _note_first(self, caller: Caller, delta: OutputDelta) -> None:
+        if delta.token_ids and caller.lifecycle is not None:
+            for callback in self._first_subscribers:
+                callback(caller.request, caller.lifecycle)
+
     def _fail(self, error: BaseException) -> None:
         for pause in self._pauses:
             pause.fail(error)
@@ -271,12 +285,14 @@ class Caller:
     """The caller of one ``AsyncEngine.generate``. ``accepted`` is done when the engine has accepted or refused it.
 
     ``seq_id`` is of the engine's thread, ``deltas`` of the event loop: the results, or why the engine ended.
+    ``lifecycle`` is the sequence's, set with ``seq_id``, and only read.
     """
 
     request: Request
     accepted: asyncio.Future[SeqId]
     on_added: OnAdded | None
     seq_id: SeqId | None = None
+    lifecycle: Lifecycle | None = None
     deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
 
     async def next_delta(self) -> OutputDelta:

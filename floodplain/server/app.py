@@ -131,7 +131,7 @@ def _add_service_routes(
 ) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     for one in metrics:
-        engine.subscribe(one.observe)
+        engine.subscribe(one.observe, one.observe_first)
         registry.register(one)
     registry.register(ProcessMetrics())
 

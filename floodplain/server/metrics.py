@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import prometheus_client.values
 from prometheus_client import Histogram
@@ -20,24 +20,36 @@ from floodplain.web.scrape import Families
 prometheus_client.values.ValueClass = prometheus_client.values.MutexValue
 
 Measure = tuple[str, str, Sequence[float], Callable[[Lifecycle, Request], float | Sequence[float] | None]]
-"""A histogram of ended requests: its name, text, buckets, and what it counts of a request; None is not counted."""
+"""A histogram of requests: its name, text, buckets, and what it counts of a request; None is not counted."""
 
 
 class RequestFamilies(Families):
-    """Families, and histograms of ended requests, which ``observe`` feeds."""
+    """Families, and histograms of requests. Those in ``early`` count a request at its first token, not at its end."""
 
-    def __init__(self, prefix: str, labels: Mapping[str, str], measures: Sequence[Measure]) -> None:
+    def __init__(
+        self, prefix: str, labels: Mapping[str, str], measures: Sequence[Measure], early: Collection[str]
+    ) -> None:
         super().__init__(prefix, labels)
-        self._measured = [(self._histogram(name, text, bounds), of) for name, text, bounds, of in measures]
+        self._measured = [
+            (self._histogram(name, text, bounds), of, name in early) for name, text, bounds, of in measures
+        ]
+
+    def observe_first(self, request: Request, lifecycle: Lifecycle) -> None:
+        """Add a request that has its first token to the early histograms."""
+        self._add(request, lifecycle, is_first=True)
 
     def observe(self, ended: EndedRequest) -> None:
-        """Add a request that has ended to the histograms."""
-        for histogram, values_of in self._measured:
-            found = values_of(ended.lifecycle, ended.request)
-            self._count(histogram, found if isinstance(found, Sequence) else () if found is None else (found,))
+        """Add a request that has ended to the other histograms."""
+        self._add(ended.request, ended.lifecycle, is_first=False)
+
+    def _add(self, request: Request, lifecycle: Lifecycle, *, is_first: bool) -> None:
+        for histogram, values_of, is_early in self._measured:
+            if is_early is is_first:
+                found = values_of(lifecycle, request)
+                self._count(histogram, found if isinstance(found, Sequence) else () if found is None else (found,))
 
     def _histograms(self) -> Iterator[Metric]:
-        return (self._shown(histogram) for histogram, _ in self._measured)
+        return (self._shown(histogram) for histogram, _, _ in self._measured)
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(self._prefix + name, text, self._names, registry=None, buckets=bounds)
@@ -72,6 +84,8 @@ MEASURES: Sequence[Measure] = (
     ("request_prefill_seconds", "First token - first scheduled.", FIRST_BUCKETS_S, lambda life, _: life.prefill_s),
     ("request_decode_seconds", "Last token - first token.", REQUEST_BUCKETS_S, lambda life, _: life.decode_s),
 )
+EARLY = frozenset(("time_to_first_token_seconds", "request_queue_seconds", "request_prefill_seconds"))
+"""What is known at the first token. A long answer would show it minutes late."""
 
 
 class ServingMetrics(RequestFamilies):
@@ -80,7 +94,7 @@ class ServingMetrics(RequestFamilies):
     def __init__(
         self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts, goals: Goals = NO_GOALS
     ) -> None:
-        super().__init__("floodplain_", {"model_name": model_name}, MEASURES)
+        super().__init__("floodplain_", {"model_name": model_name}, MEASURES, EARLY)
         self._stats, self._counts, self._goals = stats, counts, goals
         self._num_goals = dict.fromkeys(((goal, end) for goal in ("ttft", "tpot") for end in ("met", "missed")), 0)
         text = "From hearing of a recall until the bytes were free."
@@ -88,7 +102,7 @@ class ServingMetrics(RequestFamilies):
         self._num_recalls = 0
 
     def observe(self, ended: EndedRequest) -> None:
-        """Add a request that has ended to the histograms, and count its goals."""
+        """Add a request that has ended to the other histograms, and count its goals."""
         super().observe(ended)
         own, life = ended.request.goals, ended.lifecycle
         for goal, goal_s, latency_s in (

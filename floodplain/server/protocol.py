@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
-from floodplain.core.lifecycle import EndedRequest
+from floodplain.core.lifecycle import EndedRequest, OnFirstToken
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.live.rows import LiveView
@@ -85,6 +85,11 @@ class ServingEngine(Protocol):
         """A function that looks at live requests now; it remembers earlier looks, to build only what has changed."""
         ...
 
-    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
-        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; once each, on the event loop."""
+    def subscribe(
+        self, on_finished: Callable[[EndedRequest], None], on_first_token: OnFirstToken | None = None, /
+    ) -> None:
+        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; once each, on the event loop.
+
+        ``on_first_token`` is called with every request at its first token, also if it is aborted later; once each.
+        """
         ...

@@ -65,13 +65,15 @@ MEASURES: Sequence[Measure] = (
         lambda _, asked: asked.params.max_tokens,
     ),
 )  # fmt: skip
+EARLY = frozenset(("time_to_first_token_seconds",))
+"""What vLLM counts at the first token, also if the request is aborted later."""
 
 
 class VLLMMetrics(RequestFamilies):
     """Collects ``stats()`` and ``counts`` under vLLM's names."""
 
     def __init__(self, model_name: str, stats: Callable[[], EngineStats], counts: RequestCounts) -> None:
-        super().__init__("vllm:", {"model_name": model_name, "engine": ENGINE}, MEASURES)
+        super().__init__("vllm:", {"model_name": model_name, "engine": ENGINE}, MEASURES, EARLY)
         self._stats, self._counts = stats, counts
 
     def collect(self) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
-from floodplain.core.lifecycle import EndedRequest, Lifecycle
+from floodplain.core.lifecycle import EndedRequest, Lifecycle, OnFirstToken
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
@@ -92,6 +92,7 @@ class FakeEngine:
         self._live: set[str] = set()
         self._is_stopped = asyncio.Event()
         self._callbacks: list[Callable[[EndedRequest], None]] = []
+        self._first_callbacks: list[OnFirstToken] = []
         self._num_prompt_tokens = 0
         self._num_tokens = 0
 
@@ -131,6 +132,8 @@ class FakeEngine:
                     yield OutputDelta("", (), "abort")
                     return
                 await asyncio.sleep(0)
+                if i == 0:
+                    self._note_first(request)
                 yield self._delta(prompt, params, i, num_tokens)
             is_finished = True
             self._finish(request)
@@ -153,8 +156,11 @@ class FakeEngine:
     def watch(self) -> Callable[[], LiveView]:
         return lambda: LiveView(1.0, {n: Row(n, 1, 1, "running", 3, ((0.5, "arrived", 0),), 0.7, None) for n in (1, 2)})
 
-    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
+    def subscribe(
+        self, on_finished: Callable[[EndedRequest], None], on_first_token: OnFirstToken | None = None, /
+    ) -> None:
         self._callbacks.append(on_finished)
+        self._first_callbacks += [] if on_first_token is None else [on_first_token]
 
     def _admit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         room = self.max_model_len - len(prompt)
@@ -179,6 +185,11 @@ class FakeEngine:
             logprobs=None if params.logprobs is None else (TokenLogprobs(-0.5, tops),),
             num_cached_tokens=len(prompt) // 16 * 16,
         )
+
+    def _note_first(self, request: Request) -> None:
+        arrival, tokens = FINISHED_LIFECYCLE_S
+        for callback in self._first_callbacks:
+            callback(request, Lifecycle(arrival, token_times_s=[tokens[0]]))
 
     def _finish(self, request: Request) -> None:
         arrival, tokens = FINISHED_LIFECYCLE_S

@@ -13,7 +13,7 @@ import pytest
 
 from floodplain.bench.offline import run_offline
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
-from floodplain.core.lifecycle import EndedRequest
+from floodplain.core.lifecycle import EndedRequest, Lifecycle
 from floodplain.core.request import Goals, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine import async_engine
@@ -190,6 +190,21 @@ async def test_closed_stream_frees_its_blocks() -> None:
         assert engine.stats().num_requests["abort"] == 1
         assert engine.stats().num_generated_tokens < 200
         assert finished == []
+
+
+async def test_each_request_counts_once_at_its_first_token() -> None:
+    async with running() as engine:
+        first: list[Lifecycle] = []
+        finished: list[EndedRequest] = []
+        engine.subscribe(finished.append, lambda _, lifecycle: first.append(lifecycle))
+        with holding(engine):
+            async with aclosing(engine.generate(request_of(greedy(200)))) as stream:
+                await anext(stream)
+                assert len(first) == 1 and finished == []
+                assert first[0].ttft_s is not None and first[0].queueing_delay_s is not None
+        await until_idle(engine)
+        await collect(engine, greedy(5))
+        assert len(first) == 2 and [one.lifecycle for one in finished] == first[1:]
 
 
 async def test_cancelled_callers_leave_nothing_behind() -> None:

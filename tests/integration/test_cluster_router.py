@@ -14,15 +14,19 @@ import pytest
 
 from floodplain.cluster.instance.session import Session
 from floodplain.cluster.router.door import LEAST_STAY_S, MAX_UNADMITTED
+from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.wire.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
+from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import StepMeter
+from floodplain.model.tokenizer import ByteTokenizer
 from tests.support import cluster_peers
 from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, reference, stage, until
+from tests.support.loops import make_request
 from tests.support.waiting import HANG_S
 
 
@@ -275,6 +279,22 @@ async def test_a_request_that_moved_is_never_refused_because_many_wait() -> None
         assert two.requests[entry.ticket].is_accepted
         two.step(entry.ticket, 2)
         await read_all(caller)
+
+
+async def test_the_first_token_is_noted_once_however_often_a_request_moves() -> None:
+    async with stage() as some:
+        first: list[Lifecycle] = []
+        request = make_request("r", (5,), 0.0, max_tokens=3)
+        caller = Caller(ByteTokenizer(256), request, on_first_token=first.append)
+        entry = some.router.requests.submit(request, caller)
+        for number in (1, 2):
+            peer = await some.join()
+            await peer.read()
+            peer.step(entry.ticket)
+            await until(lambda number=number: caller.deltas.qsize() == number)
+            assert first == [caller.lifecycle]
+            peer.link.abort()
+            await until(lambda: not len(some.router.table.roster))
 
 
 async def test_a_dropped_request_is_aborted_on_its_instance() -> None:

@@ -25,6 +25,7 @@ from floodplain.core.request import FinishReason, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats
 from tests.fakes.engine import FINISHED_LIFECYCLE_S, FakeEngine, serving
+from tests.support.waiting import HANG_S
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), arrival_s=0.0)
 
@@ -64,6 +65,17 @@ def test_a_scrape_counts_what_was_served(wants_openmetrics: bool) -> None:
     ):
         assert samples[f"floodplain_{name}_seconds_count", model] == count
         assert samples[f"floodplain_{name}_seconds_sum", model] == pytest.approx(total)
+
+
+def test_the_first_token_counts_before_the_answer_ends() -> None:
+    with serving(engine := FakeEngine(num_free_tokens=2), drain_timeout_s=0.0) as running, httpx.Client() as client:
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 9, "stream": True}
+        with client.stream("POST", f"{running.url}/v1/completions", json=body):
+            engine.stalled.get(timeout=HANG_S)
+            text = httpx.get(f"{running.url}/metrics").text
+        counts = {s.name: s.value for f in parse_text(text) for s in f.samples if s.name.endswith("_count")}
+    assert counts["floodplain_time_to_first_token_seconds_count"] == 1
+    assert counts["floodplain_e2e_request_latency_seconds_count"] == 0
 
 
 TYPES = ["application/openmetrics-text", "text/plain", "*/*", ";", ",", "=", " ", "q=", "\xff"]
@@ -111,8 +123,10 @@ def test_any_accept_header_is_answered_in_a_format_that_parses(
 def test_scrapes_at_once_are_answered_whatever_the_numbers_are(odd: tuple[OddEngine, httpx.Client]) -> None:
     engine, client = odd
     engine.is_broken = True
+    life = Lifecycle(math.nan, token_times_s=[math.inf, math.nan, -1.0])
+    for first in engine._first_callbacks:
+        first(REQUEST, life)
     for callback in engine._callbacks:
-        life = Lifecycle(math.nan, token_times_s=[math.inf, math.nan, -1.0])
         callback(EndedRequest(REQUEST, life, FinishReason.STOP))
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.get("/metrics"), range(24)))

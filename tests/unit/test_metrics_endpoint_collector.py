@@ -206,6 +206,8 @@ def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]
         times = [100.0 + sum(gaps[: i + 1]) for i in range(len(gaps))]
         lifecycles.append(Lifecycle(99.0, token_times_s=times))
         lifecycles[-1].record(EventKind.SCHEDULED, 100.0)
+        if times:
+            metrics.observe_first(REQUEST, lifecycles[-1])
         metrics.observe(EndedRequest(REQUEST, lifecycles[-1], FinishReason.STOP))
     gaps_seen = [gap for lifecycle in lifecycles for gap in lifecycle.itl_s]
     for name, values in {
@@ -213,7 +215,7 @@ def test_histograms_count_the_values_of_the_lifecycles(gaps_of: list[list[float]
         "time_per_output_token": [x.tpot_s for x in lifecycles if x.tpot_s is not None],
         "inter_token_latency": gaps_seen,
         "e2e_request_latency": [x.e2e_s for x in lifecycles if x.e2e_s is not None],
-        "request_queue": [1.0] * len(lifecycles),
+        "request_queue": [1.0 for x in lifecycles if x.token_times_s],
         "request_prefill": [x.token_times_s[0] - 100.0 for x in lifecycles if x.token_times_s],
         "request_decode": [x.token_times_s[-1] - x.token_times_s[0] for x in lifecycles if len(x.token_times_s) > 1],
     }.items():

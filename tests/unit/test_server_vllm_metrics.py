@@ -72,6 +72,7 @@ def test_histograms_have_the_latencies_and_tokens_of_a_request() -> None:
     request = Request(request_id="r", prompt_token_ids=(1, 2, 3), params=SamplingParams(max_tokens=7), arrival_s=10.0)
     life = Lifecycle(10.0, token_times_s=[12.0, 12.5, 14.0])
     life.record(EventKind.SCHEDULED, 11.0)
+    metrics.observe_first(request, life)
     metrics.observe(EndedRequest(request, life, FinishReason.STOP))
     sums = {
         sample.name.removeprefix("vllm:").removesuffix("_sum"): sample.value

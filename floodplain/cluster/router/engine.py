@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict, replace
+from functools import partial
 
 from floodplain.cluster.launch.launcher import Launcher, Processes
 from floodplain.cluster.router.listings import RouterWatch
@@ -19,7 +20,7 @@ from floodplain.cluster.router.router import Router
 from floodplain.cluster.router.webhook import Webhook
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
-from floodplain.core.lifecycle import EndedRequest
+from floodplain.core.lifecycle import EndedRequest, Lifecycle, OnFirstToken
 from floodplain.core.request import Request
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
@@ -76,6 +77,7 @@ class ClusterEngine:
         if outside_token is not None:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[EndedRequest], None]] = []
+        self._first_subscribers: list[OnFirstToken] = []
         num_stages = processes.num_slots if is_pipeline else None
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
@@ -130,9 +132,13 @@ class ClusterEngine:
         """A function that looks at the router now; it is called on the event loop."""
         return RouterWatch(self.router)
 
-    def subscribe(self, on_finished: Callable[[EndedRequest], None], /) -> None:
-        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the router's."""
+    def subscribe(
+        self, on_finished: Callable[[EndedRequest], None], on_first_token: OnFirstToken | None = None, /
+    ) -> None:
+        """Call these as ``ServingEngine.subscribe`` says; times are the router's."""
         self._subscribers.append(on_finished)
+        if on_first_token is not None:
+            self._first_subscribers.append(on_first_token)
 
     # -- start and end ---------------------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class ClusterEngine:
             raise QueueFull(f"{self._max_waiting} requests wait for an instance already; try again later")
         if request.params.seed is None:  # else instances would draw alike: their samplers begin with one seed
             request = replace(request, params=replace(request.params, seed=self._seeds.getrandbits(64)))
-        caller = Caller(self.tokenizer, request, on_accepted)
+        caller = Caller(self.tokenizer, request, on_accepted, partial(self._note_first, request))
         self._callers[caller] = None
         entry = self.router.requests.submit(request, caller)
         try:
@@ -217,6 +223,10 @@ class ClusterEngine:
     def _note_overload(self, notice: Notice) -> None:
         if self._webhook is not None:
             self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
+
+    def _note_first(self, request: Request, lifecycle: Lifecycle) -> None:
+        for callback in self._first_subscribers:
+            callback(request, lifecycle)
 
     def _note_finished(self, ended: EndedRequest) -> None:
         if self.router.monitor is not None:

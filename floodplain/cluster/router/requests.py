@@ -27,12 +27,18 @@ class Caller:
     ``deltas`` has what the client has not read; an exception ends it. ``finish_reason`` is None until the last token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        on_accepted: Callable[[], None] = lambda: None,
+        on_first_token: Callable[[Lifecycle], None] = lambda _: None,
+    ) -> None:
         params = request.params
         self.deltas: asyncio.Queue[OutputDelta | BaseException] = asyncio.Queue()
         self.lifecycle = Lifecycle(request.arrival_s)
         self.finish_reason: FinishReason | None = None
-        self._on_accepted = on_accepted
+        self._on_accepted, self._on_first_token = on_accepted, on_first_token
         self._wants_logprobs = params.logprobs is not None
         self._decoder = StreamDecoder(
             tokenizer,
@@ -44,9 +50,10 @@ class Caller:
 
     def take(self, token: int, row: TokenRow, now: float) -> FinishReason | None:
         """Add the next token, from this row. Why the request ends with it; None if it does not."""
-        if not self.lifecycle.token_times_s:
-            self.lifecycle.num_cached_tokens = row.num_cached_tokens
         self.lifecycle.token_times_s.append(now)
+        if len(self.lifecycle.token_times_s) == 1:
+            self.lifecycle.num_cached_tokens = row.num_cached_tokens
+            self._on_first_token(self.lifecycle)
         reason = None if row.finish_reason is None else FinishReason(row.finish_reason)
         text = self._decoder.flush() if reason is FinishReason.STOP else self._decoder.push(token)
         if reason is FinishReason.LENGTH and not self._decoder.is_stopped:
