@@ -95,7 +95,7 @@ def open_engine(
     start_log.begin(f"opening the model {config.model}")
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
-    name, steady = config.device_name or default_device_name(), read_steady_state(config.profile)
+    name, steady = config.device_name or default_device_name(), read_steady_state(config, backend.describe())
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
     with ExitStack() as on_failure:

@@ -9,7 +9,7 @@ from pathlib import Path
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import show_size
 from floodplain.engine.config import EngineConfig
-from floodplain.files.profile import read_profile
+from floodplain.files.profile import read_profile, warn_if_foreign
 from floodplain.lending.lent_pool import PoolLimits
 from floodplain.model.network.config import ModelConfig
 from floodplain.policy.lending import LendingSettings
@@ -28,11 +28,16 @@ class SteadyState:
         return replace(settings, profiled_rate=self.rate_rps, profiled_peak_blocks=-(-self.peak_bytes // block_bytes))
 
 
-def read_steady_state(profile: str | None) -> SteadyState | None:
-    """Read the steady state from an llm profile; None without one. Raises UserError if the file is none."""
+def read_steady_state(config: EngineConfig, machine: str) -> SteadyState | None:
+    """Read the steady state from the llm profile of the flags; None without one. Raises UserError if the file is none.
+
+    A profile of another model or machine is a warning; the machine of a virtual one is not compared.
+    """
+    profile = config.profile
     if profile is None:
         return None
     known = read_profile(Path(profile), "llm")
+    warn_if_foreign(Path(profile), known, config.model, None if known.is_virtual else machine)
     if not known.spare_bytes:
         logger.warning("%s says that %s is a consumer: nothing is lent", profile, known.subject)
     else:

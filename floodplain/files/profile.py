@@ -6,6 +6,7 @@ programs read, with the keys of its kind (``RESULT_KEYS``); everything else is f
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from floodplain import __version__
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import listed, parsing, read_json_object
+
+logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "floodplain-profile", 1
 RESULT_KEYS: dict[str, dict[str, type]] = {
@@ -81,6 +84,22 @@ def read_profile(path: Path, *kinds: str) -> Profile:
         raise UserError(f"{path} is a profile of kind {profile.kind!r:.40}, and {wanted} is wanted here")
     _check(profile, path)
     return profile
+
+
+def warn_if_foreign(path: Path, profile: Profile, model: str, machine: str | None) -> None:
+    """Log one warning if the profile is of another model or machine than these; a ``machine`` of None is not compared.
+
+    Of a model's path only the last part counts, since its folder may be elsewhere. A dummy has its model's costs.
+    """
+    is_foreign = _name_of(profile.subject) != _name_of(model) or machine not in (None, profile.machine)
+    if is_foreign:
+        here = model if machine is None else f"{model} on {machine}"
+        words = "%s was measured for %s on %s, and is used for %s: its numbers may be wrong here"
+        logger.warning(words, path, profile.subject, profile.machine, here)
+
+
+def _name_of(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].removeprefix("dummy:")
 
 
 def _check(profile: Profile, path: Path) -> None:

@@ -18,7 +18,7 @@ from floodplain.core.errors import UserError
 from floodplain.cost.step_time import read_cost
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
-from floodplain.files.profile import Profile, read_profile
+from floodplain.files.profile import Profile, read_profile, warn_if_foreign
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.terminal import complain
 from floodplain.profiler.flags import LlmProfileConfig
@@ -176,6 +176,7 @@ def _server_target(
 
 def _virtual_target(steps: Path, engine: EngineConfig, load: Load) -> VirtualTarget:
     measured = read_profile(steps, "step")
+    warn_if_foreign(steps, measured, engine.model, None)
     return VirtualTarget(
         engine, open_model(engine.model, engine.seed), read_cost(measured.result), measured.machine, load
     )

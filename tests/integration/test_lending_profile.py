@@ -65,12 +65,16 @@ def count_kept_blocks(engine: Engine, num_boundaries: int = 60) -> int:
         ({"num_used": 200}, NUM_BLOCKS),
     ],
 )
-def test_the_profile_is_lent_beside_from_the_start(flags: dict[str, Any] | None, num_kept: int, tmp_path: Path) -> None:
+def test_the_profile_is_lent_beside_from_the_start(
+    flags: dict[str, Any] | None, num_kept: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A peak of 60 blocks is 80 % of 75 blocks, which quanta of 16 round up to 80."""
     profile = None if flags is None else write_profile(tmp_path, **flags)
     with coordinating() as url, closing(build_engine(make_config(url, profile=profile))) as engine:
         assert engine.config.profile == profile
         assert count_kept_blocks(engine) == num_kept
+    told = [line for line in caplog.messages if "was measured for tiny on a laptop, and is used for" in line]
+    assert len(told) == (profile is not None)  # it is of another model
 
 
 def test_what_is_no_llm_profile_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from floodplain.cluster.instance.stage_member import open_stage
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, PromptLogprobs, StepPlan, StepResult, TableUpdate
@@ -22,7 +24,9 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.runner import StageRunner
 from floodplain.engine.stage_build import Stage, build_stage, cut_model
+from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.loop import Loop
@@ -208,3 +212,15 @@ def test_layers_of_other_stages_are_not_loaded_and_their_memory_is_kv() -> None:
 def test_too_few_layers_are_one_line() -> None:
     with pytest.raises(UserError, match="dummy:tiny-llama has 2 layers, too few for a pipeline of 3 stages: lower"):
         cut_model(EngineConfig(model="dummy:tiny-llama"), open_model("dummy:tiny-llama").config.shape, 3)
+
+
+async def test_one_stage_warns_of_a_step_profile_of_another_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = {"base_s": 0.01, "decode_s": 0.001, "prefill_token_s": 0.001}
+    profile = Profile(kind="step", subject=MODEL, machine="a laptop", settings={}, result=result)
+    save_result(tmp_path / "steps.json", profile.to_json())
+    for place in range(2):
+        await open_stage(CONFIG, place, 2, "even", tmp_path / "steps.json").close()
+    told = [line for line in caplog.messages if "steps.json was measured for" in line]
+    assert len(told) == 1 and " on a laptop, and is used for " in told[0]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError, UserError, WriteFailed
 from floodplain.files import results
 from floodplain.files.parsing import listed, parse_json, parsing, quiet_panics, read_json_object
-from floodplain.files.profile import RESULT_KEYS, Profile, read_profile
+from floodplain.files.profile import RESULT_KEYS, Profile, read_profile, warn_if_foreign
 from floodplain.files.reading import read_file, read_text
 from floodplain.files.results import check_writable, write_result
 from floodplain.observe.strict_json import save_result
@@ -165,6 +165,25 @@ def test_it_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     path, profile = tmp_path / "profile.json", make_profile(kind)
     save_result(path, profile.to_json())
     assert read_profile(path) == read_profile(path, kind) == profile
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "is_foreign"),
+    [
+        ("smollm2", "a laptop", False),
+        ("/models/smollm2/", "a laptop", False),
+        ("dummy:smollm2", None, False),
+        ("smollm2", "a server", True),
+        ("smollm3", None, True),
+    ],
+)
+def test_a_profile_of_another_model_or_machine_is_one_warning_with_both(
+    model: str, machine: str | None, is_foreign: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_foreign(Path("p.json"), make_profile("step"), model, machine)
+    here = model if machine is None else f"{model} on {machine}"
+    told = f"p.json was measured for smollm2 on a laptop, and is used for {here}: its numbers may be wrong here"
+    assert caplog.messages == [told] * is_foreign
 
 
 @given(st.integers(0, 2**62), st.integers(0, 2**62))

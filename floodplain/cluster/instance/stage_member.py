@@ -70,7 +70,7 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
 
     Raises ``UserError`` as ``build_stage`` and ``read_price``.
     """
-    price = None if step_profile is None else read_price(step_profile)
+    price = None if step_profile is None else read_price(step_profile, None if place else config)  # one stage warns
     stage = build_stage(config, place, num_stages)
     rule = MicrobatchRule(cast(Split, split), price or ChunkPrice(cost_by_shape(stage.parts.shape)))
     return StageMember(stage, place, num_stages, rule)

@@ -33,12 +33,14 @@ from floodplain.core.tiers import CopyTime
 from floodplain.cost.pipeline import ChunkPrice
 from floodplain.cost.step_time import read_cost
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import PipelineFacts
 from floodplain.engine.runner import StageRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import StageParts
 from floodplain.engine.step_meter import StepMeter
-from floodplain.files.profile import read_profile
+from floodplain.files.profile import read_profile, warn_if_foreign
+from floodplain.memory.backend_choice import choose_backend
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.loop import Loop
@@ -320,9 +322,16 @@ def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanL
     )
 
 
-def read_price(step_profile: Path) -> ChunkPrice:
-    """The cost of chunks by a step profile of one engine. ``UserError`` if it cannot be read, or is of another kind."""
-    return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
+def read_price(step_profile: Path, config: EngineConfig | None = None) -> ChunkPrice:
+    """The cost of chunks by a step profile of one engine. ``UserError`` if it cannot be read, or is of another kind.
+
+    If it is of another model or machine than those of ``config``, that is a warning.
+    """
+    profile = read_profile(step_profile, "step")
+    if config is not None:
+        machine = choose_backend(torch.device(config.device)).describe()
+        warn_if_foreign(step_profile, profile, config.model, machine)
+    return ChunkPrice(read_cost(profile.result))
 
 
 def make_engine(
