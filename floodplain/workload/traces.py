@@ -6,10 +6,11 @@ Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces); aiperf
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ from floodplain.workload.columns import (
     read_csv,
     read_json_rows,
 )
+
+logger = logging.getLogger(__name__)
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens named by one Mooncake hash id."""
@@ -54,6 +57,16 @@ class TraceClock:
         self._units_per_s = units_per_s
         self._has_dates: bool | None = None
 
+    @property
+    def unit(self) -> str:
+        """The name of the unit of times that are numbers."""
+        return "milliseconds" if self._units_per_s == 1000 else "seconds"
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the times that were read are numbers."""
+        return self._has_dates is False
+
     def seconds(self, value: object, where: str) -> float:
         """Seconds; dates without an offset are in UTC. Raises UserError for other text, or the other kind of time."""
         text = str(value).strip()
@@ -64,7 +77,7 @@ class TraceClock:
             is_date, seconds = True, _seconds_of_date(text)
         if not math.isfinite(seconds):
             shown = reprlib.repr(value)
-            raise UserError(f"{where}: a timestamp must be a number or an ISO date, not {shown}")
+            raise UserError(f"{where}: a timestamp must be a number of {self.unit} or an ISO date, not {shown}")
         if self._has_dates not in (None, is_date):
             raise UserError(f"{where}: some timestamps are numbers and some are dates: write all in one way")
         self._has_dates = is_date
@@ -85,6 +98,10 @@ MAX_SPAN_S = 1e9
 """Longest time from the first to the last request: more than these 30 years is a mistake in the file."""
 MAX_TIME_S = 1e11
 """Latest start: in seconds since 1970 the year 5138, and milliseconds since then are beyond it from 1973 on."""
+_LEAST_GAPS, _MOST_RATE, _MOST_GAP_S = 9, 1000.0, 100.0
+"""From so many gaps on, a higher rate or a longer mean gap is probably a mistake: times in another unit."""
+_SINCE_1970_S = (1e9 / 1000, 1e11 / 1000)
+"""Starts of a trace whose times, read as milliseconds, are seconds since 1970, from 2001 on."""
 _JSON_KEYS = ("timestamp", "input_length", "output_length")
 _TEXT_KEYS = ("conversations", "messages", "payload", "prompt", "text", "text_input")
 _REFUSED_KEYS = {
@@ -137,29 +154,45 @@ def load_trace(path: Path) -> Trace:
 
     CSV: ``t_s`` (seconds) or ``timestamp`` (seconds or a date), with prompt and output tokens under our names or those
     of the Azure and BurstGPT files. ``.jsonl``: Mooncake's ``timestamp`` (ms or a date), ``input_length``,
-    ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset. Raises UserError if
-    it is unreadable, or has wrong columns or keys, a key that a replay by arrival time does not support, or no usable
-    row.
+    ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset. Numbers that seem to
+    be in another unit are a warning. Raises UserError if it is unreadable, or has wrong columns or keys, a key that a
+    replay by arrival time does not support, or no usable row.
     """
-    rows = list(_json_rows(path) if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_rows(path))
+    is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
+    clock = TraceClock(1000 if is_json else 1)
+    rows = list(_json_rows(path, clock) if is_json else _csv_rows(path, clock))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
-    start_s = usable[0].arrival_s
+    start_s, units = usable[0].arrival_s, f"They are read as {clock.unit}"
     if not usable[-1].arrival_s - start_s <= MAX_SPAN_S:
-        raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds: are its times in another unit?")
+        raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds: are its times in another unit? {units}")
     if abs(start_s) > MAX_TIME_S:
-        raise UserError(f"{path} begins at {start_s:g} seconds: are its times in another unit?")
+        raise UserError(f"{path} begins at {start_s:g} seconds: are its times in another unit? {units}")
+    if clock.has_numbers and (doubt := _find_doubt(usable, clock)):
+        logger.warning("%s %s: are its times in another unit? %s", path, doubt, units)
     shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in usable)
     return Trace(shifted, num_skipped=len(rows) - len(usable))
 
 
-def _csv_rows(path: Path) -> Iterator[TraceRow]:
+def _find_doubt(rows: Sequence[TraceRow], clock: TraceClock) -> str | None:
+    """What speaks against the unit of the times; None if nothing does. ``rows`` are in order of arrival."""
+    start_s, num_gaps = rows[0].arrival_s, len(rows) - 1
+    span_s = rows[-1].arrival_s - start_s
+    if clock.unit == "seconds":
+        is_slow = num_gaps >= _LEAST_GAPS and span_s / num_gaps > _MOST_GAP_S
+        return f"has one request in {span_s / num_gaps:.0f} s" if is_slow else None
+    if _SINCE_1970_S[0] <= start_s < _SINCE_1970_S[1]:
+        return f"begins {start_s / 86400:.0f} days after 1970"
+    is_fast = num_gaps >= _LEAST_GAPS and 0 < span_s < num_gaps / _MOST_RATE
+    return f"has {num_gaps / span_s:.0f} requests/s" if is_fast else None
+
+
+def _csv_rows(path: Path, clock: TraceClock) -> Iterator[TraceRow]:
     header, rows = read_csv(path)
     time_column = find_column(path, header, TIME_COLUMNS)
     prompt_column = find_column(path, header, PROMPT_COLUMNS)
     output_column = find_column(path, header, OUTPUT_COLUMNS)
-    clock = TraceClock()
     for where, row in rows:
         yield TraceRow(
             clock.seconds(row[time_column], where),
@@ -168,9 +201,8 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
         )
 
 
-def _json_rows(path: Path) -> Iterator[TraceRow]:
+def _json_rows(path: Path, clock: TraceClock) -> Iterator[TraceRow]:
     """The rows of a JSONL file or of a JSON list. A turn of a session with a ``timestamp`` arrives then."""
-    clock = TraceClock(units_per_s=1000)
     for where, row in read_json_rows(path):
         _check_keys(where, row)
         yield TraceRow(

@@ -162,7 +162,7 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2\n", ("line 2", "2 values under 3")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,-2,3\n", ("line 2", "prompt_tokens", "'-2'")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,inf,3\n", ("prompt_tokens", "'inf'")),
-        ("x.csv", "t_s,prompt_tokens,output_tokens\nnan,2,3\n", ("line 2", "timestamp", "'nan'")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\nnan,2,3\n", ("line 2", "a number of seconds or", "'nan'")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\nyesterday,2,3\n", ("yesterday",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2,0\n", ("no request",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1,2,3\n2024-05-10,2,3\n", ("numbers", "dates", "one way")),
@@ -171,7 +171,11 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "t_s\tprompt_tokens\toutput_tokens\n0\t1\t1\n", ("separates columns by '\\t'", "commas")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n0,1,1\n1e300,1,1\n", ("spans more than 1e+09 seconds",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n-1e308,1,1\n1e308,1,1\n", ("spans more than",)),
-        ("x.csv", "timestamp,prompt_tokens,output_tokens\n1715299200123,1,1\n1715299200999,1,1\n", ("another unit",)),
+        (
+            "x.csv",
+            "timestamp,prompt_tokens,output_tokens\n1715299200123,1,1\n1715299200999,1,1\n",
+            ("another unit", "read as seconds"),
+        ),
         ("x.csv", "t_s,prompt_tokens,Prompt_Tokens,output_tokens\n0,1,2,1\n", ("two columns prompt_tokens",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1970-01-01,1,1\n9999-12-31,1,1\n", ("spans more than",)),
         ("x.jsonl", "[" * 100_000, ("x.jsonl", "nested too deeply")),
@@ -187,6 +191,11 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
             ("input_length", "at most"),
         ),
         ("x.jsonl", '{"timestamp": 1, "input_length": 3}\n', ("line 1", "output_length")),
+        (
+            "x.jsonl",
+            '{"timestamp": "soon", "input_length": 1, "output_length": 3}\n',
+            ("line 1", "a number of milliseconds or an ISO date", "'soon'"),
+        ),
         ("x.jsonl", '{"timestamp": 1\n', ("line 1", "not JSON")),
         ("x.jsonl", "[1]\n", ("item 1", "not a JSON object")),
         ("x.jsonl", '{"timestamp":1,"input_length":3,"output_length":1,"hash_ids":[-1]}', ("hash_ids",)),
@@ -201,6 +210,33 @@ def test_a_bad_trace_gets_one_line_that_names_the_problem(
     message = str(caught.value)
     assert "\n" not in message
     assert all(needle in message for needle in needles), message
+
+
+@pytest.mark.parametrize(
+    ("suffix", "times", "doubt"),
+    [
+        ("jsonl", [0.25 * place for place in range(20)], "has 4000 requests/s"),
+        ("jsonl", [1715299200 + 250 * place for place in range(3)], "begins 20 days after 1970"),
+        ("jsonl", [250 * place for place in range(20)], None),
+        ("jsonl", [1715299200123 + 250 * place for place in range(20)], None),
+        ("jsonl", [0] * 20, None),
+        ("csv", [250 * place for place in range(20)], "has one request in 250 s"),
+        ("csv", [0.25 * place for place in range(20)], None),
+        ("csv", [1715299200 + place for place in range(20)], None),
+    ],
+)
+def test_a_trace_in_the_unit_of_the_other_format_is_one_warning(
+    suffix: str, times: list[float], doubt: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if suffix == "csv":
+        text = HEADER + "".join(f"{time},1,1\n" for time in times)
+    else:
+        text = "".join(json.dumps({"timestamp": time, "input_length": 1, "output_length": 1}) + "\n" for time in times)
+    path = write(tmp_path, f"t.{suffix}", text)
+    assert len(load_trace(path).rows) == len(times)
+    unit = "seconds" if suffix == "csv" else "milliseconds"
+    told = f"{path} {doubt}: are its times in another unit? They are read as {unit}"
+    assert caplog.messages == ([] if doubt is None else [told])
 
 
 def test_a_compressed_file_is_named_as_such(tmp_path: Path) -> None:
