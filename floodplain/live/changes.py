@@ -26,8 +26,7 @@ def whole(now: Snapshot) -> dict[str, Any]:
 def change(before: Snapshot, now: Snapshot) -> dict[str, Any]:
     """The message that turns ``before`` into ``now``: values of the head and rows that changed.
 
-    ``grown`` has (number, tokens, blocks) of rows in which nothing else changed, and ``gone`` the numbers of rows that
-    ended.
+    ``grown`` has (number, tokens, blocks) of rows in which nothing else changed, ``gone`` numbers of rows that ended.
     """
     rows: list[Row] = []
     grown: list[tuple[Any, ...]] = []

@@ -51,8 +51,6 @@ class Feed:
     Args:
         open_look: Called when the first listener is added; its result is used until the last one is removed.
         is_ending: Whether all listeners are to be ended, because the service stops.
-        period_s: Seconds between two updates.
-        sleep: Waits between two updates.
     """
 
     def __init__(

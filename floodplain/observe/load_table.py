@@ -21,10 +21,7 @@ STATISTICS = ("mean", "median", "std", *(f"p{percent}" for percent in PERCENTILE
 
 
 def summarise(values: Sequence[float] | Floats) -> dict[str, float | None]:
-    """Mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
-
-    Percentiles are quantiles (``core.quantiles``).
-    """
+    """Mean, median, std (of the population), p90, p95, p99 (``core.quantiles``) and max; all None for no values."""
     if not len(values):
         return dict.fromkeys(STATISTICS)
     values = np.asarray(values, dtype=np.float64)

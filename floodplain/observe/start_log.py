@@ -15,12 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartLog:
-    """Logs the steps of a start, each with the seconds since this object was made.
-
-    Args:
-        level: Of the entries of steps; ``PROGRESS`` writes few of them.
-        clock: Returns seconds.
-    """
+    """Logs the steps of a start at ``level``, each with the seconds since this object was made."""
 
     def __init__(self, level: int = PROGRESS, clock: Callable[[], float] = time.monotonic) -> None:
         self._level, self._clock = level, clock

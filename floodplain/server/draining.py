@@ -14,13 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Draining:
-    """Ends the requests of a server that stops. Everything is called on the event loop.
-
-    Args:
-        switch: Turned on at the first stop signal.
-        timeout_s: Seconds that running requests get.
-        clock: Returns seconds.
-    """
+    """Ends the requests of a server that stops, and turns ``switch`` on. Everything is called on the event loop."""
 
     def __init__(
         self,

@@ -76,14 +76,9 @@ def chosen_by(kind_of: Callable[[Any], str | None], message: str) -> Discriminat
 
 
 class Body(BoundedModel):
-    """A body, or a part of one, that leaves out what ``off`` and ``ignores`` say and refuses other unknown fields.
+    """A body, or a part of one, without its ``ignores`` and fields that are ``off``; one other is refused, the first.
 
-    Of many unknown fields only one is looked at.
-
-    Attributes:
-        off: The refused fields.
-        ignores: The fields that are accepted at any value and not looked at.
-        ignores_others: Whether unknown fields are ignored, too, as ``OTHERS``.
+    Unknown fields are ignored, too, if ``ignores_others``, as ``OTHERS``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -30,18 +30,13 @@ class PromptReader:
     async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
 
-        Raises:
-            RequestRefused: By its length, a text has too many tokens; it is not tokenised.
-            UserError: A text has no tokens.
+        Raises RequestRefused if, by its length, a text has too many tokens, or UserError if it has none.
         """
         run = self._workers.run
         return [await run(self._encode_some, one) if isinstance(one, str) else one for one in prompts]
 
     async def read_chat(self, body: ChatRequest) -> tuple[list[int], frozenset[str]]:
-        """The tokens of a conversation, and the fields of its body that were ignored.
-
-        Raises as ``read_prompts``, or UserError if the template refuses it.
-        """
+        """The tokens of a conversation, and the ignored fields of its body. UserError, or as ``read_prompts``."""
         return await self._workers.run(self._encode_chat, body)
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -30,11 +30,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ApiReply(ABC):
-    """Writes the answer to one request.
-
-    Attributes:
-        request_id: The answer's ``id``.
-    """
+    """Writes the answer to one request; ``request_id`` is its ``id``."""
 
     request_id: str
 
@@ -56,11 +52,7 @@ class ApiReply(ABC):
 
 
 class _Offsets:
-    """The characters of a choice's text before each of its tokens, which come in order.
-
-    Args:
-        echoed: The text of the prompt if the choice's text begins with it; else None.
-    """
+    """The characters of a choice's text, which may begin with its ``echoed`` prompt, before each of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], echoed: str | None, *, skips_special: bool) -> None:
         self._output = StreamDecoder(tokenizer, prompt, skip_special_tokens=skips_special)

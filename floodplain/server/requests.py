@@ -428,10 +428,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
     def template_options(self, template: str) -> dict[str, Any]:
-        """What the template is given beside messages and tools: of its variables, those that it has.
-
-        Raises UserError if fields contradict each other.
-        """
+        """The template's variables that the body gives, beside messages and tools. UserError if two contradict."""
         if self.add_generation_prompt and self.continue_final_message:
             raise UserError("add_generation_prompt and continue_final_message contradict each other: give one of them")
         given = {**(self.chat_template_kwargs or {}), "reasoning_effort": self.reasoning_effort}

@@ -181,10 +181,7 @@ class OpenAIRoutes:
         return prompt
 
     def _read_calls(self, body: ChatRequest, params: SamplingParams) -> tuple[SamplingParams, Callable[[], Turn]]:
-        """Sampling parameters under which calls of tools can be seen, and a function that makes turns that find them.
-
-        Raises UserError if the model's form of calls is not known.
-        """
+        """Sampling parameters that show calls, and what makes turns that find them. UserError for an unknown form."""
         max_calls = 1 if body.parallel_tool_calls is False else None
         match body.calls:
             case "none":

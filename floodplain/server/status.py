@@ -13,12 +13,7 @@ STATUS_S = 10.0
 
 
 class StatusLine:
-    """Describes the load since the last look.
-
-    Args:
-        stats: Returns the engine's gauges and counters.
-        clock: Returns seconds.
-    """
+    """Describes the load since the last look, from an engine's gauges and counters."""
 
     def __init__(self, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic) -> None:
         self._stats, self._clock = stats, clock

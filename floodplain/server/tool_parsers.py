@@ -69,10 +69,7 @@ BARE_LIST = Form("<|python_tag|>", "", "", is_bare=True)
 
 
 def form_of(name: str, template: str) -> Form:
-    """Return the form of a name; for ``auto``, the one of the model's chat template.
-
-    Raises UserError if the template shows none.
-    """
+    """The form of a name; for ``auto``, of the chat template. Raises UserError if that shows none."""
     if name != "auto":
         return FORMS[name]
     for form in FORMS.values():
@@ -92,11 +89,7 @@ _NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\]|(?=\{))")
 
 
 class CallParser:
-    """Reads the calls in one answer.
-
-    Args:
-        names: An object without a marker is a call only if it names one of these functions; None: any.
-    """
+    """Reads the calls in one answer. An object without a marker is one only if it has one of ``names``; None: any."""
 
     def __init__(self, form: Form, names: Collection[str] | None = None) -> None:
         self._form, self._names = form, names
@@ -231,13 +224,11 @@ Parser = CallParser | ForcedCall
 
 
 class _Call:
-    """Reads one JSON object: ``{"name": NAME, "arguments": {...}}``, or (``has_name``) the arguments alone.
-
-    ``raw`` is its text so far.
-    """
+    """Reads one JSON object: ``{"name": NAME, "arguments": {...}}``, or (``has_name``) the arguments alone."""
 
     def __init__(self, *, has_name: bool = False, names: Collection[str] | None = None) -> None:
-        self.raw, self.has_name, self.is_done = "", has_name, False
+        self.raw = ""  # the text so far
+        self.has_name, self.is_done = has_name, False
         self._names = names
         self._is_arguments = has_name  # the whole object is the arguments
         self._depth, self._in_string, self._is_escaped = 0, False, False

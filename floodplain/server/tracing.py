@@ -35,8 +35,7 @@ MAX_CLOSE_S = 10.0
 class RequestTracer:
     """Makes the spans of requests that have ended, and passes them to a processor of the SDK's.
 
-    ``model_name`` is in each root span. ``offset_ns`` is added to the engine's monotonic time, in nanoseconds, for unix
-    time.
+    ``offset_ns()`` is added to the engine's monotonic time, in nanoseconds, for unix time.
     """
 
     def __init__(

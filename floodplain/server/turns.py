@@ -9,11 +9,7 @@ from floodplain.server.tool_parsers import Arguments, Begin, Parser, Piece, Text
 
 
 class Turn:
-    """One choice's turn. Without a parser all is text.
-
-    Attributes:
-        has_calls: Whether a call has begun.
-    """
+    """One choice's turn. Without a parser all is text."""
 
     def __init__(self, parser: Parser | None, max_calls: int | None = None) -> None:
         self._parser, self._max_calls = parser, max_calls

@@ -44,10 +44,7 @@ def parse_json(body: bytes) -> Any:
 def parse_model(model: type[M], body: bytes, context: object = None) -> M:
     """The value of a JSON body, validated as ``model``.
 
-    Raises:
-        ApiError: It is not JSON, or has too many parts.
-        RequestValidationError: It does not fit the model.
-        UserError: Raised by a validator.
+    Raises ApiError as ``parse_json``, RequestValidationError if it does not fit, or a validator's UserError.
     """
     value = parse_json(body)
     try:
