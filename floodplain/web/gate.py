@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,15 +25,16 @@ def is_request_id(name: str) -> bool:
 def echo_request_id(scope: Scope, send: Send) -> Send:
     """A ``send`` that adds the request's ``X-Request-Id`` to the answer, if it has a valid one."""
     name = dict(scope["headers"]).get(HEADER, b"")
-    if not is_request_id(name.decode("latin-1")):
-        return send
+    return _adding(send, (HEADER, name)) if is_request_id(name.decode("latin-1")) else send
 
-    async def send_with_name(message: Message) -> None:
+
+def _adding(send: Send, header: tuple[bytes, bytes]) -> Send:
+    async def send_more(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (HEADER, name)]}
+            message = {**message, "headers": [*message.get("headers", ()), header]}
         await send(message)
 
-    return send_with_name
+    return send_more
 
 
 BODIES_AT_ONCE = 64
@@ -51,40 +54,34 @@ class BodyBudget:
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             raise self._too_large()
 
-    def hold(self, num_bytes: int, num_of_body: int) -> None:
-        """Count received bytes, then raise ApiError 413 if their body has too many so far, 503 if all bodies have."""
-        self.num_held_bytes += num_bytes
-        if num_of_body > self.max_body_bytes:
-            raise self._too_large()
-        if self.num_held_bytes > self._max_held_bytes:
-            message = (
-                f"the bodies of requests that run fill the {self._max_held_bytes} bytes there are: try again later"
-            )
-            raise ApiError(503, message, code="bodies_too_large")
+    @contextmanager
+    def hold(self, receive: Receive) -> Iterator[Receive]:
+        """A ``receive`` that counts the bytes of a request's body, until the context ends.
+
+        It raises ApiError: 413 if the body has too many bytes so far, 503 if all bodies have.
+        """
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_added = len(message.get("body", b""))
+            num_bytes += num_added
+            self.num_held_bytes += num_added
+            if num_bytes > self.max_body_bytes:
+                raise self._too_large()
+            if self.num_held_bytes > self._max_held_bytes:
+                fill = f"the bodies of requests that run fill the {self._max_held_bytes} bytes there are"
+                raise ApiError(503, f"{fill}: try again later", code="bodies_too_large")
+            return message
+
+        try:
+            yield receive_counted
+        finally:
+            self.num_held_bytes -= num_bytes
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self.max_body_bytes} bytes: send less", code="body_too_large")
-
-
-class HeldBody:
-    """Receives the body of one request and counts it in ``budget`` until ``release``."""
-
-    def __init__(self, receive: Receive, budget: BodyBudget) -> None:
-        self._receive = receive
-        self._budget = budget
-        self._num_bytes = 0
-
-    async def receive(self) -> Message:
-        """The next message of the request. Raises ApiError as ``BodyBudget.hold``."""
-        message = await self._receive()
-        num_bytes = len(message.get("body", b""))
-        self._num_bytes += num_bytes
-        self._budget.hold(num_bytes, self._num_bytes)
-        return message
-
-    def release(self) -> None:
-        """Return the body's bytes to the budget: the request has ended."""
-        self._budget.num_held_bytes -= self._num_bytes
 
 
 PROBES = frozenset({"/health", "/ping", "/ready"})
@@ -130,18 +127,15 @@ class Gate:
             return
         scope, send = _answer_head_as_get(scope, echo_request_id(scope, send))
         if self._drain.is_draining:
-            send = _close_after(send)
+            send = _adding(send, (b"connection", b"close"))  # so that the client may move to another server
         try:
             self._admit(scope)
         except ApiError as refusal:
             headers = {"WWW-Authenticate": "Bearer"} if refusal.status_code == 401 else None
             await error_response(refusal, headers)(scope, receive, send)
             return
-        body = HeldBody(receive, self._budget)
-        try:
-            await self._app(scope, body.receive, send)
-        finally:
-            body.release()
+        with self._budget.hold(receive) as receive_counted:
+            await self._app(scope, receive_counted, send)
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -165,14 +159,3 @@ def _answer_head_as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
     return {**scope, "method": "GET", HEAD_SCOPE_KEY: True}, send_without_body
-
-
-def _close_after(send: Send) -> Send:
-    """A ``send`` that closes the connection after the answer, so that the client may move to another server."""
-
-    async def send_last(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await send(message)
-
-    return send_last

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from floodplain.web.bearer import SecretRing
 from floodplain.web.errors import ApiError
-from floodplain.web.gate import CLIENT_SCOPE_KEY, BodyBudget, DrainSwitch, Gate, HeldBody
+from floodplain.web.gate import CLIENT_SCOPE_KEY, BodyBudget, DrainSwitch, Gate
 
 MEMBERS = SecretRing({"7": 7, "0": 0})
 
@@ -90,24 +91,25 @@ bodies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=30)
 def test_held_bodies_are_bounded_and_forgotten_when_their_requests_end(pieces: list[tuple[int, int]]) -> None:
     """Pieces of eight bodies; one that is refused, or that gets a piece of 0 bytes, ends."""
     budget, held = BodyBudget(10, max_held_bytes=25), dict[int, int]()
-    running: dict[int, HeldBody] = {}
+    running: dict[int, tuple[ExitStack, Receive]] = {}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": bytes(num_bytes)}
+
     for number, num_bytes in pieces:
-
-        async def receive(num_bytes: int = num_bytes) -> Message:
-            return {"type": "http.request", "body": bytes(num_bytes)}
-
-        one = running.setdefault(number, HeldBody(receive, budget))
-        one._receive = receive
+        if number not in running:
+            stack = ExitStack()
+            running[number] = stack, stack.enter_context(budget.hold(receive))
         held[number] = held.get(number, 0) + num_bytes
         expected = 413 if held[number] > 10 else 503 if sum(held.values()) > 25 else None
         status = None
         try:
-            asyncio.run(one.receive())
+            asyncio.run(running[number][1]())  # type: ignore[arg-type]
         except ApiError as refusal:
             status = refusal.status_code
         assert status == expected
         if status or not num_bytes:
-            running.pop(number).release()
+            running.pop(number)[0].close()
             del held[number]
         assert budget.num_held_bytes == sum(held.values()) <= 25
 
