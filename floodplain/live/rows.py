@@ -80,21 +80,6 @@ def events_of(lifecycle: Lifecycle) -> tuple[Event, ...]:
     return tuple((round(time_s, 3), kind.value, swapped.get(place, 0)) for place, time_s, kind in found)
 
 
-class EndedRows:
-    """The rows of requests that ended last, at most ``most``."""
-
-    def __init__(self, most: int = MOST_ENDED) -> None:
-        self._rows: deque[Row] = deque(maxlen=most)
-
-    def add(self, row: Row) -> None:
-        """Add the last row of a request."""
-        self._rows.append(row)
-
-    def by_number(self) -> dict[int, Row]:
-        """The kept rows."""
-        return {row.number: row for row in self._rows}
-
-
 class _Tracked:
     """A sequence and its last row, which is returned again while nothing changes: most of a thousand rows wait."""
 
@@ -127,7 +112,7 @@ class SequenceRows:
 
     def __init__(self) -> None:
         self._tracked: dict[int, _Tracked] = {}
-        self._ended = EndedRows()
+        self._ended: deque[Row] = deque(maxlen=MOST_ENDED)
 
     def look(self, sequences: Collection[LiveSequence]) -> dict[int, Row]:
         """A row for each live sequence, and for those that were live at an earlier look and ended since."""
@@ -138,5 +123,5 @@ class SequenceRows:
             self._tracked[number] = tracked = before.pop(number, None) or _Tracked(seq)
             live[number] = tracked.look()
         for tracked in before.values():
-            self._ended.add(tracked.look())
-        return {**self._ended.by_number(), **live}
+            self._ended.append(tracked.look())
+        return {row.number: row for row in self._ended} | live

@@ -23,7 +23,7 @@ from floodplain.server.answering import ERRORS, REQUEST_FIELDS, Answering
 from floodplain.server.auth import KeyRing
 from floodplain.server.counts import RefusalCounter, RequestCounts
 from floodplain.server.draining import Draining
-from floodplain.server.live import ServerLooks
+from floodplain.server.live import server_looks
 from floodplain.server.metrics import ServingMetrics
 from floodplain.server.page_burst import Bursts
 from floodplain.server.protocol import ServingEngine
@@ -120,8 +120,8 @@ def _add_page(
         if CLIENT_SCOPE_KEY not in request.scope:
             expect_own_names(request.scope, names)
 
-    looks = ServerLooks(engine, model_name, can_burst=is_local)
-    app.include_router(page_routes(Feed(looks.open, lambda: drain.is_draining), check))
+    open_look = server_looks(engine, model_name, can_burst=is_local)
+    app.include_router(page_routes(Feed(open_look, lambda: drain.is_draining), check))
     if is_local:
         app.include_router(Bursts(engine, counts).routes())
 

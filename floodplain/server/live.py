@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from floodplain import __version__
@@ -121,22 +121,18 @@ def _lease(lease: LeaseRow) -> dict[str, Any]:
     return {"from": lease.lender, "to": lease.borrower, "bytes": lease.num_bytes, "due_in_s": due_in_s}
 
 
-class ServerLooks:
-    """Opens looks at a server, one whenever a first listener is added."""
+def server_looks(engine: ServingEngine, model_name: str, *, can_burst: bool) -> Callable[[], Look]:
+    """Opens looks at a server, one whenever a first listener is added; each remembers what it saw."""
+    facts = {"service": "server", "version": __version__, "model": model_name, "can_burst": can_burst}
+    latencies = Latencies()
+    engine.subscribe(latencies.observe)
 
-    def __init__(self, engine: ServingEngine, model_name: str, *, can_burst: bool) -> None:
-        self._engine = engine
-        self._facts = {
-            "service": "server", "version": __version__, "model": model_name, "can_burst": can_burst,
-        }  # fmt: skip
-        self._latencies = Latencies()
-        engine.subscribe(self._latencies.observe)
-
-    def open(self) -> Look:
-        """A look that remembers what it saw."""
-        watch = self._engine.watch()
+    def open_look() -> Look:
+        watch = engine.watch()
 
         async def look() -> Snapshot:
-            return snapshot_of(watch(), self._engine.stats(), self._latencies.summary(), self._facts)
+            return snapshot_of(watch(), engine.stats(), latencies.summary(), facts)
 
         return look
+
+    return open_look

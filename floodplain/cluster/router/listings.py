@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,7 +14,7 @@ from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.cluster.state.request_table import Entry
 from floodplain.core.groups import GroupState
-from floodplain.live.rows import MOST_EVENTS, EndedRows, Event, LiveView, Row, events_of
+from floodplain.live.rows import MOST_ENDED, MOST_EVENTS, Event, LiveView, Row, events_of
 
 
 class GroupRow(BaseModel):
@@ -196,7 +197,7 @@ class RouterWatch:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._known: dict[int, tuple[Row, Caller]] = {}
-        self._ended = EndedRows()
+        self._ended: deque[Row] = deque(maxlen=MOST_ENDED)
 
     def __call__(self) -> LiveView:
         """The router now."""
@@ -204,9 +205,9 @@ class RouterWatch:
         known = {entry.number: (self._row_of(entry, caller, now), caller) for entry, caller in self._live()}
         for number, (row, caller) in self._known.items():
             if number not in known:
-                self._ended.add(_ended(row, caller, now))
+                self._ended.append(_ended(row, caller, now))
         self._known = known
-        rows = {**self._ended.by_number(), **{number: row for number, (row, _) in known.items()}}
+        rows = {row.number: row for row in (*self._ended, *(row for row, _ in known.values()))}
         return LiveView(now_s=now, rows=rows, why=self._why(), parts=list_parts(self._router, now))
 
     def _live(self) -> list[tuple[Entry, Caller]]:
