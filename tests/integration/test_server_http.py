@@ -80,24 +80,8 @@ def test_a_stream_is_events_that_end_with_done(server: RunningServer) -> None:
         (b"[1, 2]", "JSON object", None),
         (b"null", "JSON object", None),
         (b'{"model": "fake"}', "prompt is required", "prompt"),
-        (b'{"model": "fake", "prompt": "\\ud800"}', "not valid JSON", None),
-        (b'{"model": "fake", "prompt": "\xff"}', "not valid JSON", None),
-        (b'{"model": "fake", "prompt": "a", "temperature": NaN}', "not valid JSON", None),
-        (
-            b'{"model": "fake", "prompt": "a", "temperature": "hot"}',
-            "temperature should be a valid number",
-            "temperature",
-        ),
-        (b'{"model": "fake", "prompt": "a", "max_tokens": 1.5}', "max_tokens should be a valid integer", "max_tokens"),
         (b'{"model": "fake", "prompt": "a", "max_tokens": "5"}', "max_tokens should be a valid integer", "max_tokens"),
-        (
-            b'{"model": "fake", "prompt": "a", "max_tokens": 1%s}' % (b"0" * 30),
-            "max_tokens should be less than",
-            "max_tokens",
-        ),
-        (b'{"model": "fake", "prompt": "a", "stream": 1}', "stream should be a valid boolean", "stream"),
         (b'{"model": "fake", "prompt": "a", "stream_options": {"x": 1}}', "stream_options.x", "stream_options"),
-        (b"[" * 100_000, "not valid JSON", None),
         (b'{"model": "fake", "prompt": "a", "\\u0000\\n": 1}', "is not a supported field", "\x00\n"),
     ],
 )
@@ -146,7 +130,8 @@ def test_wrong_paths_and_methods_have_an_error_body(server: RunningServer, metho
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake", "/v1/models/x", "/nowhere"]
+    "path",
+    ["/health", "/ping", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake", "/v1/models/x", "/nowhere"],
 )
 def test_head_answers_as_get_without_a_body(server: RunningServer, path: str) -> None:
     head, get = httpx.head(server.url + path), httpx.get(server.url + path)

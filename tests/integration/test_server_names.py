@@ -97,7 +97,3 @@ def test_only_allowed_origins_get_their_headers(server: RunningServer) -> None:
     assert "access-control-allow-origin" not in other.headers
     with serving(FakeEngine()) as plain:
         assert httpx.options(f"{plain.url}/v1/completions", headers=asked).status_code == 405
-
-
-def test_a_ping_is_answered(server: RunningServer) -> None:
-    assert httpx.get(f"{server.url}/ping").status_code == 200

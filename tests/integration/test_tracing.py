@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 
 import httpx
 import pytest
@@ -23,6 +21,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.server.tracing import RequestTracer, open_tracer
 from tests.fakes.engine import FakeEngine, serving
+from tests.support.peer import answer, answering
 from tests.support.swapping import BLOCK_BYTES, SwapOncePolicy
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -92,42 +91,19 @@ def test_closing_does_not_wait_for_a_receiver_that_hangs(
     stuck.is_released.set()
 
 
-@contextmanager
-def receiving() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A receiver of OTLP over HTTP: its address, and what it got."""
-    got: list[ExportTraceServiceRequest] = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            assert self.path == "/v1/traces"
-            assert self.headers["Content-Type"] == "application/x-protobuf"
-            got.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/v1/traces", got
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_spans_arrive_at_a_receiver_of_otlp_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxies are for other machines."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    with receiving() as (url, got), serving(FakeEngine(), tracer=open_tracer(url, "fake")) as running:
-        complete(running.url, "fake", {"traceparent": SAMPLED})
-        complete(running.url, "fake", {"traceparent": NOT_SAMPLED})
-        complete(running.url, "fake", {"traceparent": "nonsense"})
-        complete(running.url, "fake")
-    resources = [one for request in got for one in request.resource_spans]
+    with answering(*[answer(b"")] * 4) as peer:
+        tracer = open_tracer(f"{peer.url}/v1/traces", "fake")
+        with serving(FakeEngine(), tracer=tracer) as running:
+            complete(running.url, "fake", {"traceparent": SAMPLED})
+            complete(running.url, "fake", {"traceparent": NOT_SAMPLED})
+            complete(running.url, "fake", {"traceparent": "nonsense"})
+            complete(running.url, "fake")
+    heads, _, bodies = zip(*(request.partition(b"\r\n\r\n") for request in peer.requests), strict=True)
+    assert all(head.startswith(b"POST /v1/traces ") and b"application/x-protobuf" in head for head in heads)
+    resources = [one for body in bodies for one in ExportTraceServiceRequest.FromString(body).resource_spans]
     spans = [span for one in resources for scope in one.scope_spans for span in scope.spans if not span.parent_span_id]
     below = [span for one in resources for scope in one.scope_spans for span in scope.spans if span.parent_span_id]
     roots = [span for span in [*spans, *below] if span.name == "llm_request"]

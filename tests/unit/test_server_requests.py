@@ -166,6 +166,10 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         (ChatRequest, {"stop": 7}, "stop should be a string or a list of strings, not 7"),
         (ChatRequest, {"temperature": [1]}, "temperature should be a valid number, not a list"),
         (ChatRequest, {"max_tokens": True}, "max_tokens should be a valid integer, not true"),
+        (ChatRequest, {"max_tokens": 1.5}, "max_tokens should be a valid integer, not 1.5"),
+        (ChatRequest, {"max_tokens": 10**30}, "max_tokens should be less than"),
+        (ChatRequest, {"temperature": "hot"}, "temperature should be a valid number, not 'hot'"),
+        (ChatRequest, {"stream": 1}, "stream should be a valid boolean"),
         (ChatRequest, {"stop_token_ids": [1, -1]}, "stop_token_ids.1 should be greater than or equal to 0, not -1"),
         (
             ChatRequest,
