@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,9 +21,9 @@ import numpy as np
 
 from floodplain.bench.offline import hardware_report
 from floodplain.demo.cluster import VerbProcess
-from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.polling import Scraped
+from floodplain.observe.strict_json import save_result
 from floodplain.web.client import ask_now
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
@@ -203,7 +202,7 @@ def main() -> None:
     if args.out is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         result = {"hardware": hardware_report("cpu").name, "settings": settings, "rows": rows}
-        write_result(args.out, json.dumps(result, indent=1) + "\n")
+        save_result(args.out, result)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.coordinator.connection import connect
 from benchmarks.coordinator.load import Load, beat_host, connect_pairs, lend_to_each_other, run_open_loop
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.web.client import ask_now
 
 HERE = Path(__file__).resolve().parent
@@ -166,7 +166,7 @@ def main() -> None:
         "seconds": args.seconds,
         "connections": NUM_CONNECTIONS,
     }
-    write_result(args.out, json.dumps({**facts, **runs}, indent=1) + "\n")
+    save_result(args.out, {**facts, **runs})
 
 
 def _processor() -> str:

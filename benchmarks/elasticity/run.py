@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import sys
@@ -24,8 +23,8 @@ from floodplain.bench.offline import hardware_report
 from floodplain.demo.burst import FULL, engine_config, sample_spec
 from floodplain.demo.leases import short_texts, texts
 from floodplain.engine.config import EngineConfig
-from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 from floodplain.workload.spec import WorkloadSpec, build
 
 HERE = Path(__file__).resolve().parent
@@ -95,7 +94,7 @@ def main() -> None:
             facts = _facts()
             print(f"{part}: {facts['command']}", flush=True)
             result = facts | measure(Path(folder))
-        write_result(args.out / f"{part}.json", json.dumps(result, indent=1) + "\n")
+        save_result(args.out / f"{part}.json", result)
 
 
 def _facts() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.bench.offline import hardware_report
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 WAYS = {"sleep": {"OMP_WAIT_POLICY": "passive"}, "spin": {"GOMP_SPINCOUNT": "300000"}}
 """The command's own setting; and what libgomp does if nothing is set."""
@@ -62,7 +62,7 @@ def main() -> None:
                 name = f"{load}, {num_busy} busy, {way}"
                 found.setdefault(name, []).append(measure(num_busy, flags, environment))
     result = {"processor": hardware_report("cpu").name, "rounds": rounds, **found}
-    write_result(Path(__file__).with_name("beside.json"), json.dumps(result, indent=1) + "\n")
+    save_result(Path(__file__).with_name("beside.json"), result)
     print("| load, busy processes, threads | duration (s) | TTFT p50 (ms) | TPOT p50 (ms) |\n|---|---|---|---|")
     for name, rows in found.items():
         print(f"| {name} | " + " | ".join(f"{statistics.median(row[key] for row in rows):.3g}" for key in KEYS) + " |")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import timeit
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from floodplain.bench.offline import hardware_report
-from floodplain.files.results import write_result
 from floodplain.model.network.linear import Linear, PackedLinear, fast_dtype
+from floodplain.observe.strict_json import save_result
 
 SHAPES = [(576, 1536), (2048, 8192), (576, 49152)]
 """Weights (in, out): an MLP of SmolLM2-135M, one of a model of 1.7B parameters, and the head of the former."""
@@ -52,7 +51,7 @@ def main() -> None:
         "rounds": ROUNDS,
         "products": found,
     }
-    write_result(Path(__file__).with_name("products.json"), json.dumps(result, indent=1) + "\n")
+    save_result(Path(__file__).with_name("products.json"), result)
     print("| weights | rows | torch (ms) | in place (ms) | packed (ms) |\n|---|---|---|---|---|")
     for row in found:
         cells = " | ".join(f"{number:.3g}" for number in row["ms"].values())  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -74,7 +74,7 @@ def main() -> None:
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     machine["model"] = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "")
     report = {"command": " ".join(sys.argv), "machine": machine, "results": results}
-    write_result(args.out, json.dumps(report, indent=1) + "\n")
+    save_result(args.out, report)
     print(table(results))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,9 +27,9 @@ from benchmarks.fairness.lane import Lane, run_in_turns
 from floodplain.bench.offline import hardware_report
 from floodplain.core.lifecycle import Lifecycle, residence_s
 from floodplain.engine.shell import Engine
-from floodplain.files.results import write_result
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 from floodplain.workload.records import LoadRequest
 
 LENGTHS = "sharegpt"
@@ -204,7 +203,7 @@ def main() -> None:
     result |= {"memory_bytes_s": bandwidth, "hardware": hardware_report("cpu").name}
     result["samples"] = converge(args, args.ratio * bandwidth, tokenizer)
     result["latency"] = split_latency(args, args.ratio * bandwidth, tokenizer)
-    write_result(args.out / "convergence.json", json.dumps(result, indent=1) + "\n")
+    save_result(args.out / "convergence.json", result)
     draw(result, args.out / "convergence.png")
     print(format_tables(result))
 

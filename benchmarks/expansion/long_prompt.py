@@ -7,7 +7,6 @@ copies, and over a modelled link. Tokens must be the same (float32, greedy). Med
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).resolve().parent
 NUM_PROMPT, NUM_OUTPUT = 2000, 48
@@ -78,7 +77,7 @@ def main() -> None:
     if len(digests) > 1:
         raise SystemExit("the ways gave different tokens")
     about = {"hardware": hardware_report("cpu").name, "threads": torch.get_num_threads(), "link_bytes_s": LINK_BYTES_S}
-    write_result(args.out, json.dumps(about | {"runs": runs}, indent=1) + "\n")
+    save_result(args.out, about | {"runs": runs})
     resident_s = median(run["duration_s"] for run in runs if run["way"] == "resident")
     print("| way | seconds | of resident | stall |\n|---|---|---|---|")
     for way in WAYS:

@@ -25,9 +25,9 @@ from benchmarks.expansion.ways import WAYS
 from benchmarks.fairness.lane import Lane, run_in_turns
 from floodplain.bench.offline import hardware_report, report_between
 from floodplain.core.lifecycle import time_per_output_token_s
-from floodplain.files.results import write_result
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.spec import WorkloadSpec, build
 
@@ -184,7 +184,7 @@ def main() -> None:
         rows = run_row(args.ways, requests, warm_up, mib * 2**20, ratio * bandwidth)
         case = {"lengths": lengths, "seed": seed, "kv_memory": mib * 2**20, "ratio": ratio}
         result["runs"] += [about | case | row for row in rows]
-        write_result(args.out, json.dumps(result, indent=1) + "\n")
+        save_result(args.out, result)
         print(format_rows(result["runs"][-len(rows) :]), flush=True)
     print(format_rows(result["runs"]))
 

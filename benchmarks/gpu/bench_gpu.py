@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -30,9 +29,9 @@ from benchmarks.gpu.remap_rows import measure_remap
 from benchmarks.gpu.tier_rows import find_places, measure_copy_sizes, measure_guests, measure_tiers
 from benchmarks.gpu.timing import HEADER, Row
 from floodplain.core.errors import UserError
-from floodplain.files.results import write_result
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda.device import CudaDevice, open_cuda_device
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).resolve().parent
 
@@ -71,7 +70,7 @@ class Report:
         self._save()
 
     def _save(self) -> None:
-        write_result(self._path, json.dumps(self._result, indent=1) + "\n")
+        save_result(self._path, self._result)
 
 
 def collect_facts(model: str, seed: int) -> dict[str, Any]:

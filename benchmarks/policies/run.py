@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -18,7 +17,7 @@ from benchmarks.policies.ways import WAYS, Way, ways_of
 from benchmarks.run_columns import Runs, format_cell, latency_lists
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, Tier
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.runtime.state import LoopConfig
 from floodplain.sim.serving import VirtualDevice, serve
 
@@ -102,7 +101,7 @@ def main() -> None:
             rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
             print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)
         result["loads"][load.name] = rows
-    write_result(args.out, json.dumps(result, indent=1) + "\n")
+    save_result(args.out, result)
 
 
 def _serve(way: Way, load: Load, capacity: float, seed: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -14,8 +13,8 @@ from typing import Any
 
 from floodplain import LLM, SamplingParams
 from floodplain.engine.build import kv_bytes_per_token
-from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).resolve().parent
 MODEL = "smollm2"
@@ -144,7 +143,7 @@ def main() -> None:
     command = "benchmarks/prefixes/run.py " + " ".join(sys.argv[1:])
     machine = f"{platform.system()} {platform.machine()}"
     result = {"command": command, "platform": machine, "links": links, "rows": [asdict(row) for row in rows]}
-    write_result(args.out, json.dumps(result, indent=1) + "\n")
+    save_result(args.out, result)
     print(format_table(rows))
 
 

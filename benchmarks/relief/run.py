@@ -6,14 +6,13 @@ python -m benchmarks.relief.run --out benchmarks/relief/result.json      # minut
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.relief.cells import CELLS, Cell
 from benchmarks.relief.ways import WAYS, decide, run
 from benchmarks.run_columns import COLUMNS
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 KEPT = ("attained", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "longest gap", "tokens/s")
 _SHARED: dict[tuple[float, ...], dict[str, Any]] = {}
@@ -78,7 +77,7 @@ def main() -> None:
     results = [measure(cell, args.seed) for cell in CELLS if args.only in cell.name]
     print_table(results)
     if args.out:
-        write_result(args.out, json.dumps({"seed": args.seed, "cells": results}, indent=1) + "\n")
+        save_result(args.out, {"seed": args.seed, "cells": results})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import sys
 import time
@@ -19,7 +18,7 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, SlotLedger, Tier
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
@@ -238,7 +237,7 @@ def main() -> None:
         "large_pool_s": pools,
         "timings": [asdict(timing) for timing in timings],
     }
-    write_result(arguments.out, json.dumps(result, indent=1) + "\n")
+    save_result(arguments.out, result)
 
 
 if __name__ == "__main__":

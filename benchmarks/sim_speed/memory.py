@@ -8,14 +8,13 @@ Each run is a process of its own. The load is one that the instance keeps up wit
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import read_scenario
 
@@ -62,7 +61,7 @@ def main() -> None:
             runs.append(found)
             print(f"{' '.join(found['sets'])}, {found['completed']} requests: {found['peak_mib']} MiB", flush=True)
     command = f"python benchmarks/sim_speed/memory.py --out {args.out}"
-    write_result(args.out, json.dumps({"command": command, "sets": COMMON, "runs": runs}, indent=1) + "\n")
+    save_result(args.out, {"command": command, "sets": COMMON, "runs": runs})
 
 
 if __name__ == "__main__":

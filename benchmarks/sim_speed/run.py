@@ -9,12 +9,11 @@ Both must give the same events. CPU time depends on this machine; all else does 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.sim.prediction import predict
@@ -87,7 +86,7 @@ def main() -> None:
             flush=True,
         )
     command = f"python benchmarks/sim_speed/run.py --repeats {args.repeats} --out {args.out}"
-    write_result(args.out, json.dumps({"command": command, "scenarios": results}, indent=1) + "\n")
+    save_result(args.out, {"command": command, "scenarios": results})
 
 
 if __name__ == "__main__":

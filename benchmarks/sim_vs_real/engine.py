@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from floodplain.observe.strict_json import save_result
 from floodplain.sim.compare import STATISTICS, RealRun, compare
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import make_scenario
@@ -111,7 +112,7 @@ def main() -> None:
                 "simulated": round(prediction.result["slo_attainment"], 3),
             }
             print(way, json.dumps(found[way]))
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    save_result(args.out, found)
 
 
 if __name__ == "__main__":

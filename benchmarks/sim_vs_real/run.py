@@ -10,12 +10,12 @@ data sheet. All of it is virtual time: results do not depend on this machine.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from floodplain.cost import fits
+from floodplain.observe.strict_json import save_result
 from floodplain.sim.compare import STATISTICS, compare, read_run
 from floodplain.sim.prediction import predict
 from floodplain.sim.scenario import read_scenario
@@ -52,7 +52,7 @@ def main() -> None:
     for name, ways in results.items():
         for way, errors in ways.items():
             print(show(name, way, errors))
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    save_result(args.out, results)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +24,7 @@ from floodplain.cost.devices import DEVICES, predict_blocks
 from floodplain.cost.fits import fit_of
 from floodplain.cost.model_shape import SHAPES
 from floodplain.cost.step_time import StepTimer
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -275,7 +274,7 @@ def main() -> None:
     show(rows)
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", "workers")}
     result = [dict(zip(("policy", "swap_gb", "mode"), row, strict=True)) | one for row, one in rows.items()]
-    write_result(args.out, json.dumps({"settings": settings, "rows": result}, indent=1) + "\n")
+    save_result(args.out, {"settings": settings, "rows": result})
 
 
 def _serve(

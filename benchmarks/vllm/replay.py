@@ -21,8 +21,8 @@ from floodplain.bench.offline import report_between
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.flags import DTYPES
-from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
+from floodplain.observe.strict_json import save_result
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
@@ -112,7 +112,7 @@ def main() -> None:
         )
     command = " ".join(["python", "-m", "benchmarks.vllm.replay", *sys.argv[1:]])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    write_result(args.out, json.dumps({"command": command, "machine": machine, "runs": runs}, indent=1) + "\n")
+    save_result(args.out, {"command": command, "machine": machine, "runs": runs})
     print(f"\n{command}\ngoals: TTFT {1e3 * goals_s[0]:.0f} ms, TPOT {1e3 * goals_s[1]:.0f} ms, measured without load")
 
 

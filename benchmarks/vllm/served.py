@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -128,7 +128,7 @@ def main() -> None:
     subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(model)], check=True)
     runs = [measure(way, model, args) for way in args.ways]
     command = " ".join(["python", "-m", "benchmarks.vllm.served", *sys.argv[1:]])
-    write_result(args.out, json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
+    save_result(args.out, {"command": command, "runs": runs})
     print(format_table(runs))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.turns.loads import Rates, Session, Turn, make_sessions
-from floodplain.files.results import write_result
+from floodplain.observe.strict_json import save_result
 
 HERE = Path(__file__).parent
 MODES = ("stock", "off", "lru", "pins")
@@ -229,7 +228,7 @@ def main() -> None:
             rows.append({"policy": policy, "swap_tokens": swap_tokens, "mode": mode} | pooled)
     print(format_table(rows))
     settings = {"seeds": args.seeds, "kv_tokens": KV_TOKENS, "hardware": HARDWARE}
-    write_result(args.out, json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+    save_result(args.out, {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

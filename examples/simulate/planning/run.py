@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from examples.simulate.planning.gpus import BORROWER, HERE, LENDER, Gpus, read_g
 from examples.simulate.planning.lease_day import simulate_leases
 from examples.simulate.planning.windows import VARIANTS, Window, draw_sample, simulate_window
 from floodplain.core.errors import UserError
-from floodplain.files.results import write_result
 from floodplain.files.yaml_file import read_yaml_mapping
+from floodplain.observe.strict_json import save_result
 
 
 def estimate(windows: Sequence[Window], gpus: Gpus, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     print(describe(result))
     if args.out is not None:
-        write_result(args.out, json.dumps(result, indent=1) + "\n")
+        save_result(args.out, result)
     return result
 
 
