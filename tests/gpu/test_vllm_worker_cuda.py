@@ -30,11 +30,12 @@ def order(number: int, kind: TransferKind, blocks: list[int], slots: list[int]) 
 
 
 def finish(worker: SwapWorker, number: int) -> bool:
+    """Whether the copy, once it has ended, is whole."""
     for _ in range(1000):
         worker.finish()
         ended = worker.take_report().ended
         if number in ended:
-            return ended[number][1]
+            return not ended[number][1]
     raise AssertionError("no copy ended")
 
 
@@ -45,7 +46,7 @@ def rows(cache: torch.Tensor, blocks: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_blocks_leave_after_what_writes_them_and_come_back_elsewhere(shape: tuple[int, ...]) -> None:
     caches = {str(layer): torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for layer in range(LAYERS)}
-    worker = SwapWorker(CacheBlocks(caches, BLOCKS, TOKENS), 40)
+    worker = SwapWorker(CacheBlocks(caches, BLOCKS), 40)
     left, back, slots = list(range(0, 60, 2)), list(range(1, 61, 2)), list(reversed(range(30)))
     torch.cuda._sleep(50_000_000)  # the step before is still computing when the copy is ordered
     for cache in caches.values():
@@ -64,7 +65,7 @@ def test_blocks_leave_after_what_writes_them_and_come_back_elsewhere(shape: tupl
 
 def test_a_damaged_slot_is_a_copy_that_failed() -> None:
     cache = torch.randn((BLOCKS, 2, TOKENS, HEADS, DIM), dtype=torch.bfloat16, device="cuda")
-    worker = SwapWorker(CacheBlocks({"layer": cache}, BLOCKS, TOKENS), 4)
+    worker = SwapWorker(CacheBlocks({"layer": cache}, BLOCKS), 4)
     worker.begin(order(0, TransferKind.SWAP_OUT, [5], [2]))
     assert finish(worker, 0)
     worker.slots.part(2, 1)[0, 0, 7] += 1
@@ -76,4 +77,4 @@ def test_a_damaged_slot_is_a_copy_that_failed() -> None:
 def test_blocks_that_begin_at_odd_places_are_refused() -> None:
     room = torch.zeros(BLOCKS * 1024 + 2, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UserError, match="whole 16 bytes"):
-        SwapWorker(CacheBlocks({"layer": room[2:].view(BLOCKS, 2, TOKENS, 32)}, BLOCKS, TOKENS), 4)
+        SwapWorker(CacheBlocks({"layer": room[2:].view(BLOCKS, 2, TOKENS, 32)}, BLOCKS), 4)

@@ -20,6 +20,7 @@ from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.web.origin import OwnNames
 from tests.fakes.engine import FakeEngine
+from tests.fakes.slots import FakeSlots
 
 KEYS = "ann secret-of-ann\nadmin ops secret-of-ops\n"
 LOOKS = ["/instances", "/groups", "/migrations"]
@@ -43,7 +44,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def app_with(keys: KeyRing | None) -> FastAPI:
     """A server that listens on ``gpu-host``."""
-    router = Router(60.0, {}, lambda _: None, lambda _: None, lambda _: None)
+    router = Router(60.0, {}, FakeSlots(), lambda _: None)
     engine = cast(ClusterEngine, SimpleNamespace(model_name="fake", router=router))
     return create_app(FakeEngine(), keys=keys, extend=extend_with(engine, OwnNames.of("gpu-host", None)))
 

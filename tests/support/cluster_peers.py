@@ -24,7 +24,7 @@ from floodplain.cluster.wire.messages import (
     read_router_message,
 )
 from floodplain.cluster.wire.placements import Submit, request_of
-from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.lifecycle import EndedRequest
 from floodplain.core.request import Request, SeqId
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
@@ -102,7 +102,7 @@ class Stage:
     """A router, and peers that dial in."""
 
     def __init__(self) -> None:
-        self.finished: list[Lifecycle] = []
+        self.finished: list[EndedRequest] = []
         self.slots = FakeSlots()
         tokens = {OWN: 0, OUTSIDE: None}
         self.router = Router(HANG_S, tokens, self.slots, self.finished.append)

@@ -121,7 +121,7 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     (group,) = cluster.group_controller.groups
     plan = cluster.group_controller.plan_of(group.number)
     assert plan is not None
-    plan.sizes = GroupSizes(0, ((), ()), (0, 0), 20, 20, 10)
+    plan.sizes = GroupSizes((), ((), ()), (0, 0), 20, 20, 10)
     group.state = GroupState.PIPELINED
     cluster.pass_time(20, used=100, waiting=2)
     assert group.state is GroupState.PIPELINED

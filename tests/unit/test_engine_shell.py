@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,7 +59,7 @@ class SlowExecutor(FakeExecutor):
         self._clock = clock
         self._num_turns = num_turns
 
-    def wait_transfers(self, timeout_s: float) -> list[tuple[int, bool]]:
+    def wait_transfers(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
         self.waits_s.append(timeout_s)
         self._clock.now += timeout_s
         return super().wait_transfers(timeout_s) if len(self.waits_s) >= self._num_turns else []

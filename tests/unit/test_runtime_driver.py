@@ -7,7 +7,7 @@ import pytest
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan, Wait
 from floodplain.core.request import FinishReason
-from floodplain.core.tiers import CopyTime, Tier
+from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.runtime.driver import StepDriver
 from tests.support.driver import Choice, ScriptedPolicy
 from tests.support.loops import FakeExecutor, make_loop, make_request
@@ -74,7 +74,7 @@ def test_links_learn_when_a_copy_has_ended_and_only_then() -> None:
     learned: list[CopyTime] = []
     bench.driver.loop.state.links.learn = learned.append  # type: ignore[method-assign]
     bench.driver.settle([], lambda: pytest.fail("no copy has ended"), 3.0)
-    copied = CopyTime(Tier.HOST, False, 1, 2, 1.0)
+    copied = CopyTime(Tier.HOST, Direction.OUTBOUND, 1, 2, 1.0)
     bench.settle(4.0, copied)
     assert learned == [copied]
 

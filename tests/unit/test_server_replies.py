@@ -58,13 +58,13 @@ def test_the_chosen_token_keeps_its_value_whatever_shares_its_text(
     own = by_id.get(chosen, -9.5)
     delta = OutputDelta("", (chosen,), "stop", (TokenLogprobs(own, tuple(by_id.items())),))
     tokenizer = ByteTokenizer()
-    scores = CompletionReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    scores = CompletionReply("m", tokenizer, "r").body([delta], Tally(1).usage()).choices[0].logprobs
     assert scores is not None
     assert scores.top_logprobs[0][scores.tokens[0]] == scores.token_logprobs[0] == own
     for text, value in scores.top_logprobs[0].items():
         same = [by_id[token] for token in others if tokenizer.decode([token]) == text]
         assert value == (own if text == scores.tokens[0] else max(same))
-    chat = ChatReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    chat = ChatReply("m", tokenizer, "r").body([delta], Tally(1).usage()).choices[0].logprobs
     assert chat is not None and chat.content[0].logprob == own
     assert [entry.logprob for entry in chat.content[0].top_logprobs] == values
 
