@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -34,15 +33,13 @@ _MAX_TILE_ROWS = 128
 _TILES_PER_PROCESSOR = 2
 
 
-def refuse_flashinfer(
-    device_type: str, dtype: torch.dtype, head_dim: int, *, is_installed: bool, is_disabled: bool
-) -> str | None:
+def refuse_flashinfer(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why FlashInfer does not compute prefills, as text for a log; None if it does."""
     if device_type != "cuda":
         return f"it does not run on {device_type}"
-    if is_disabled:
+    if os.environ.get(DISABLE_VARIABLE):
         return f"{DISABLE_VARIABLE} is set"
-    if not is_installed:
+    if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed"
     if dtype not in DTYPES:
         return f"it has no prefill for {dtype}"
@@ -55,13 +52,7 @@ def open_flashinfer(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_processors: int
 ) -> FlashInferPrefill | None:
     """FlashInfer with a workspace on ``device``; None if it is refused. Logs the choice and its reason."""
-    refusal = refuse_flashinfer(
-        device.type,
-        dtype,
-        shape.head_dim,
-        is_installed=importlib.util.find_spec("flashinfer") is not None,
-        is_disabled=bool(os.environ.get(DISABLE_VARIABLE)),
-    )
+    refusal = refuse_flashinfer(device.type, dtype, shape.head_dim)
     if refusal is not None:
         logger.info("prefills are computed by torch, not FlashInfer: %s", refusal)
         return None
@@ -87,32 +78,21 @@ def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
     return shape.group_size * tiles * _MAX_TILE_ROWS * (shape.head_dim + 1) * 4 + alignment
 
 
-@dataclass(frozen=True, slots=True)
-class PagedSegments:
-    """S segments in FlashInfer's format, int32. All but ``blocks`` are on the host, where planning reads them.
+def page_segments(
+    segments: Sequence[PrefillSegment], block_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The S segments of a batch in FlashInfer's format, int32. Does not block on the device.
 
-    Attributes:
-        query_starts: [S + 1], the first row of each segment among the rows of all segments, then the number of rows.
-        block_starts: [S + 1], the same for ``blocks``.
-        blocks: On the device: the blocks of each context, one segment after the other.
-        last_block_tokens: [S], tokens in the last block of each context, at least 1.
+    The first row of each segment among the rows of all, then the number of rows, [S + 1]; the same for blocks; on the
+    device, the blocks of each context in turn; tokens in its last block, [S]. Planning reads the rest on the host.
     """
-
-    query_starts: torch.Tensor
-    block_starts: torch.Tensor
-    blocks: torch.Tensor
-    last_block_tokens: torch.Tensor
-
-
-def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> PagedSegments:
-    """The one or more segments of a batch in FlashInfer's format. Does not block on the device."""
     counts = [-(-segment.context_len // block_tokens) for segment in segments]
     tables = [segment.block_table[:count] for segment, count in zip(segments, counts, strict=True)]
-    return PagedSegments(
-        query_starts=_host_int32(accumulate((segment.num_tokens for segment in segments), initial=0)),
-        block_starts=_host_int32(accumulate(counts, initial=0)),
-        blocks=torch.cat(tables).to(torch.int32),
-        last_block_tokens=_host_int32((segment.context_len - 1) % block_tokens + 1 for segment in segments),
+    return (
+        _host_int32(accumulate((segment.num_tokens for segment in segments), initial=0)),
+        _host_int32(accumulate(counts, initial=0)),
+        torch.cat(tables).to(torch.int32),
+        _host_int32((segment.context_len - 1) % block_tokens + 1 for segment in segments),
     )
 
 
@@ -130,16 +110,13 @@ class FlashInferPrefill:
     def plan(self, segments: Sequence[PrefillSegment]) -> None:
         """Prepare the prefills of a step, at least one; the previous plan cannot be run any more."""
         paged = page_segments(segments, self._shape.block_tokens)
-        with torch.cuda.device_of(paged.blocks):  # type: ignore[no-untyped-call]  # as for Triton
+        with torch.cuda.device_of(paged[2]):  # type: ignore[no-untyped-call]  # as for Triton
             if self._planned is not None:
                 # A plan is copied from one pinned buffer, which must not change before the last copy is done. A step
                 # that samples nothing ends without waiting for the device, so that copy may still be under way.
                 self._planned.synchronize()
             self._wrapper.plan(
-                paged.query_starts,
-                paged.block_starts,
-                paged.blocks,
-                paged.last_block_tokens,
+                *paged,
                 num_qo_heads=self._shape.num_heads,
                 num_kv_heads=self._shape.num_kv_heads,
                 head_dim_qk=self._shape.head_dim,
