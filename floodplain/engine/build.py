@@ -22,7 +22,7 @@ from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.pool_limits import SteadyState, find_limits, read_steady_state
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
-from floodplain.engine.stage_build import StageParts
+from floodplain.engine.stage_build import StageParts, make_parts
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
@@ -40,10 +40,8 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
-from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
-from floodplain.model.tokenizer import Tokenizer, reachable
-from floodplain.model.weights.open_model import ModelSource, fingerprint_kv, open_model
+from floodplain.model.weights.open_model import open_model
 from floodplain.observe.start_log import StartLog
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
@@ -115,7 +113,7 @@ def open_engine(
         on_failure.callback(lambda: slots.close() if slots is not None else None)
         start_log.begin("hashing the model's files")
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
-        parts = _make_parts(resolved, source, tokenizer, model, memory)
+        parts = make_parts(resolved, source, tokenizer, model, memory.layout)
         loop = _make_loop(parts, limits, ledger, policy or make_policy(config.policy, config.sharing_settings()), swap)
         expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
@@ -140,21 +138,6 @@ def open_engine(
             neighbours.start()
         on_failure.pop_all()
     return OpenedEngine(engine, parts, memory, pool, swap.slots)
-
-
-def _make_parts(
-    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, model: Decoder, memory: DeviceMemory
-) -> StageParts:
-    shape = source.config.shape
-    return StageParts(
-        config=config,
-        shape=shape,
-        model=model,
-        tokenizer=tokenizer,
-        eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
-        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
-        block_bytes=memory.layout.block_bytes,
-    )
 
 
 def _make_loop(parts: StageParts, limits: PoolLimits, ledger: BlockLedger, policy: Policy, swap: OpenedSwap) -> Loop:
@@ -211,7 +194,7 @@ def _resolve(
         slice=config.sharing_settings().slice_steps,
         kv_memory=num_blocks * block_bytes,
         max_model_len=limits.max_model_len,
-        swap_memory=None if swap.host_slots is None else swap.host_slots * block_bytes,
+        swap_memory=None if swap.slots is None else swap.slots.num_slots * block_bytes,
         device_name=config.device_name if config.coordinator is None else name,
     )
     _log_config(config, resolved)

@@ -21,13 +21,13 @@ from floodplain.engine.device_memory import DeviceMemory, load_model, torch_dtyp
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
-from floodplain.memory.kv_layout import LayerTensors
+from floodplain.memory.kv_layout import KVLayout, LayerTensors
 from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.structure import Grammars, grammars_of
 from floodplain.model.tokenizer import Tokenizer, reachable
-from floodplain.model.weights.open_model import fingerprint_kv, open_model
+from floodplain.model.weights.open_model import ModelSource, fingerprint_kv, open_model
 from floodplain.observe.start_log import StartLog
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,22 @@ class StageParts:
             max_model_len=max_model_len,
             grammars=self.grammars,
         )
+
+
+def make_parts(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, model: Decoder, layout: KVLayout
+) -> StageParts:
+    """The parts of a process whose ``model`` has some layers of ``source`` or all; ``config`` is resolved."""
+    shape = source.config.shape
+    return StageParts(
+        config=config,
+        shape=shape,
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
+        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
+        block_bytes=layout.layer_block_bytes * shape.num_layers,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +171,9 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
         limits = find_limits(config, source.config, num_blocks, memory.layout.block_bytes)
         pool, _ = memory.open_pool(num_blocks, num_blocks)
         config = replace(config, max_model_len=limits.max_model_len, kv_memory=pool.num_blocks * pool.block_bytes)
-        fingerprint = fingerprint_kv(source, config.device, config.dtype, config.block_tokens)
-        tokenizer = source.load_tokenizer()
+        parts = make_parts(config, source, source.load_tokenizer(), model, memory.layout)
         on_failure.pop_all()
     logger.info("engine config %s", json.dumps(asdict(config)))
     size = show_size(pool.num_blocks * pool.block_bytes)
     logger.info("stage %d has layers %d to %d, and %s of KV", stage, layers.start, layers.stop - 1, size)
-    parts = StageParts(
-        config=config,
-        shape=shape,
-        model=model,
-        tokenizer=tokenizer,
-        eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
-        fingerprint=fingerprint,
-        block_bytes=memory.layout.layer_block_bytes * shape.num_layers,
-    )
     return Stage(parts, pool, memory, limits.max_model_len)

@@ -54,11 +54,6 @@ class OpenedSwap:
     peer: PeerParts | None = None
     slots: SwapSlots | None = None
 
-    @property
-    def host_slots(self) -> int | None:
-        """Slots in host memory; None if there is no swap space."""
-        return self.ledgers[-1].num_slots if self.ledgers else None
-
     def close(self) -> None:
         """Wait for copies in flight, and free the memory."""
         if self.peer is not None:

@@ -39,14 +39,12 @@ def create_anonymous(num_pages: int) -> int:
 def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
     """Open the device file at ``path``, or create it of that size; returns and raises as ``attach``."""
     header = _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES)
-    fd = named_file.open_or_create(path, header, (1 + num_pages) * PAGE_BYTES)
-    return fd, _checked_pages(fd, path)
+    return _checked(named_file.open_or_create(path, header, (1 + num_pages) * PAGE_BYTES), path)
 
 
 def attach(path: Path) -> tuple[int, int]:
     """Open the device file at ``path``, a ``UserError`` without; its descriptor, for ``leave``, and number of pages."""
-    fd = named_file.open_existing(path)
-    return fd, _checked_pages(fd, path)
+    return _checked(named_file.open_existing(path), path)
 
 
 def claim(path: Path, num_pages: int) -> int:
@@ -72,19 +70,16 @@ def claim(path: Path, num_pages: int) -> int:
         os.close(fd)  # the file is removed: try again
 
 
-def _checked_pages(fd: int, path: Path) -> int:
+def _checked(fd: int, path: Path) -> tuple[int, int]:
+    """The descriptor, closed unless its file is a device's, and the number of pages."""
     try:
-        return _check(fd, path)
+        header = os.pread(fd, _HEADER.size, 0)
+        magic, page_bytes, capacity_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        num_pages, rest = divmod(int(capacity_bytes), PAGE_BYTES)
+        is_device = (magic, page_bytes, os.fstat(fd).st_size) == (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes)
+        if not is_device or rest or not num_pages:
+            raise UserError(f"{path} is no floodplain device of this version: remove it or use another name")
+        return fd, num_pages
     except BaseException:
         os.close(fd)
         raise
-
-
-def _check(fd: int, path: Path) -> int:
-    header = os.pread(fd, _HEADER.size, 0)
-    magic, page_bytes, capacity_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
-    num_pages, rest = divmod(int(capacity_bytes), PAGE_BYTES)
-    is_device = (magic, page_bytes, os.fstat(fd).st_size) == (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes)
-    if not is_device or rest or not num_pages:
-        raise UserError(f"{path} is no floodplain device of this version: remove it or use another name")
-    return num_pages
