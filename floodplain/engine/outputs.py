@@ -103,22 +103,19 @@ class PipelineFacts:
 class EngineStats:
     """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
 
-    ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
-    memory of the pool (``local``) and of the slots that live requests need (other tiers); ``cached_bytes`` is that of
-    slots with idle backups, and ``pinned_bytes`` the part of these that is pinned for sessions. ``swap_bytes`` counts
-    bytes over links by (``out`` or ``in``, tier); of these, ``backup_bytes`` were written ahead of need.
-    ``swap_stall_s`` is the time in which requests were live and nothing could run before a copy ended;
-    ``failed_transfers`` counts copies by problem; ``limited_steps`` counts steps whose decision was limited, by reason
-    (``core.plan.LIMITS``). ``lease_bytes`` are the bytes lent (``producer``) or borrowed (``consumer``) by (role, the
-    other end); of ``num_recalls`` recalls that ended, ``recall_times_s`` has the seconds of the last;
-    ``num_failed_growths`` counts failures to map bytes that should be free. ``borrowed_leases`` counts a consumer's
-    leases by outcome (``lending.neighbours.LeaseFacts.num_borrowed``), and ``failed_exchanges`` failed exchanges with
-    the coordinator by problem. ``pipeline_s`` is the time in which steps of a pipeline were outstanding, and
-    ``stage_busy_s`` the part of it in which each stage computed, by the stage's number. ``session_returns`` counts
-    requests that continue a session by whether its KV was ``pinned`` or ``unpinned``; ``unpinned_blocks`` counts blocks
-    by reason: ``expired`` or ``evicted``. ``swap_capacity_bytes`` is the memory of all slots by tier. Of
-    ``num_queried_tokens`` tokens that were looked up in the prefix cache, ``num_cached_tokens`` were found;
-    ``block_tokens`` are the tokens of a block, 0 while there is no engine.
+    ``kv_blocks`` counts blocks by state name; ``kv_bytes`` is the memory of the pool (``local``) and of the slots that
+    live requests need (other tiers), ``cached_bytes`` that of slots with idle backups, ``pinned_bytes`` the part of
+    these that is pinned for sessions, ``swap_capacity_bytes`` that of all slots. ``swap_bytes`` counts bytes over links
+    by (``out`` or ``in``, tier), ``backup_bytes`` those written ahead of need. ``swap_stall_s`` is the time in which
+    requests were live and nothing could run before a copy ended, ``scheduler_s`` the loop's own. ``failed_transfers``
+    counts copies by problem, ``limited_steps`` steps by the reason that limited their decision (``core.plan.LIMITS``).
+    ``lease_bytes`` are lent (``producer``) or borrowed (``consumer``) by (role, the other end); ``recall_times_s`` has
+    the seconds of the last of ``num_recalls``; ``num_failed_growths`` counts failures to map bytes that should be free,
+    ``borrowed_leases`` leases by outcome (``lending.neighbours.LeaseFacts``), ``failed_exchanges`` those with the
+    coordinator by problem. In ``pipeline_s`` steps of a pipeline were outstanding; in ``stage_busy_s`` of it each stage
+    computed. ``session_returns`` counts requests that continue a session whose KV was ``pinned`` or ``unpinned``,
+    ``unpinned_blocks`` blocks that ``expired`` or were ``evicted``. Of ``num_queried_tokens`` looked up in the prefix
+    cache ``num_cached_tokens`` were found. ``block_tokens`` is 0 while there is no engine.
     """
 
     num_running: int = 0
