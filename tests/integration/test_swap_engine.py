@@ -1,7 +1,8 @@
 """A real (tiny, random, fp32) model whose KV is swapped out and in at random: greedy tokens stay the same.
 
 The policy does anything that a view allows. Copies run on their own threads, so runs differ. In every run, tokens are
-those of an undisturbed engine, the ledgers balance after every step, and no block stays in use.
+those of an undisturbed engine, the ledgers balance after every step, and no block stays in use. Failed copies, damaged
+slots and aborted requests are in ``test_swap_proof.py``.
 """
 
 from __future__ import annotations
@@ -9,29 +10,25 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from floodplain import SamplingParams
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
-from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.request import Request, SeqId
 from floodplain.core.tiers import Location, Tier
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
-from floodplain.memory.digest import SEED
-from floodplain.memory.swap_space import SwapTier
 from tests.support.calm import run_calmly
-from tests.support.faulty_transfer import FaultyTransferEngine
-from tests.support.parity import Reference, Verdict, judge_with_aborted
+from tests.support.parity import Reference, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, Swapping
 
 pytestmark = pytest.mark.slow
@@ -43,7 +40,6 @@ SWAPPING: dict[str, Any] = {
     "kv_memory": NUM_BLOCKS * BLOCK_BYTES, "swap": "host", "swap_memory": NUM_SLOTS * BLOCK_BYTES,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-Disturb = Callable[["Run", int], None]
 
 
 def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
@@ -60,14 +56,13 @@ class Run(Swapping):
 
     engine: Engine
     outputs: dict[SeqId, list[int]] = field(default_factory=dict)
-    aborted: set[SeqId] = field(default_factory=set)
 
     def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Submit all prompts at once."""
         for request in as_requests(prompts):
             self.outputs[self.engine.add(request)] = []
 
-    def drive(self, prompts: Sequence[tuple[int, ...]], disturb: Disturb | None = None) -> EngineStats:
+    def drive(self, prompts: Sequence[tuple[int, ...]]) -> EngineStats:
         """Run all prompts to their end; check that no block or slot stays in use."""
         engine = self.engine
         self.submit(prompts)
@@ -76,8 +71,6 @@ class Run(Swapping):
             for seq_id, delta in engine.step():
                 self.outputs[seq_id] += delta.token_ids
             engine.loop.check_integrity()
-            if disturb is not None:
-                disturb(self, num_steps)
             num_steps += 1
             assert num_steps < 50_000, "the engine does not come to rest"
         state = engine.loop.state
@@ -87,10 +80,6 @@ class Run(Swapping):
         assert stats.kv_bytes["host"] == 0
         assert sum(stats.failed_transfers.values()) == state.counters.num_failed_transfers
         return stats
-
-    def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare with the undisturbed run; aborted requests, with its beginnings."""
-        return judge_with_aborted(expected, self.outputs, None, self.aborted)
 
 
 @contextmanager
@@ -136,78 +125,13 @@ def test_swapped_backed_up_and_restored(
 ) -> None:
     with swapping(**flags) as run:
         stats = run.drive(prompts)
-    verdict = run.verdict(expected)
+    verdict = judge(expected, list(run.outputs.values()))
     assert verdict.is_equal, verdict
     assert stats.preemptions["swap"] > 3
     assert stats.swap_bytes["out", "host"] > 3 * BLOCK_BYTES < stats.swap_bytes["in", "host"]
     assert 0 < stats.backup_bytes < stats.swap_bytes["out", "host"]
     assert "swap_memory" not in flags or run.num_refusals > 10, "it was large enough"
     assert not any(stats.failed_transfers.values())
-
-
-def test_clients_that_hang_up_while_their_kv_is_under_way(
-    prompts: list[tuple[int, ...]], expected: list[Reference]
-) -> None:
-    rng = Random(3)
-
-    def hang_up(run: Run, step: int) -> None:
-        state = run.engine.loop.state
-        absent = [*state.loading, *state.swapped, *(seq for seq in state.running if seq.num_leaving)]
-        if absent and rng.random() < 0.1 and len(run.aborted) < NUM_PROMPTS // 2:
-            victim = rng.choice(absent).seq_id
-            run.aborted.add(victim)
-            assert run.engine.finish(victim, FinishReason.ABORT)
-
-    with swapping(hardware="emulated-pcie4") as run:
-        stats = run.drive(prompts, hang_up)
-    verdict = run.verdict(expected)
-    assert verdict.is_equal, verdict
-    assert stats.num_requests["abort"] == len(run.aborted) > 3
-
-
-def test_failed_copies_are_computed_again(prompts: list[tuple[int, ...]], expected: list[Reference]) -> None:
-    with swapping() as run:
-        executor: Any = run.engine._executor
-        tiers = executor._swap._tiers
-        faulty = FaultyTransferEngine(tiers[Tier.HOST].engine, failing=range(0, 100_000, 3))
-        tiers[Tier.HOST] = SwapTier(run.slots, faulty)
-        stats = run.drive(prompts)
-    verdict = run.verdict(expected)
-    assert verdict.is_equal, verdict
-    assert stats.failed_transfers["not_copied"] > 3
-    assert stats.failed_transfers["digest_mismatch"] == 0
-    assert stats.num_recomputed_tokens > 0
-
-
-def test_a_flipped_bit_in_swap_space_is_a_miss(prompts: list[tuple[int, ...]], expected: list[Reference]) -> None:
-    rng = Random(5)
-
-    def flip(run: Run, step: int) -> None:
-        for slot in run.whole_slots():
-            if rng.random() < 0.05:
-                run.slots.words[slot, rng.randrange(2), rng.randrange(1024)] ^= 1 << rng.randrange(31)
-
-    with swapping() as run:
-        stats = run.drive(prompts, flip)
-    verdict = run.verdict(expected)
-    assert verdict.is_equal, verdict
-    assert stats.failed_transfers["digest_mismatch"] > 3
-    assert stats.failed_transfers["not_copied"] == 0
-
-
-def test_wrong_bytes_with_right_digests_change_tokens(
-    prompts: list[tuple[int, ...]], expected: list[Reference]
-) -> None:
-    """Negative control: steps compute with swapped-in bytes, so wrong ones change tokens."""
-
-    def zero(run: Run, step: int) -> None:
-        slots = run.whole_slots()
-        run.slots.words[slots] = 0
-        run.slots.digests[slots] = np.int64(SEED)
-
-    with swapping() as run:
-        run.drive(prompts, zero)
-    assert len(run.verdict(expected).wrong) > 3
 
 
 def test_nothing_is_left_of_a_swap_space_closed_in_the_middle(prompts: list[tuple[int, ...]]) -> None:
