@@ -211,24 +211,6 @@ def pool_of(layout: KVLayout, num_blocks: int) -> Iterator[tuple[HostDevice, KVP
         yield device, pool, ledger
 
 
-def test_the_pages_of_two_layers_are_blocks_for_the_other_two_and_go_back() -> None:
-    with pool_of(EVEN, 16) as (device, pool, ledger):
-        owned, used = device.num_owned_pages, ledger.allocate(12)
-        assert used is not None
-        for layer in (1, 3):
-            copy_out(pool, layer, 16)
-        pages = pool.unmap_layers([1, 3])
-        assert pool.grow(ledger, 16, pages) == list(range(16, 32))
-        assert ledger.num_blocks == pool.num_blocks == 32
-        assert device.num_owned_pages == pool.num_mapped_pages == owned
-        assert all(torch.equal(pool.words[i][b], pattern(EVEN, i, b)) for i in (0, 2) for b in used)
-        shrunk = pool.shrink(ledger, 16)
-        pool.map_layers([1, 3], shrunk.pages)
-        assert (pool.num_blocks, device.num_owned_pages) == (16, owned)
-        now = {block: shrunk.moved.get(block, block) for block in used}
-        assert all(torch.equal(pool.words[i][now[b]], pattern(EVEN, i, b)) for i in (0, 2) for b in used)
-
-
 def test_a_shrink_moves_blocks_in_the_copies_of_streamed_layers_too() -> None:
     with pool_of(ODD, 24) as (_, pool, ledger):
         blocks = ledger.allocate(24)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -150,29 +150,18 @@ class OddPoolMachine(PoolMachine):
     layout = ODD
 
 
+class LargePoolMachine(PoolMachine):
+    """Blocks of several pages."""
+
+    layout = LARGE
+
+
 PoolMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
 OddPoolMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
+LargePoolMachine.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=20, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 TestOddPoolMachine = OddPoolMachine.TestCase
-
-
-@settings(max_examples=examples(15))
-@given(st.sampled_from(LAYOUTS), st.integers(0, MAX_BLOCKS), st.integers(0, 2**32))
-def test_used_blocks_shrink_to_the_fewest_quanta(layout: KVLayout, num_used: int, seed: int) -> None:
-    with open_private_device(2**25) as device:
-        pool, ledger = make_pool(device, layout, MAX_BLOCKS)
-        blocks = ledger.allocate(MAX_BLOCKS)
-        assert blocks is not None
-        order = torch.randperm(MAX_BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
-        used = [blocks[i] for i in order[:num_used]]
-        for block in used:
-            write(pool, block, block)
-        ledger.free([blocks[i] for i in order[num_used:]])
-        shrunk = pool.shrink(ledger, 0)
-        assert all(holds(pool, shrunk.moved.get(block, block), block) for block in used)
-        assert pool.num_mapped_pages == pool.layout.num_layers * math.ceil(num_used / pool.quantum_blocks) * (
-            pool.quantum_blocks * layout.layer_block_bytes // PAGE_BYTES
-        )
+TestLargePoolMachine = LargePoolMachine.TestCase
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,7 +26,6 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy
 from tests.support.examples import examples
-from tests.support.faulty_transfer import FaultyTransferEngine
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS = 24
@@ -72,29 +71,6 @@ def _fill(bench: Bench, seed: int) -> None:
         words[:NUM_BLOCKS] = torch.randint(-(2**31), 2**31, (NUM_BLOCKS, words.shape[1]), generator=generator).int()
 
 
-def _ids(limit: int) -> st.SearchStrategy[list[int]]:
-    return st.permutations(range(limit))
-
-
-@settings(max_examples=examples(15))
-@given(_ids(NUM_BLOCKS), _ids(NUM_SLOTS), _ids(NUM_BLOCKS), st.integers(1, NUM_SLOTS), st.integers(0, 2**31))
-def test_blocks_return_as_they_left_wherever_they_return_to(
-    bench: Bench, sources: list[int], slots: list[int], targets: list[int], count: int, seed: int
-) -> None:
-    _fill(bench, seed)
-    blocks, homes, back = tuple(sources[:count]), tuple(slots[:count]), tuple(targets[:count])
-    left = bench.read(blocks)
-    rest = tuple(b for b in range(NUM_BLOCKS) if b not in back)
-    untouched = bench.read(rest)
-    assert bench.move(OUT, blocks, homes)
-    for words in bench.pool.words:
-        words[list(blocks)] = 0
-    untouched[[b in blocks for b in rest]] = 0
-    assert bench.move(IN, back, homes)
-    assert torch.equal(bench.read(back), left)
-    assert torch.equal(bench.read(rest), untouched)
-
-
 @settings(max_examples=examples(30))
 @given(st.integers(0, 3), st.integers(0, LAYOUT.block_bytes - 1), st.integers(0, 7))
 def test_a_bit_flipped_on_the_way_is_refused(bench: Bench, slot: int, place: int, bit: int) -> None:
@@ -105,25 +81,6 @@ def test_a_bit_flipped_on_the_way_is_refused(bench: Bench, slot: int, place: int
     assert not bench.move(IN, (4, 5, 6, 7), slots)
     memory[slot, place] ^= 1 << bit
     assert bench.move(IN, (4, 5, 6, 7), slots)
-
-
-def test_slots_that_changed_places_or_were_zeroed_are_refused(bench: Bench) -> None:
-    _fill(bench, 1)
-    assert bench.move(OUT, (0, 1), (0, 1))
-    bench.slots.words[[0, 1]] = bench.slots.words[[1, 0]]
-    assert not bench.move(IN, (0, 1), (0, 1))
-    bench.slots.words[:2] = 0
-    assert not bench.move(IN, (0, 1), (0, 1))
-
-
-def test_a_slot_is_empty_until_its_copy_is_done(bench: Bench) -> None:
-    fresh = SwapSlots(LAYOUT, 2)
-    fresh.words.zero_()
-    engine = HostTransferEngine(bench.pool, fresh).start()
-    engine.submit(1, BlockCopy(IN, (0, 1), (0, 1)))
-    (result,) = engine.wait()
-    assert result.problem == "a slot holds no whole block"
-    engine.close()
 
 
 def test_digests_are_those_of_the_bytes_in_the_requested_order(bench: Bench) -> None:
@@ -198,20 +155,6 @@ def test_an_unread_failure_of_the_copy_thread_is_in_the_log(
 ) -> None:
     broken.close()
     assert "IndexError" in caplog.text
-
-
-def test_injected_faults_are_results_and_move_nothing(bench: Bench) -> None:
-    _fill(bench, 3)
-    engine = FaultyTransferEngine(bench.engine, failing=[1])
-    bench.slots.digests[:] = 0
-    for transfer_id in range(3):
-        engine.submit(transfer_id, BlockCopy(OUT, (transfer_id,), (transfer_id,)))
-    assert engine.num_in_flight == 3
-    results = []
-    while engine.num_in_flight:
-        results += engine.wait()
-    assert {result.transfer_id: result.is_whole for result in results} == {0: True, 1: False, 2: True}
-    assert (bench.slots.digests[:3] != 0).tolist() == [True, False, True]
 
 
 def test_paced_copies_take_their_modelled_time_one_by_one_per_direction(bench: Bench) -> None:

@@ -110,12 +110,14 @@ def test_blocks_return_as_they_left_however_they_lie_over_tiers(
     kind: TransferKind,
 ) -> None:
     space = bench.space()
-    left = bench.read(blocks[:num_blocks])
+    left, rest = bench.read(blocks[:num_blocks]), [block for block in back[num_blocks:] if block in blocks[num_blocks:]]
+    untouched = bench.read(rest)
     assert not run(space, transfer(kind, dict(zip(blocks[:num_blocks], places, strict=False))))
     for words in bench.pool.words:
-        words[:NUM_BLOCKS] = 0
+        words[blocks[:num_blocks]] = 0
     assert not run(space, transfer(IN, dict(zip(back[:num_blocks], places, strict=False))))
     assert torch.equal(bench.read(back[:num_blocks]), left)
+    assert torch.equal(bench.read(rest), untouched)
     moved = space.stats().moved_bytes
     for tier in (HOST, PEER):
         num_bytes = LAYOUT.block_bytes * sum(place[0] is tier for place in places[:num_blocks])
@@ -138,13 +140,16 @@ def test_a_transfer_ends_with_its_last_part_and_loses_what_any_part_lost(bench: 
         space.close()
 
 
-def test_damage_is_distinguished_from_empty_slots_and_missing_copies(bench: Bench) -> None:
+def test_damage_is_distinguished_from_empty_slots_and_missing_copies(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     space = bench.space()
     assert run(space, transfer(OUT, {0: (HOST, 0), 1: (HOST, 1)})) == []
     bench.slots[HOST].words[1, 0, 3] ^= 1
     assert run(space, transfer(IN, {2: (HOST, 0), 3: (HOST, 1)})) == [1]
     assert space.stats().failed_copies[Problem.DIGEST_MISMATCH] == 1
     assert run(space, transfer(IN, {4: (HOST, 7), 5: (HOST, 0)})) == [0]
+    assert "computed again: a slot holds no whole block" in caplog.text
     assert space.stats().failed_copies == {Problem.DIGEST_MISMATCH: 1, Problem.EMPTY_SLOT: 1, Problem.NOT_COPIED: 0}
     assert run(space, transfer(IN, {2: (HOST, 0)})) == []
     space.close()
