@@ -5,7 +5,7 @@ With several policies, swap space, prefix hits, chunked prompts, preemption by r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,17 +15,17 @@ import pytest
 
 from floodplain import SamplingParams
 from floodplain.core.layer_places import LayerPlaces
-from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.request import Request
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.outputs import EngineStats
-from floodplain.engine.shell import Engine
 from floodplain.memory.layer_line import StepClock
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
 from tests.support.calm import run_calmly
+from tests.support.driven import Disturb, Driven
 from tests.support.layer_lines import ForgetfulSlots, OrderedLine
-from tests.support.parity import Reference, Verdict, judge_with_aborted
+from tests.support.parity import Reference
 from tests.support.shared_prompts import make_requests
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,6 @@ NUM_PROMPTS, NUM_TOKENS = 40, 40
 BASE: dict[str, Any] = {"model": MODEL, "dtype": "float32", "max_model_len": 224}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SMALL: dict[str, Any] = {"kv_memory": 40 * BLOCK_BYTES, "kv_expansion": "auto", "expansion_memory": 2**26}
-Disturb = Callable[["Run", int], None]
 
 
 class Die(ExpansionPolicy):
@@ -55,12 +54,9 @@ class Die(ExpansionPolicy):
 
 
 @dataclass
-class Run:
+class Run(Driven):
     """An engine whose layers stream, and its outputs."""
 
-    engine: Engine
-    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
-    aborted: set[SeqId] = field(default_factory=set)
     expansions: set[float] = field(default_factory=set)
 
     @property
@@ -68,24 +64,12 @@ class Run:
         assert self.engine.expansion is not None
         return self.engine.expansion
 
-    def drive(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
-        """Run requests to their end; check integrity after every step."""
-        for request in requests:
-            self.outputs[self.engine.add(request)] = []
-        num_steps = 0
-        while self.engine.has_unfinished:
-            for seq_id, delta in self.engine.step():
-                self.outputs[seq_id] += delta.token_ids
-            self.engine.loop.check_integrity()
-            self.expansions.add(self.expansion.slots.places.expansion)
-            if disturb is not None:
-                disturb(self, num_steps)
-            num_steps += 1
-            assert num_steps < 50_000, "the engine does not come to rest"
-        return self.engine.stats()
+    def drive(self, requests: Sequence[Request], disturb: Disturb = lambda one, step: None, *rest: Any) -> EngineStats:
+        def note(run: Run, step: int) -> None:
+            run.expansions.add(run.expansion.slots.places.expansion)
+            disturb(run, step)
 
-    def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        return judge_with_aborted(expected, self.outputs, None, self.aborted)
+        return super().drive(requests, note, *rest)
 
 
 @contextmanager
@@ -167,9 +151,7 @@ def test_clients_that_disconnect_while_layers_stream(requests: list[Request], ex
     def hang_up(run: Run, step: int) -> None:
         alive = [seq_id for seq_id in run.engine.loop.state.sequences if seq_id not in run.aborted]
         if alive and rng.random() < 0.2 and len(run.aborted) < NUM_PROMPTS // 4:
-            victim = rng.choice(alive)
-            run.aborted.add(victim)
-            run.engine.finish(victim, FinishReason.ABORT)
+            run.hang_up(rng.choice(alive))
 
     with expanding(policy="paced", line=OrderedLine(NUM_LAYERS)) as run:
         run.drive(requests[: NUM_PROMPTS // 2], hang_up)

@@ -26,9 +26,10 @@ from floodplain.lending.near_layers import NearLayers
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.layer_slots import NearCopies
 from floodplain.policy.expansion import ExpansionDecision, ExpansionLimit
-from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, Disturb, Run, expanding
+from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, Run, expanding
 from tests.support import forks
 from tests.support.calm import run_calmly
+from tests.support.driven import Disturb
 from tests.support.lending import Neighbour, coordinating, step_until
 from tests.support.parity import Reference
 from tests.support.shared_prompts import make_requests

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
@@ -25,10 +24,8 @@ from floodplain.core.request import Request, SeqId
 from floodplain.core.tiers import Location, Tier
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.outputs import EngineStats
-from floodplain.engine.shell import Engine
 from tests.support.calm import run_calmly
-from tests.support.parity import Reference, judge
+from tests.support.parity import Reference
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, Swapping
 
 pytestmark = pytest.mark.slow
@@ -50,44 +47,12 @@ def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
     ]
 
 
-@dataclass
-class Run(Swapping):
-    """An engine under the random policy, and its outputs."""
-
-    engine: Engine
-    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
-
-    def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Submit all prompts at once."""
-        for request in as_requests(prompts):
-            self.outputs[self.engine.add(request)] = []
-
-    def drive(self, prompts: Sequence[tuple[int, ...]]) -> EngineStats:
-        """Run all prompts to their end; check that no block or slot stays in use."""
-        engine = self.engine
-        self.submit(prompts)
-        num_steps = 0
-        while engine.has_unfinished:
-            for seq_id, delta in engine.step():
-                self.outputs[seq_id] += delta.token_ids
-            engine.loop.check_integrity()
-            num_steps += 1
-            assert num_steps < 50_000, "the engine does not come to rest"
-        state = engine.loop.state
-        assert state.ledger.num_available == state.ledger.num_blocks
-        assert state.backups.is_at_rest
-        stats = engine.stats()
-        assert stats.kv_bytes["host"] == 0
-        assert sum(stats.failed_transfers.values()) == state.counters.num_failed_transfers
-        return stats
-
-
 @contextmanager
-def swapping(**flags: Any) -> Iterator[Run]:
+def swapping(**flags: Any) -> Iterator[Swapping]:
     engine = build_engine(EngineConfig(model="dummy:tiny-llama", **(BASE | SWAPPING | flags)))
     try:
         engine.loop.policy = ImpatientPolicy()
-        yield Run(engine)
+        yield Swapping(engine)
     finally:
         engine.close()
 
@@ -124,20 +89,21 @@ def test_swapped_backed_up_and_restored(
     flags: dict[str, Any], prompts: list[tuple[int, ...]], expected: list[Reference]
 ) -> None:
     with swapping(**flags) as run:
-        stats = run.drive(prompts)
-    verdict = judge(expected, list(run.outputs.values()))
+        stats = run.drive(as_requests(prompts))
+    verdict = run.verdict(expected)
     assert verdict.is_equal, verdict
     assert stats.preemptions["swap"] > 3
     assert stats.swap_bytes["out", "host"] > 3 * BLOCK_BYTES < stats.swap_bytes["in", "host"]
     assert 0 < stats.backup_bytes < stats.swap_bytes["out", "host"]
     assert "swap_memory" not in flags or run.num_refusals > 10, "it was large enough"
-    assert not any(stats.failed_transfers.values())
+    assert not any(stats.failed_transfers.values()) and not run.engine.loop.counters.num_failed_transfers
 
 
 def test_nothing_is_left_of_a_swap_space_closed_in_the_middle(prompts: list[tuple[int, ...]]) -> None:
     with swapping(hardware="emulated-pcie4") as run:
         engine = run.engine
-        run.submit(prompts)
+        for request in as_requests(prompts):
+            run.add(request)
         executor, slots = cast(Any, engine._executor), weakref.ref(run.slots)
         while executor._swap.num_in_flight < 3:
             engine.step()

@@ -62,7 +62,7 @@ class Forger:
     forged: torch.Tensor | None = None
     is_read: bool = False
 
-    def strike(self, one: LateStorm) -> None:
+    def strike(self, one: LateStorm, step: int) -> None:
         """Forge once: after ``patience`` steps, at an inbound copy while swap space has other blocks."""
         self.patience -= 1
         slots = one.slots

@@ -6,7 +6,7 @@ Here the bytes are under way for many steps, so code that reuses or reads a bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from floodplain.core.request import Request
 from floodplain.policy.fcfs import FcfsPolicy
 from tests.support.calm import run_calmly
+from tests.support.driven import Disturb
 from tests.support.late_storm import FLAGS, LateStorm, late_storm, make_requests
 from tests.support.parity import Reference
 from tests.support.swap_faults import (
@@ -45,11 +46,11 @@ def returning() -> Story:
     return requests, run_calmly(requests, **FLAGS)
 
 
-def hang_up_by_dice(seed: int) -> Callable[[LateStorm], None]:
+def hang_up_by_dice(seed: int) -> Disturb:
     """Now and then abort a request whose KV is in flight, in or out."""
     dice = Random(seed)
 
-    def hang_up(one: LateStorm) -> None:
+    def hang_up(one: LateStorm, step: int) -> None:
         state = one.engine.loop.state
         moving = [*state.loading, *(seq for seq in (*state.swapped, *state.running) if seq.num_leaving)]
         if moving and dice.random() < 0.04:

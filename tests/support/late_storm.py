@@ -5,32 +5,30 @@ Its clock counts its readings and its copies run in the engine's thread, so two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
 
 from floodplain import SamplingParams
-from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.request import Request
 from floodplain.core.tiers import Link, Tier
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
-from floodplain.engine.shell import Engine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
 from floodplain.runtime.prices import Links
 from tests.support.calm import MODEL
+from tests.support.driven import Disturb, Driven
 from tests.support.late_copies import LateTransferEngine
-from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 64, "max_num_seqs": 32}
-Disturb = Callable[["LateStorm"], None]
 
 
 class Ticks:
@@ -44,51 +42,21 @@ class Ticks:
         return self._count * 1e-4
 
 
-@dataclass
-class LateStorm:
+@dataclass(kw_only=True)
+class LateStorm(Driven):
     """An engine, its pending copies, and its outputs."""
 
-    engine: Engine
     copies: LateTransferEngine
     slots: SwapSlots
     dice: Random
-    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
-    logprobs: dict[SeqId, list[float]] = field(default_factory=dict)
-    aborted: set[SeqId] = field(default_factory=set)
 
-    def rage(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
-        """Run until no request is live; laws are checked after every step, and nothing is held at the end."""
-        arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
-        while arriving or engine.has_unfinished:
-            if arriving and self.dice.random() < 0.5:
-                seq_id = engine.add(arriving.pop())
-                self.outputs[seq_id], self.logprobs[seq_id] = [], []
-            for seq_id, delta in engine.step():
-                self.outputs[seq_id] += delta.token_ids
-                self.logprobs[seq_id] += [entry.chosen for entry in delta.logprobs or ()]
-            engine.loop.check_integrity()
-            if disturb is not None:
-                disturb(self)
-            num_steps += 1
-            assert num_steps < 20_000, "the engine does not come to rest"
-        state, stats = engine.loop.state, engine.stats()
-        assert state.ledger.num_available == state.ledger.num_blocks
-        assert state.backups.is_at_rest
-        assert stats.kv_bytes["host"] == 0
-        return stats
+    def rage(self, requests: Sequence[Request], disturb: Disturb = lambda one, step: None) -> EngineStats:
+        """Run until no request is live; at most one arrives before each step."""
+        return self.drive(requests, disturb, lambda: self.dice.random() < 0.5)
 
     def pool_words(self, block: int) -> torch.Tensor:
         """Return the bytes of a block in the pool: [layers, words]."""
         return torch.stack([words[block] for words in self.copies.pool.words])
-
-    def hang_up(self, seq_id: SeqId) -> None:
-        """A client aborts its request."""
-        assert self.engine.finish(seq_id, FinishReason.ABORT)
-        self.aborted.add(seq_id)
-
-    def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare with an undisturbed run; aborted requests with the beginnings of their references."""
-        return judge_with_aborted(expected, self.outputs, self.logprobs, self.aborted)
 
 
 @contextmanager
@@ -114,7 +82,7 @@ def late_storm(
         old.engine.close()
         copies = LateTransferEngine(old.engine._store, old.slots, Random(seed), failing=failing)
         executor._swap._tiers[Tier.HOST] = SwapTier(old.slots, copies)
-        yield LateStorm(engine, copies, old.slots, Random(seed))
+        yield LateStorm(engine, copies=copies, slots=old.slots, dice=Random(seed))
     finally:
         engine.close()
 

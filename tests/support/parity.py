@@ -6,10 +6,8 @@ difference, which is excused only where the reference's two best logits are near
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from floodplain.core.request import SeqId
 
 NEAR_TIE = 5e-4
 """A difference is excused where the reference's two best logits are closer than this."""
@@ -72,20 +70,6 @@ def judge(
         elif got != expected:
             excused.append(index)
     return Verdict(len(references) - len(excused) - len(wrong), tuple(excused), tuple(wrong))
-
-
-def judge_with_aborted(
-    expected: Sequence[Reference],
-    outputs: Mapping[SeqId, Sequence[int]],
-    logprobs: Mapping[SeqId, Sequence[float]] | None,
-    aborted: Collection[SeqId],
-) -> Verdict:
-    """Compare by sequence; aborted requests with the beginning of their references."""
-    references = [
-        expected[seq_id].cut(len(output)) if seq_id in aborted else expected[seq_id]
-        for seq_id, output in outputs.items()
-    ]
-    return judge(references, list(outputs.values()), None if logprobs is None else list(logprobs.values()))
 
 
 def _are_close(expected: Sequence[float], got: Sequence[float]) -> bool:

@@ -13,10 +13,10 @@ from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, R
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, View
-from floodplain.engine.shell import Engine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.prices import StepPrices
+from tests.support.driven import Driven
 from tests.support.loops import RandomPolicy, is_under_way
 
 BLOCK_BYTES = 8192
@@ -52,10 +52,8 @@ class ImpatientPolicy(RandomPolicy):
         return decision
 
 
-class Swapping:
-    """Swap space of an engine under ``ImpatientPolicy``."""
-
-    engine: Engine
+class Swapping(Driven):
+    """An engine under ``ImpatientPolicy``, and its swap space."""
 
     @property
     def slots(self) -> SwapSlots:
