@@ -137,11 +137,3 @@ def test_packed_weights_and_batches_give_the_same_logits(pair: tuple[Any, Path])
     expected = torch.stack((logits_of(model, TOKENS[:31])[-1], logits_of(model, TOKENS[40:46])[-1]))
     torch.testing.assert_close(logits[:2], expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(logits[2:], logits_of(model, TOKENS[5:25]), rtol=0, atol=1e-4)
-
-
-def test_weights_in_several_files(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(CONFIGS["llama"]).eval()
-    model.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    torch.testing.assert_close(all_logits(load(tmp_path), TOKENS), logits_of(model, TOKENS), rtol=0, atol=1e-4)

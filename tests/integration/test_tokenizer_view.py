@@ -78,15 +78,8 @@ def split(folder: Path) -> None:
 
 
 def opt(folder: Path) -> None:
-    write(
-        folder,
-        "OPTForCausalLM",
-        "GPT2Tokenizer",
-        byte_level(),
-        add_bos_token=True,
-        add_prefix_space=False,
-        errors="replace",
-    )
+    more = {"add_bos_token": True, "add_prefix_space": False, "errors": "replace"}
+    write(folder, "OPTForCausalLM", "GPT2Tokenizer", byte_level(), **more)
     split(folder)
     (folder / "special_tokens_map.json").write_text('{"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}')
 
@@ -114,7 +107,7 @@ TEMPLATES = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "te
 
 
 def template_in_a_file(folder: Path) -> None:
-    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True))
+    written(LLAMA, FAST, with_bos)(folder)
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
 
 
@@ -122,56 +115,52 @@ def padded(folder: Path, pad_token: str) -> None:
     backend = byte_level()
     backend.enable_padding(length=20, pad_token=pad_token)
     backend.enable_truncation(2)
-    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", backend)
+    write(folder, LLAMA, FAST, backend)
 
 
 def special_map(folder: Path) -> None:
-    write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level())
+    written(LLAMA, FAST)(folder)
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|turn|>"}')
 
 
+def with_bos() -> Backend:
+    return byte_level(post=True)
+
+
+def written(
+    architecture: str, tokenizer_class: str | None, make: Callable[[], Backend] = byte_level, **settings: Any
+) -> Callable[[Path], None]:
+    return lambda folder: write(folder, architecture, tokenizer_class, make(), **settings)
+
+
+LLAMA, QWEN2_MODEL, QWEN3, OPT = (f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "OPT"))
+FAST = "PreTrainedTokenizerFast"
 FAMILIES: dict[str, Callable[[Path], None]] = {
-    "llama 2": lambda folder: write(folder, "LlamaForCausalLM", "LlamaTokenizer", metaspace(), legacy=False),
-    "llama 2, legacy, no bos": lambda folder: write(
-        folder, "LlamaForCausalLM", "LlamaTokenizerFast", metaspace(), legacy=True, add_bos_token=False
-    ),
-    "llama 2, no prefix space": lambda folder: write(
-        folder, "LlamaForCausalLM", "LlamaTokenizer", metaspace(), add_prefix_space=False
-    ),
-    "llama 3": lambda folder: write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True)),
-    "llama, other kind": lambda folder: write(folder, "LlamaForCausalLM", "LlamaTokenizer", byte_level(post=True)),
-    "mistral": lambda folder: write(folder, "MistralForCausalLM", "LlamaTokenizer", metaspace()),
-    "smollm2": lambda folder: write(folder, "LlamaForCausalLM", "GPT2Tokenizer", byte_level(), unk_token="<unk>"),
-    "no class": lambda folder: write(folder, "LlamaForCausalLM", None, byte_level(post=True)),
-    "qwen2": lambda folder: write(
-        folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", byte_level(), bos_token=None, pad_token="<unk>"
-    ),
-    "qwen3": lambda folder: write(folder, "Qwen3ForCausalLM", "Qwen2Tokenizer", byte_level()),
+    "llama 2": written(LLAMA, "LlamaTokenizer", metaspace, legacy=False),
+    "llama 2, legacy, no bos": written(LLAMA, "LlamaTokenizerFast", metaspace, legacy=True, add_bos_token=False),
+    "llama 2, no prefix space": written(LLAMA, "LlamaTokenizer", metaspace, add_prefix_space=False),
+    "llama 3": written(LLAMA, FAST, with_bos),
+    "llama, other kind": written(LLAMA, "LlamaTokenizer", with_bos),
+    "mistral": written("MistralForCausalLM", "LlamaTokenizer", metaspace),
+    "smollm2": written(LLAMA, "GPT2Tokenizer", unk_token="<unk>"),
+    "no class": written(LLAMA, None, with_bos),
+    "qwen2": written(QWEN2_MODEL, "Qwen2Tokenizer", bos_token=None, pad_token="<unk>"),
+    "qwen3": written(QWEN3, "Qwen2Tokenizer"),
     "opt": opt,
-    "opt, one file": lambda folder: write(folder, "OPTForCausalLM", "GPT2Tokenizer", byte_level(), unk_token="<unk>"),
-    "qwen2, own parts": lambda folder: write(folder, "Qwen2ForCausalLM", "PreTrainedTokenizerFast", qwen2(), **QWEN2),
-    "qwen3, own parts": lambda folder: write(folder, "Qwen3ForCausalLM", "Qwen2TokenizerFast", qwen2(), **QWEN2),
-    "qwen2, prefix space": lambda folder: write(
-        folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", qwen2(), add_prefix_space=True, **QWEN2
-    ),
-    "qwen2, other digits": lambda folder: write(folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", digits(), **QWEN2),
-    "llama 3, templates": lambda folder: write(
-        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), chat_template=TEMPLATES, **ADDED
-    ),
+    "opt, one file": written(OPT, "GPT2Tokenizer", unk_token="<unk>"),
+    "qwen2, own parts": written(QWEN2_MODEL, FAST, qwen2, **QWEN2),
+    "qwen3, own parts": written(QWEN3, "Qwen2TokenizerFast", qwen2, **QWEN2),
+    "qwen2, prefix space": written(QWEN2_MODEL, "Qwen2Tokenizer", qwen2, add_prefix_space=True, **QWEN2),
+    "qwen2, other digits": written(QWEN2_MODEL, "Qwen2Tokenizer", digits, **QWEN2),
+    "llama 3, templates": written(LLAMA, FAST, chat_template=TEMPLATES, **ADDED),
     "llama 3, template in a file": template_in_a_file,
-    "llama 3, more tokens": lambda folder: write(
-        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), pad_token="<pad>", **ADDED
-    ),
-    "llama 3, a word as a token": lambda folder: write(
-        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(), pad_token="the"
-    ),
-    "llama 3, split special tokens": lambda folder: write(
-        folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True), split_special_tokens=True
-    ),
+    "llama 3, more tokens": written(LLAMA, FAST, pad_token="<pad>", **ADDED),
+    "llama 3, a word as a token": written(LLAMA, FAST, pad_token="the"),
+    "llama 3, split special tokens": written(LLAMA, FAST, with_bos, split_special_tokens=True),
     "llama 3, padded": lambda folder: padded(folder, "</s>"),
     "llama 3, padded with a new token": lambda folder: padded(folder, "[PAD]"),
     "llama 3, a special map": special_map,
-}  # fmt: skip
+}
 PLAIN = frozenset({
     "llama 3", "llama, other kind", "mistral", "smollm2", "no class", "opt, one file", "qwen2, own parts",
     "qwen3, own parts", "llama 3, templates", "llama 3, template in a file", "llama 3, split special tokens",
