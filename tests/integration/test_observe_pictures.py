@@ -18,6 +18,7 @@ from floodplain.observe.strips import KEY, STATE_COLOURS, draw_beside_stock, dra
 from floodplain.observe.style import subtitle
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import RequestRecord
+from tests.support.records import make_record
 
 
 def run(name: str, wait_s: float, *, has_failure: bool = False) -> tuple[str, dict[str, Any]]:
@@ -25,17 +26,7 @@ def run(name: str, wait_s: float, *, has_failure: bool = False) -> tuple[str, di
     for i in range(50):
         timeline.record(TimelineSample(float(i), min(i, 24), max(0, i - 24), 0, i, 100))
     records = [
-        RequestRecord(
-            request_id=str(i),
-            prompt_tokens=9,
-            arrival_s=float(i),
-            sent_s=float(i),
-            finished_s=i + wait_s + 1,
-            token_times_s=(i + wait_s, i + wait_s + 1),
-            output_token_ids=None,
-            text="",
-            error="cut" if has_failure and i == 3 else None,
-        )
+        make_record(i + wait_s, i + wait_s + 1, sent_s=float(i), error="cut" if has_failure and i == 3 else None)
         for i in range(30)
     ]
     link = {

@@ -22,22 +22,14 @@ from floodplain.observe.result import (
 from floodplain.observe.strict_json import save_result, to_json
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import parse_goodput
+from tests.support.records import make_record
 
 INFO = RunInfo(backend="openai", model_id="m", tokenizer_id="t", request_rate=math.inf, seed=7)
 
 
 def record(name: str, sent_s: float, *token_times_s: float, **changes: Any) -> RequestRecord:
-    values: dict[str, Any] = {
-        "request_id": name,
-        "prompt_tokens": 10,
-        "arrival_s": sent_s,
-        "sent_s": sent_s,
-        "finished_s": token_times_s[-1] if token_times_s else sent_s,
-        "token_times_s": token_times_s,
-        "output_token_ids": tuple(range(len(token_times_s))),
-        "text": name,
-    }
-    return RequestRecord(**(values | changes))
+    facts: dict[str, Any] = {"prompt_tokens": 10, "output_token_ids": tuple(range(len(token_times_s))), "text": name}
+    return make_record(*token_times_s, sent_s=sent_s, request_id=name, **(facts | changes))
 
 
 THREE = [record("a", 0.0, 0.5, 1.0, 2.0), record("b", 1.0, 2.0), record("c", 2.0, 2.25, 2.25, 4.0, arrival_s=1.5)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from floodplain.observe.report import explain, inline_svg
 from floodplain.observe.table import format_number, format_table, lookup, summary_table
 from floodplain.observe.timeline import Timeline, TimelineSample, client_timeline
-from floodplain.workload.records import RequestRecord
+from tests.support.records import make_record
 
 
 @given(st.integers(2, 20), st.integers(1, 300))
@@ -40,13 +40,7 @@ def test_columns_count_time_from_the_start() -> None:
 
 
 def test_a_client_timeline_counts_requests_that_wait_for_a_first_token() -> None:
-    def seen(sent_s: float, finished_s: float, *token_times_s: float) -> RequestRecord:
-        return RequestRecord(
-            request_id="r", prompt_tokens=1, arrival_s=sent_s, sent_s=sent_s, finished_s=finished_s,
-            token_times_s=token_times_s, output_token_ids=None, text="",
-        )  # fmt: skip
-
-    columns = client_timeline([seen(0.0, 4.0, 2.0, 4.0), seen(1.0, 3.0)])
+    columns = client_timeline([make_record(2.0, 4.0), make_record(sent_s=1.0, finished_s=3.0)])
     assert columns == {
         "time_s": [0.0, 1.0, 2.0, 3.0, 4.0],
         "num_running": [0, 0, 1, 1, 0],

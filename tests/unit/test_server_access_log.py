@@ -8,28 +8,27 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from floodplain.server.access_log import MAX_PATH, AccessLog
+from tests.support.asgi import call
 
 SECRET = "sk-secret"
 
 
 def log_of(caplog: pytest.LogCaptureFixture, app: Callable[[Scope, Receive, Send], object], path: str = "/v1/x") -> str:
     """The one line of a request to ``app``, which takes a second and a half."""
-    scope = {
-        "type": "http", "method": "POST", "path": path, "query_string": SECRET.encode(),
-        "headers": [(b"authorization", SECRET.encode())],
-    }  # fmt: skip
     times = iter([7.0, 8.5])
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": SECRET.encode()}
-
-    async def send(_: Message) -> None: ...
-
+    log: Any = AccessLog(app, lambda: next(times))  # type: ignore[arg-type]
+    headers = [(b"authorization", SECRET.encode())]
     with caplog.at_level(logging.INFO, "floodplain"):
-        asyncio.run(AccessLog(app, lambda: next(times))(scope, receive, send))  # type: ignore[arg-type]
+        call(
+            AccessLog(app, lambda: next(times)),
+            f"{path}?{SECRET}",
+            method="POST",
+            headers=headers,
+            body=SECRET.encode(),
+        )  # type: ignore[arg-type]
     (line,) = caplog.messages
     return line
 

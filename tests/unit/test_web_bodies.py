@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import codecs
 import gzip
 import json
@@ -19,6 +18,7 @@ from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web import bodies
 from floodplain.web.bodies import MAX_INLINE_BYTES, BoundedModel, JsonRoute, count_parts, parse_json, parse_model
 from floodplain.web.errors import NO_FIELDS, ApiError, RequestFields, error_body, error_response
+from tests.support.asgi import call
 
 walked: list[int] = []
 """The thread that validated each value."""
@@ -168,26 +168,11 @@ def test_large_bodies_are_read_off_the_event_loop(is_large: bool) -> None:
     num = MAX_INLINE_BYTES // 2 if is_large else 5
     body = json.dumps({"plain": [1] * num}).encode()
     walked.clear()
-    assert post(app, body) == 200
+    headers = [(b"content-type", b"application/json")]
+    assert call(app, method="POST", headers=headers, body=body)[0]["status"] == 200
     assert seen[0][0].plain == [1] * num
     assert len(walked) == num
     assert (set(walked) == {seen[0][1]}) is not is_large
-
-
-def post(app: FastAPI, body: bytes) -> int:
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
-    asyncio.run(app(scope, receive, send))
-    status: int = sent[0]["status"]
-    return status
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from floodplain.web.bearer import SecretRing
 from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY, BodyBudget, DrainSwitch, Gate
+from tests.support.asgi import call
 
 MEMBERS = SecretRing({"7": 7, "0": 0})
 
@@ -21,24 +22,16 @@ def ask(
 ) -> tuple[Message, Any]:
     """The head of the answer, and the client that the application behind the gate got."""
     clients: list[Any] = []
-    sent: list[Message] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         clients.append(scope.get(CLIENT_SCOPE_KEY, "anybody"))
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b""}
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
     drain = DrainSwitch()
     drain.is_draining = is_draining
     headers = [(b"authorization", b"Bearer " + authorization)]
-    scope: Scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
-    asyncio.run(Gate(app, drain, secrets, max_body_bytes=9)(scope, receive, send))
-    return sent[0], clients[0] if clients else None
+    head = call(Gate(app, drain, secrets, max_body_bytes=9), path, headers=headers)[0]
+    return head, clients[0] if clients else None
 
 
 @pytest.mark.parametrize(
@@ -119,14 +112,8 @@ def test_a_gate_forgets_the_body_of_a_request_that_failed() -> None:
         await receive()
         raise KeyError
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"12345"}
-
-    async def send(message: Message) -> None:
-        return
-
     gate = Gate(app, DrainSwitch(), None, max_body_bytes=9)
     for _ in range(3):
         with pytest.raises(KeyError):
-            asyncio.run(gate({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send))
+            call(gate, method="POST", body=b"12345")
     assert gate._budget.num_held_bytes == 0
