@@ -99,6 +99,11 @@ class FakeEngine:
     async def start(self) -> None:
         self.num_started += 1
 
+    def forget(self) -> None:
+        """Forget the requests that were submitted."""
+        while not self.submitted.empty():
+            self.submitted.get()
+
     @property
     def num_live(self) -> int:
         return len(self._live)

@@ -74,7 +74,7 @@ def test_several_prompts_get_a_choice_each(client: openai.OpenAI, prompt: Any) -
 def test_a_prompt_with_choices_counts_once_and_each_choice_has_its_seed(
     server: RunningServer, client: openai.OpenAI
 ) -> None:
-    drain_queue(server)
+    server.engine.forget()
     done = client.completions.create(model="fake", prompt=["ab", "c"], n=3, seed=7, max_tokens=4)
     assert [(c.index, c.text) for c in done.choices] == list(
         enumerate(["hihi", "ijij", "jkjk", "jjjj", "kkkk", "llll"])  # the fake adds the seed to each letter
@@ -141,7 +141,7 @@ def test_a_request_has_the_name_that_the_client_gives_it(server: RunningServer, 
         kind = {"completions": "cmpl", "chat/completions": "chatcmpl"}[path]
         url = f"{server.url}/v1/{path}"
         assert httpx.post(url, json={**body, **in_body}).json()["id"] == f"{kind}-body-1"
-        drain_queue(server)
+        server.engine.forget()
         named = httpx.post(url, json={**body, **in_body}, headers=in_header)
         assert (named.json()["id"], named.headers["x-request-id"]) == (f"{kind}-head-1", "head-1")
         assert server.engine.submitted.get(timeout=HANG_S).request_id == f"{kind}-head-1"
@@ -177,7 +177,7 @@ def test_chat_logprobs_hold_bytes_and_alternatives(client: openai.OpenAI) -> Non
 
 
 def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
-    drain_queue(server)
+    server.engine.forget()
     ours = {
         "priority": 3,
         "cache_salt": "tenant",
@@ -197,11 +197,6 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     assert seen.goals == Goals(ttft_s=0.5, tpot_s=0.125)
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
-
-
-def drain_queue(server: RunningServer) -> None:
-    while not server.engine.submitted.empty():
-        server.engine.submitted.get()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from floodplain.server.app import MAX_BODY_BYTES
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import ByteTokenizer, FakeEngine, RunningServer, serving
+from tests.support.coordinators import error_of
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until
 
@@ -34,14 +35,6 @@ def asking(server: RunningServer, body: dict[str, Any]) -> Iterator[http.client.
         yield connection
     finally:
         connection.close()
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of a response, which must have OpenAI's fields."""
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"] and "\n" not in error["message"]
-    return dict(error)
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "de", "f"]])
@@ -177,16 +170,15 @@ def test_texts_are_encoded_off_the_event_loop_and_only_if_they_may_fit(kind: str
             assert {thread for _, thread in engine.tokenizer.encoded}.isdisjoint({running.thread_id, None})
 
 
+def noting(method: Callable[[Any], str], threads: set[int]) -> Callable[[Any], str]:
+    """``method``, whose calling threads are added to ``threads``."""
+    return lambda asked: (threads.add(threading.get_ident()), method(asked))[1]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None:
-    engine = FakeEngine()
-    asked: set[int] = set()
-
-    def token_text(token_id: int, /) -> str:
-        asked.add(threading.get_ident())
-        return chr(token_id)
-
-    engine.tokenizer.token_text = token_text  # type: ignore[method-assign]
+    engine, threads = FakeEngine(), set[int]()
+    engine.tokenizer.token_text = noting(engine.tokenizer.token_text, threads)  # type: ignore[method-assign]
     is_chat = path != "completions"
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
     scores = {"logprobs": True, "top_logprobs": 5} if is_chat else {"logprobs": 5}
@@ -194,7 +186,7 @@ def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None
         body = {"model": "fake", "max_tokens": 200, **prompt, **scores}
         answer = httpx.post(f"{running.url}/v1/{path}", json=body).json()["choices"][0]["logprobs"]
         assert len(answer["content" if is_chat else "tokens"]) == 200
-        assert asked and running.thread_id not in asked
+        assert threads and running.thread_id not in threads
 
 
 @pytest.mark.parametrize(
@@ -207,14 +199,8 @@ def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None
 )
 def test_tokens_of_a_request_are_decoded_off_the_event_loop(path: str, body: dict[str, Any], texts: list[str]) -> None:
     """There may be a million of them."""
-    engine = FakeEngine()
-    decode, threads = engine.tokenizer.decode, set[int]()
-
-    def decode_noted(token_ids: list[int], /) -> str:
-        threads.add(threading.get_ident())
-        return decode(token_ids)
-
-    engine.tokenizer.decode = decode_noted  # type: ignore[method-assign]
+    engine, threads = FakeEngine(), set[int]()
+    engine.tokenizer.decode = noting(engine.tokenizer.decode, threads)  # type: ignore[method-assign]
     with serving(engine) as running:
         answer = httpx.post(f"{running.url}{path}", json={"model": "fake", **body}).json()
         assert (answer.get("token_strs") or [answer.get("prompt") or answer["choices"][0]["text"]]) == texts

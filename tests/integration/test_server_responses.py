@@ -71,8 +71,7 @@ def test_items_of_a_conversation_reach_the_template_as_turns(server: RunningServ
         ]},
         {"role": "tool", "tool_call_id": "1", "content": "d"},
     ]  # fmt: skip
-    while not server.engine.submitted.empty():
-        server.engine.submitted.get()
+    server.engine.forget()
     with client_of(server) as client:
         client.responses.create(model="fake", input=items, instructions="brief", max_output_tokens=1)
         client.chat.completions.create(model="fake", messages=chat, max_tokens=1)
@@ -129,8 +128,7 @@ def test_structures_and_calls_of_a_real_engine() -> None:
 
 
 def test_the_name_of_its_session_reaches_the_engine(server: RunningServer) -> None:
-    while not server.engine.submitted.empty():
-        server.engine.submitted.get()
+    server.engine.forget()
     with client_of(server) as client:
         client.responses.create(model="fake", input="hi", max_output_tokens=2, prompt_cache_key="agent 7")
     assert server.engine.submitted.get(timeout=HANG_S).session == "agent 7"

@@ -22,13 +22,7 @@ def log_of(caplog: pytest.LogCaptureFixture, app: Callable[[Scope, Receive, Send
     log: Any = AccessLog(app, lambda: next(times))  # type: ignore[arg-type]
     headers = [(b"authorization", SECRET.encode())]
     with caplog.at_level(logging.INFO, "floodplain"):
-        call(
-            AccessLog(app, lambda: next(times)),
-            f"{path}?{SECRET}",
-            method="POST",
-            headers=headers,
-            body=SECRET.encode(),
-        )  # type: ignore[arg-type]
+        call(log, f"{path}?{SECRET}", method="POST", headers=headers, body=SECRET.encode())
     (line,) = caplog.messages
     return line
 
