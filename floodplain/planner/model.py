@@ -197,11 +197,10 @@ class Coverer:
                 break
             best_first = np.lexsort((np.random.default_rng(seed).random(len(table)), cheapest))
             narrow = table.where(best_first[:width])
-            status, cover = self._pick(narrow, -narrow.matched_bytes / GB)
+            status, cover = self._pick(narrow)
             if cover is not None:
                 return status, cover
-        status, cover = self._pick(table, -table.matched_bytes / GB)
-        return status, cover
+        return self._pick(table)
 
     def improve(self, table: MixTable, relaxed: Solved, than_bytes: int) -> tuple[Status, Cover | None]:
         """The cover that matches the most bytes; INFEASIBLE if none matches more than ``than_bytes``.
@@ -209,13 +208,12 @@ class Coverer:
         A mix whose reduced cost exceeds the possible gain is in no such cover.
         """
         slack = -than_bytes / GB - relaxed.bound
-        kept = table.where(relaxed.reduced_costs <= slack + 1e-6)
-        status, cover = self._pick(kept, -kept.matched_bytes / GB)
+        status, cover = self._pick(table.where(relaxed.reduced_costs <= slack + 1e-6))
         is_better = cover is not None and cover.matched_bytes > than_bytes
         return (status, cover) if is_better or not status.has_solution else (Status.INFEASIBLE, None)
 
-    def _pick(self, table: MixTable, cost: Floats) -> tuple[Status, Cover | None]:
-        solved = self._solve(table, cost, True)
+    def _pick(self, table: MixTable) -> tuple[Status, Cover | None]:
+        solved = self._solve(table, -table.matched_bytes / GB, True)
         if not solved.status.has_solution:
             return solved.status, None
         cover = Cover(table, np.rint(solved.values).astype(np.int64))
