@@ -128,8 +128,6 @@ class Judgement:
     If it is sure, it is wrong with a probability of at most the test's ``error``; else it is what most tries did.
     """
 
-    num_met: int
-    num_missed: int
     meets: bool
     is_sure: bool
 
@@ -179,10 +177,10 @@ class RepeatedTries:
         num_tries, num_most = num_met + num_missed, max(num_met, num_missed)
         meets = num_met > num_missed
         if num_tries and num_most >= self.bounds[num_tries - 1]:
-            return Judgement(num_met, num_missed, meets, is_sure=True)
+            return Judgement(meets, is_sure=True)
         is_settled = 2 * num_met > self.max_tries or 2 * num_missed >= self.max_tries
         if is_settled and not self._can_reach_a_bound(num_tries, num_most):
-            return Judgement(num_met, num_missed, meets, is_sure=False)
+            return Judgement(meets, is_sure=False)
         return None
 
     def _can_reach_a_bound(self, num_tries: int, num_most: int) -> bool:
