@@ -254,6 +254,20 @@ def test_when_a_lease_was_granted_is_the_same_after_a_restart(store: HookedStore
     assert service.granted_unix_s == leading(store, clock).granted_unix_s != {}
 
 
+def test_a_process_that_follows_a_lender_confirms_no_offer_of_it(store: HookedStore, clock: Clock) -> None:
+    """``test_coordinator_withdrawal_laws`` has the rest: after a takeover, a lender confirms its offer."""
+    first = leading(store, clock)
+    told(first, Join("p", "p-1"), Join("c", "c-1"), Offer("p", Stamp(1, 1), 8))
+    first.resign()
+    service, batch = leading(store, clock), (Join("p", "p-2"), Request("c", 1, 1, (Shard(4),)))
+    assert [reply.outcome for reply in told(service, *batch)] == [Outcome.DEFERRED] * 2
+    for _ in range(round(15 / TICK_S)):
+        clock.now += TICK_S
+        service.tick()
+        told(service, Heartbeat("c", 1))
+    assert [reply.outcome for reply in told(service, *batch)] == [Outcome.APPLIED, Outcome.DEFERRED]
+
+
 # -- deadlines and TTLs ------------------------------------------------------------------------------------------------
 
 
