@@ -91,15 +91,6 @@ def test_when_the_time_is_over_the_best_so_far_is_returned_with_its_gap(max_mixe
     assert found.gap > 0 and found.bound_bytes <= place(cluster).objective_bytes <= found.objective_bytes
 
 
-def test_without_any_placement_in_time_the_error_suggests_more_time() -> None:
-    """Greedy puts a and b on two servers, which leaves none for c."""
-    models = (model("a", 1, 1, 9), model("b", 1, 1, 5), model("c", 1, 1, 4))
-    cluster = Cluster(servers(2, 3), models, (frozenset("ac"), frozenset("bc")))
-    assert place_greedily(classify(cluster)) is None and violations(cluster, place(cluster)) == []
-    with pytest.raises(UserError, match=r"no placement was found within .* s: give a longer --time-limit$"):
-        place(cluster, 1e-9)
-
-
 @pytest.mark.slow
 def test_within_a_gap_more_bytes_may_be_matched_and_never_fewer() -> None:
     for seed in range(3):
@@ -183,10 +174,11 @@ def test_each_phase_stops_at_the_end_of_the_time() -> None:
     assert len(shrink(crowded, Deadline(5.0, Ticks())).models) > len(shrink(crowded, Deadline(1e9, Ticks())).models)
 
 
-def test_without_a_placement_in_time_the_error_is_one_line() -> None:
-    models = tuple(Model(name, 1, 1, 1, gb * GB) for name, gb in (("a", 9), ("b", 5), ("c", 4)))
-    servers = tuple(Server(f"s{i}", 3, 80 * GB, f"s{i}") for i in range(2))
-    cluster = Cluster(servers, models, (frozenset("ac"), frozenset("bc")))
+def test_without_any_placement_in_time_the_error_suggests_more_time() -> None:
+    """Greedy puts a and b on two servers, which leaves none for c."""
+    models = (model("a", 1, 1, 9), model("b", 1, 1, 5), model("c", 1, 1, 4))
+    cluster = Cluster(servers(2, 3), models, (frozenset("ac"), frozenset("bc")))
+    assert place_greedily(classify(cluster)) is None and violations(cluster, place(cluster)) == []
     with pytest.raises(UserError, match=r"^no placement was found within .* s: give a longer --time-limit$"):
         place(cluster, 1.0, clock=Ticks())
 
