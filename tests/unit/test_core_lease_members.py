@@ -6,39 +6,31 @@ import pytest
 
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.member import Borrower, Lender, MemberSide
-from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.messages import Heartbeat, Message, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply, Shard
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.lending.membership import LentDevice, Membership
+from tests.support.lease_pair import TTL_S, LeasePair
 
-TTL_S = 10.0
 
-
-class LeasePair:
-    """A book with a producer that has offered ten bytes, and a consumer with a lease of six of them, at second 0."""
+class MemberPair(LeasePair):
+    """A pair whose consumer is a real one, with a lease of six bytes, at second 0."""
 
     def __init__(self) -> None:
-        self.book = LeaseBook(TTL_S, now=0.0)
-        for message in (Join("p", "p-1"), Join("c", "c-1")):
-            self.book.handle(message, 0.0)
-        self.book.handle(Offer("p", self.book.rows.members["p"].stamp, 10), 0.0)
+        super().__init__()
         self.side = MemberSide("c", "c-1", TTL_S)
         self.borrower = Borrower(self.side)
-        self.say(self.side.greeting(), 0.0)
+        self.deliver(self.side.greeting(), 0.0)
         self.borrower.ask([Shard(6)])
         self.say_all(0.0)
 
-    def say(self, message: Message, now: float) -> None:
-        """Deliver the message and its answer at once."""
+    def deliver(self, message: Message, now: float) -> None:
+        """Deliver the consumer's message and its answer at once."""
         self.side.learn(message, self.book.handle(message, now), now, now)
 
     def say_all(self, now: float) -> None:
         for message in self.borrower.say():
-            self.say(message, now)
-
-    def settle(self, now: float) -> None:
-        """Let the producer observe that all bytes are free."""
-        self.book.handle(Observe("p", self.book.rows.members["p"].stamp, 0), now)
+            self.deliver(message, now)
 
     def granted(self, now: float) -> list[LeaseId]:
         return [lease.lease_id for lease in self.borrower.to_allocate(now)]
@@ -46,13 +38,13 @@ class LeasePair:
 
 def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
     """The heartbeat sent first arrives last: its list is the newer one, without the ended lease."""
-    pair = LeasePair()
+    pair = MemberPair()
     [lease_id] = pair.granted(1.0)
     late, quick = Heartbeat("c", 1), Heartbeat("c", 1)
     list_with_it = pair.book.handle(quick, 3.0)
     pair.borrower.refused(lease_id, "no range is free")
     pair.say_all(4.0)
-    pair.settle(4.0)
+    pair.observe(0)
     list_without_it = pair.book.handle(late, 5.0)
     pair.side.learn(late, list_without_it, 2.0, 5.0)
     pair.say_all(5.0)
@@ -64,7 +56,7 @@ def test_of_two_overlapping_answers_the_later_one_is_no_news() -> None:
 
 
 def test_a_member_stopped_before_it_allocated_frees_at_once() -> None:
-    pair = LeasePair()
+    pair = MemberPair()
     [lease_id] = pair.granted(TTL_S)  # it checks the lease, then is stopped
     assert not pair.borrower.allocated(lease_id, TTL_S + 0.1)
     assert pair.borrower.to_free() == {lease_id: float("-inf")}
@@ -73,30 +65,30 @@ def test_a_member_stopped_before_it_allocated_frees_at_once() -> None:
 
 
 def test_a_member_stopped_after_it_allocated_frees_an_expired_lease() -> None:
-    pair = LeasePair()
+    pair = MemberPair()
     [lease_id] = pair.granted(TTL_S)
     assert pair.borrower.allocated(lease_id, TTL_S)
     pair.book.handle(Heartbeat("p", 1), TTL_S)
     assert pair.book.tick(TTL_S + 0.1) == ["c"]
     assert pair.borrower.to_free() == {}
-    pair.say(pair.side.greeting(), TTL_S + 1.0)
+    pair.deliver(pair.side.greeting(), TTL_S + 1.0)
     assert pair.borrower.to_free() == {lease_id: float("-inf")}
     pair.borrower.freed(lease_id)
-    pair.say(pair.side.greeting(), TTL_S + 1.0)
+    pair.deliver(pair.side.greeting(), TTL_S + 1.0)
     pair.say_all(TTL_S + 1.0)
     assert pair.side.known[lease_id].lease.state is LeaseState.RELEASED
 
 
 def test_bytes_allocated_in_a_settled_lease_are_freed() -> None:
     """The member's clock is slow: it reads the TTL's end after the lease has been settled."""
-    pair = LeasePair()
+    pair = MemberPair()
     [lease_id] = pair.granted(TTL_S)
     pair.book.handle(Heartbeat("p", 1), TTL_S)
     pair.book.tick(TTL_S + 0.1)
-    pair.settle(TTL_S + 0.1)
+    pair.observe(0)
     assert pair.borrower.allocated(lease_id, TTL_S)
     for _ in ("taken for dead", "joined anew"):
-        pair.say(pair.side.greeting(), TTL_S + 1.0)
+        pair.deliver(pair.side.greeting(), TTL_S + 1.0)
     assert lease_id not in pair.side.known
     assert pair.borrower.to_free() == {lease_id: float("-inf")}
 
@@ -158,7 +150,7 @@ def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
 
 def test_many_requests_are_sent_in_parts_after_reports_on_leases() -> None:
     """No request is left out for ever: those that do not fit are sent next."""
-    pair = LeasePair()
+    pair = MemberPair()
     [lease] = pair.borrower.to_allocate(0.0)
     pair.borrower.allocated(lease.lease_id, 0.0)
     for _ in range(7):
