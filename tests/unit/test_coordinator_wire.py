@@ -259,23 +259,6 @@ def test_a_batch_of_none_or_of_too_many_is_refused(number: int) -> None:
         batch(*[JOIN] * number)
 
 
-@pytest.mark.parametrize(
-    "listing",
-    [
-        {},
-        {"ttl_s": 1, "members": []},
-        {"members": [], "leases": []},
-        {"ttl_s": 1, "members": 1, "leases": []},
-        {"ttl_s": 1, "members": [], "leases": None},
-        {"ttl_s": 1, "members": [{}], "leases": []},
-        {"ttl_s": 1, "members": [], "leases": ["l1"]},
-    ],
-)
-def test_a_listing_that_is_none_is_noticed(listing: dict[str, Any]) -> None:
-    with pytest.raises(WireError, match=r"^the listing"):
-        check_listing(listing)
-
-
 def test_an_error_says_the_path_of_a_field_and_what_is_allowed() -> None:
     reply = to_json(Reply(Outcome.APPLIED))
     member = {**to_json(Member("bob", "i1")), "is_living": True, "leased_bytes": 0}
