@@ -16,7 +16,7 @@ from floodplain.coordinator import app, service, worker
 from floodplain.coordinator.app import MAX_BODY_BYTES
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
-from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
+from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, offer, open_store, request, say
 from tests.support.hooked_store import HookedStore
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S
@@ -63,13 +63,12 @@ def names_of(running: RunningCoordinator) -> set[str]:
 def test_messages_of_a_batch_are_handled_in_order_one_after_the_other(
     running: RunningCoordinator,
 ) -> None:
-    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
-    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
+    ask = request("bob", 5)
     hold = {
         "kind": "report", "name": "bob", "lease_id": "bob.1.1.0",
         "stamp": {"generation": 1, "revision": 1}, "event": "hold",
     }  # fmt: skip
-    body = say(running, request, join("ann"), join("bob"), request, offer, request, hold, hold).json()
+    body = say(running, ask, join("ann"), join("bob"), ask, offer("ann"), ask, hold, hold).json()
     assert body["ttl_s"] == 10.0
     outcomes = [reply["outcome"] for reply in body["replies"]]
     assert outcomes == ["deferred", "applied", "applied", "deferred", "applied", "applied", "applied", "stale"]
@@ -156,14 +155,13 @@ def test_requests_without_a_known_token_are_refused(guarded: RunningCoordinator)
 def test_tokens_allow_messages_by_role_and_name_and_batches_as_a_whole(
     guarded: RunningCoordinator,
 ) -> None:
-    offer = {"kind": "offer", "name": "gpu-0", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
-    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
-    assert say(guarded, join("gpu-0"), offer, token="lends").status_code == 200
-    assert say(guarded, join("bob"), request, token="borrows").status_code == 200
+    ask, put_up = request("bob", 5), offer("gpu-0")
+    assert say(guarded, join("gpu-0"), put_up, token="lends").status_code == 200
+    assert say(guarded, join("bob"), ask, token="borrows").status_code == 200
     for messages, token, name in (
-        ([join("gpu-9"), request], "lends", "request for bob"),
+        ([join("gpu-9"), ask], "lends", "request for bob"),
         ([join("eve")], "borrows", "join for eve"),
-        ([join("bob"), offer, join("eve")], "borrows", "offer for gpu-0"),
+        ([join("bob"), put_up, join("eve")], "borrows", "offer for gpu-0"),
     ):
         refused = say(guarded, *messages, token=token)
         assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
@@ -178,15 +176,11 @@ def test_tokens_allow_messages_by_role_and_name_and_batches_as_a_whole(
 
 
 def test_an_answer_has_each_lease_once_despite_repeated_messages(store: HookedStore) -> None:
-    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 10**6}
     beat = {"kind": "heartbeat", "name": "bob", "generation": 1}
-    asks = [
-        {"kind": "request", "name": "bob", "generation": 1, "number": number, "shards": [{"num_bytes": 1}] * 64}
-        for number in range(1, 17)
-    ]
+    asks = [request("bob", *[1] * 64, number=number) for number in range(1, 17)]
     with coordinating(store) as running:
-        assert say(running, join("ann"), join("bob"), offer, *asks).status_code == 200
-        again = {**asks[0], "shards": [{"num_bytes": 1}]}
+        assert say(running, join("ann"), join("bob"), offer("ann", 10**6), *asks).status_code == 200
+        again = request("bob", 1)
         once, often = (say(running, *([beat, again] * times)) for times in (1, 500))
     assert [len(reply["leases"]) for reply in once.json()["replies"]] == [1024, 64]
     assert {reply["leases_of"] for reply in often.json()["replies"][2:]} == {0, 1}
@@ -196,11 +190,9 @@ def test_an_answer_has_each_lease_once_despite_repeated_messages(store: HookedSt
 def test_an_answer_of_too_many_leases_is_refused_and_nothing_done(
     store: HookedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 1}] * 3}
-    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
     monkeypatch.setattr(service, "MAX_TOLD_LEASES", 5)
     with coordinating(store) as running:
-        assert say(running, join("ann"), join("bob"), offer, request).status_code == 200
+        assert say(running, join("ann"), join("bob"), offer("ann"), request("bob", 1, 1, 1)).status_code == 200
         refused = say(running, join("eve"), join("ann"), join("bob"))
         assert (refused.status_code, error_of(refused)["code"]) == (413, "answer_too_large")
         assert say(running, join("ann")).status_code == say(running, join("bob")).status_code == 200
@@ -354,9 +346,8 @@ def test_the_openapi_document_has_every_path_and_every_kind_of_answer(running: R
 
 def test_metrics_count_what_happened(store: HookedStore) -> None:
     with coordinating(store) as running:
-        offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
-        request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
-        assert say(running, join("ann"), join("bob"), offer, offer, request).status_code == 200
+        messages = join("ann"), join("bob"), offer("ann"), offer("ann"), request("bob", 5)
+        assert say(running, *messages).status_code == 200
         text = httpx.get(f"{running.url}/metrics").text
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     own = "floodplain_coordinator_"

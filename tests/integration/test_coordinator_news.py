@@ -20,7 +20,7 @@ from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.membership import LentDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.web.address import bind
-from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
+from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, offer, open_store, request, say
 from tests.support.secret_files import secret_file
 from tests.support.waiting import HANG_S, wait_until
 
@@ -202,10 +202,8 @@ def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> No
         refused = wait_for_news(running, "ann", mark=mark)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many")
         assert wait_for_news(running, "ann").json()["has_news"], "a member that need not wait is answered all the same"
-        offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 2**20}
-        request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 2**20}]}
         recall = {"kind": "recall", "name": "ann", "stamp": {"generation": 1, "revision": 2}, "num_bytes": 2**20}
-        say(running, join("ann"), join("bob"), offer, request)
+        say(running, join("ann"), join("bob"), offer("ann", 2**20), request("bob", 2**20))
         assert not newer.done(), "a grant is told by the answer to its request"
         say(running, {**recall, "deadline_s": 1.0})
         assert newer.result(HANG_S).json()["has_news"]

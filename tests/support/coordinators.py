@@ -73,6 +73,17 @@ def join(name: str, instance: str = "i1") -> dict[str, Any]:
     return {"kind": "join", "name": name, "instance": instance}
 
 
+def offer(name: str, num_bytes: int = 8) -> dict[str, Any]:
+    """Return the first offer of a member that has just joined."""
+    return {"kind": "offer", "name": name, "stamp": {"generation": 1, "revision": 1}, "offered_bytes": num_bytes}
+
+
+def request(name: str, *sizes: int, number: int = 1) -> dict[str, Any]:
+    """Return a request for shards of these sizes."""
+    shards = [{"num_bytes": size} for size in sizes]
+    return {"kind": "request", "name": name, "generation": 1, "number": number, "shards": shards}
+
+
 def say(coordinator: RunningCoordinator, *messages: dict[str, Any], token: str = "") -> httpx.Response:
     """Send a batch; return the response."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
