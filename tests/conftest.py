@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.examples import PROFILE
 from tests.support.postgres import patient_store, postgres, postgres_url, store_url
+from tests.support.refusals import refuse
 from tests.support.waiting import HANG_S
 
-__all__ = ["patient_store", "postgres", "postgres_url", "store_url"]
+__all__ = ["patient_store", "postgres", "postgres_url", "refuse", "store_url"]
 
 # The same examples in every run, so a red test is caused by a change. HYPOTHESIS_PROFILE=explore draws new ones.
 # A slow machine must not fail a strategy.

@@ -14,6 +14,7 @@ from floodplain.planner.inputs import read_cluster
 from floodplain.planner.placement import to_document
 from floodplain.planner.placer import place
 from tests.support.coordinator_processes import run
+from tests.support.refusals import Refuse
 
 pytestmark = pytest.mark.slow
 
@@ -79,20 +80,14 @@ def test_a_placement_is_kept_when_it_is_the_current_one(
         (["--plot", "x.txt"], "--plot x.txt must end in one of .png, .svg, .pdf"),
     ],
 )
-def test_flags_out_of_range_are_refused(
-    cluster: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["place", str(cluster), *flags]) == 2
-    assert capsys.readouterr().err == f"floodplain: {told}\n"
+def test_flags_out_of_range_are_refused(cluster: Path, flags: list[str], told: str, refuse: Refuse) -> None:
+    assert refuse("place", str(cluster), *flags) == told
 
 
-def test_a_cluster_without_a_placement_is_refused_in_one_line(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_without_a_placement_is_refused_in_one_line(cluster: Path, refuse: Refuse) -> None:
     cluster.write_text(CLUSTER.replace("count: 2}\n  - {name: audiogen", "count: 9}\n  - {name: audiogen"))
-    assert main(["place", str(cluster)]) == 2
-    told = capsys.readouterr().err
-    assert told == "floodplain: there is no placement: 9 GPUs are needed, and the servers have 8: sd-3 (9 x 1 GPUs)\n"
+    told = refuse("place", str(cluster))
+    assert told == "there is no placement: 9 GPUs are needed, and the servers have 8: sd-3 (9 x 1 GPUs)"
 
 
 def test_the_picture_has_a_cell_for_each_gpu_and_an_arc_for_each_pair(cluster: Path) -> None:

@@ -12,6 +12,7 @@ from floodplain.cost.step_time import PARTS, StepWork, read_cost
 from floodplain.files.profile import Profile, read_profile
 from floodplain.observe.profile import draw_profile
 from floodplain.observe.strict_json import save_result
+from tests.support.refusals import Refuse
 
 MODEL = "dummy:tiny-llama"
 ENGINE = ["--kv-memory=8MiB", "--max-batched-tokens=128", "--max-num-seqs=8", "--dtype=float32", "--swap=none"]
@@ -38,10 +39,10 @@ def test_steps_of_an_engine_are_measured_fitted_and_shown(tmp_path: Path, capsys
     assert capsys.readouterr().out == printed
 
 
-def test_too_few_steps_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_steps_are_refused_in_one_line(tmp_path: Path, refuse: Refuse) -> None:
     out = tmp_path / "step.json"
-    assert main(["profile", "step", MODEL, *ENGINE, "--shapes", "4", "--out", str(out), "-q"]) == 2
-    assert "4 steps are too few for 8 parameters: measure at least 16" in capsys.readouterr().err
+    told = refuse("profile", "step", MODEL, *ENGINE, "--shapes", "4", "--out", str(out), "-q")
+    assert "4 steps are too few for 8 parameters: measure at least 16" in told
     assert not out.exists()
 
 
@@ -49,11 +50,8 @@ def test_too_few_steps_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Ca
     ("flags", "complaint"),
     [(["--shapes", "0"], "--shapes"), (["--repeats", "0"], "--repeats"), (["--step-seconds", "0"], "--step-seconds")],
 )
-def test_flags_out_of_their_range_are_refused(
-    flags: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "step", MODEL, *flags, "--out", str(tmp_path / "step.json")]) == 2
-    assert complaint in capsys.readouterr().err
+def test_flags_out_of_their_range_are_refused(flags: list[str], complaint: str, tmp_path: Path, refuse: Refuse) -> None:
+    assert complaint in refuse("profile", "step", MODEL, *flags, "--out", str(tmp_path / "step.json"), "-q")
 
 
 # -- ``floodplain profile swap`` as a command, on a tiny model in virtual time -----------------------------------------
@@ -88,16 +86,9 @@ def test_the_rate_of_an_llm_profile_is_the_stable_rate(tmp_path: Path) -> None:
     result = {"rate_rps": 6.0, "peak_kv_bytes": 1, "kv_bytes": 2, "free_bytes": 1, "role": "consumer"}
     profile = Profile(kind="llm", subject=MODEL, machine="m", settings={}, result=result)
     save_result(tmp_path / "llm.json", profile.to_json())
-    save_result(
-        tmp_path / "step.json",
-        Profile(
-            kind="step",
-            subject=MODEL,
-            machine="a clock",
-            settings={},
-            result={"base_s": 0.01, "decode_s": 0.001, "prefill_token_s": 0.0002},
-        ).to_json(),
-    )
+    line = {"base_s": 0.01, "decode_s": 0.001, "prefill_token_s": 0.0002}
+    steps = Profile(kind="step", subject=MODEL, machine="a clock", settings={}, result=line)
+    save_result(tmp_path / "step.json", steps.to_json())
     bursts = ("--bursts", "2", "--burst", "2")
     found = swap(tmp_path, "--steps", str(tmp_path / "step.json"), "--llm-profile", str(tmp_path / "llm.json"), *bursts)
     assert (found.result["stable_rate_rps"], found.machine) == (6.0, "a clock")
@@ -117,8 +108,5 @@ def test_the_rate_of_an_llm_profile_is_the_stable_rate(tmp_path: Path) -> None:
         (("--steps", "/nowhere.json", "--request-rate", "1"), "/nowhere.json"),
     ],
 )
-def test_what_contradicts_itself_is_refused(
-    argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "swap", MODEL, *POOL, *argv, "-q"]) == 2
-    assert complaint in capsys.readouterr().err
+def test_what_contradicts_itself_is_refused(argv: tuple[str, ...], complaint: str, refuse: Refuse) -> None:
+    assert complaint in refuse("profile", "swap", MODEL, *POOL, *argv, "-q")

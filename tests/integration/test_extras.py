@@ -15,11 +15,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from floodplain.cli.main import main
 from floodplain.coordinator.store import Store
 from floodplain.core.errors import UserError
 from floodplain.files.extras import EXTRAS, require
 from floodplain.model.fast_tokenizer import read_folder
+from tests.support.refusals import Refuse
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -131,18 +131,11 @@ TRACES = (
     ],
 )
 def test_a_command_names_the_extra_that_it_lacks(
-    argv: list[str],
-    module: str,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    argv: list[str], module: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", f"floodplain: {line}\n")
+    assert refuse(*argv) == line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from floodplain.cli.main import main
 from tests.support import forks, router_process
 from tests.support.process_tree import is_alive
+from tests.support.refusals import Refuse
 from tests.support.router_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
 
@@ -175,7 +175,5 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(router: RouterProcess) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", MODEL, "--port", "0", "-q", *flags]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"floodplain: {line}") and said.err.count("\n") == 1
+def test_bad_input_is_one_line(flags: list[str], line: str, refuse: Refuse) -> None:
+    assert refuse("serve", MODEL, "--port", "0", "-q", *flags).startswith(line)

@@ -13,6 +13,7 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.files.profile import Profile, read_profile
 from floodplain.observe.strict_json import save_result
 from tests.fakes.engine import FakeEngine, serving
+from tests.support.refusals import Refuse
 from tests.support.vllm_like import NUM_BLOCKS, vllm_like
 
 MODEL = "dummy:tiny-llama"
@@ -119,25 +120,21 @@ def test_our_server_is_profiled_over_http(tmp_path: Path) -> None:
     assert found.result["role"] == "consumer"  # it spares less than 10 GB
 
 
-def test_a_server_without_metrics_of_its_kv_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_metrics_of_its_kv_is_refused(refuse: Refuse) -> None:
     class Silent(FakeEngine):
         def stats(self) -> EngineStats:
             return EngineStats()
 
     with serving(Silent()) as server:
-        assert main(["profile", "llm", *served(server.url), "-q"]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"floodplain: {server.url}: its /metrics have neither floodplain_kv_blocks nor vllm:")
-        assert told.count("\n") == 1
+        told = refuse("profile", "llm", *served(server.url), "-q")
+    assert told.startswith(f"{server.url}: its /metrics have neither floodplain_kv_blocks nor vllm:")
 
 
-def test_an_address_without_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_server_is_refused(refuse: Refuse) -> None:
     with serving(FakeEngine()) as server:
         url = server.url
-    assert main(["profile", "llm", *served(url), "-q"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"floodplain: no server at {url}: Connection refused")
-    assert told.count("\n") == 1
+    told = refuse("profile", "llm", *served(url), "-q")
+    assert told.startswith(f"no server at {url}: Connection refused")
 
 
 # -- virtual time ------------------------------------------------------------------------------------------------------
@@ -215,9 +212,6 @@ def test_slower_steps_sustain_a_lower_rate(tmp_path: Path, steps: Path) -> None:
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_in_one_line(
-    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], complaint: str, refuse: Refuse
 ) -> None:
-    assert main(["profile", "llm", MODEL, *argv, "-q"]) == 2
-    told = capsys.readouterr().err
-    assert complaint in told
-    assert told.count("\n") == 1
+    assert complaint in refuse("profile", "llm", MODEL, *argv, "-q")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.cli.main import SHELLS, VERBS, main
+from tests.support.refusals import Refuse
 
 
 def print_script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -51,14 +52,11 @@ def test_every_shell_gets_a_script_with_every_verb(shell: str, capsys: pytest.Ca
     assert "\\u00" not in script  # nothing of it was escaped as unsafe
 
 
-def test_without_shtab_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_shtab_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, refuse: Refuse) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["--print-completion", "bash"]) == 2
-    assert "--print-completion needs shtab, which is not installed: pip install" in capsys.readouterr().err
+    told = refuse("--print-completion", "bash")
+    assert told.startswith("--print-completion needs shtab, which is not installed: pip install")
 
 
-def test_an_unknown_shell_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--print-completion", "fish"]) == 2
-    assert "argument --print-completion: invalid choice: 'fish'" in capsys.readouterr().err
+def test_an_unknown_shell_is_refused_by_name(refuse: Refuse) -> None:
+    assert refuse("--print-completion", "fish").startswith("argument --print-completion: invalid choice: 'fish'")

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cli.main import main
 from floodplain.cluster.router.listings import GroupRow, Groups, InstanceRow, Listing
 from floodplain.core.groups import GroupState
 from floodplain.demo.other_load import LoadMeter
@@ -42,6 +41,7 @@ from floodplain.demo.watch import (
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
 from tests.support.records import make_record
+from tests.support.refusals import Refuse
 
 SHOWN = ("dropping", "exchanging", "pipelined", "restoring")
 METRICS = "# TYPE floodplain_group_usable_seconds counter\nfloodplain_group_usable_seconds_total 0.5\n"
@@ -185,9 +185,10 @@ def test_a_scene_without_a_drop_is_described_as_such() -> None:
     assert "not back" in describe_drop(summarise([], SEEN[:5], replace(TOTALS, num_restores=0)))
 
 
-def test_the_two_other_demos_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--cluster", "--expansion", "--out", str(tmp_path)]) == 2
-    assert "--cluster does not go with --expansion" in capsys.readouterr().err
+def test_the_two_other_demos_do_not_go_together(tmp_path: Path, refuse: Refuse) -> None:
+    assert "--cluster does not go with --expansion" in refuse(
+        "demo", "--cluster", "--expansion", "--out", str(tmp_path)
+    )
 
 
 class Scripted:

@@ -10,16 +10,10 @@ import pytest
 
 from floodplain import __version__
 from floodplain.cli.hints import OTHER_FLAGS, nearest
-from floodplain.cli.main import VERBS, _build, _verbs_of, main
+from floodplain.cli.main import VERBS, _build, _verbs_of
+from tests.support.refusals import Refuse
 
 SERVE = set(_verbs_of(_build(["serve"]))["serve"]._option_string_actions)
-
-
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(list(words)) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("floodplain: ") and line.count("\n") == 1
-    return line
 
 
 def test_letters_in_another_order_are_nearer_than_more_common_ones() -> None:
@@ -53,10 +47,8 @@ def test_letters_in_another_order_are_nearer_than_more_common_ones() -> None:
         (["serve", "m", "--kv-memory", "48Mi"], "'48Mi' is no size: write 48MiB, or bytes"),
     ],
 )
-def test_a_wrong_word_is_answered_by_the_right_one(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in said(capsys, *words)
+def test_a_wrong_word_is_answered_by_the_right_one(words: list[str], message: str, refuse: Refuse) -> None:
+    assert message in f"{refuse(*words)}\n"
 
 
 def test_hints_name_flags_that_serve_has_for_flags_that_it_has_not() -> None:
@@ -66,9 +58,9 @@ def test_hints_name_flags_that_serve_has_for_flags_that_it_has_not() -> None:
 
 
 @pytest.mark.parametrize("flag", sorted(OTHER_FLAGS))
-def test_every_flag_of_another_server_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_of_another_server_gets_its_hint(flag: str, refuse: Refuse) -> None:
     words = ["serve", flag] if flag == "--model" else ["serve", "m", flag]
-    assert f"unknown argument {flag}: {OTHER_FLAGS[flag]}\n" in said(capsys, *words)
+    assert refuse(*words) == f"unknown argument {flag}: {OTHER_FLAGS[flag]}"
 
 
 @pytest.mark.parametrize("flag", ["-V", "--version"])
