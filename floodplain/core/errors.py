@@ -46,6 +46,10 @@ class PeerLost(Exception):
     """A process that computes with this one exited or sent invalid data; their joint work is aborted."""
 
 
+class RequestGivenUp(RuntimeError):
+    """Instances ended one after the other under a request, which may be the cause: a client must not send it again."""
+
+
 class WriteFailed(Exception):
     """The result of finished work cannot be written: the command line prints the line and exits with status 1."""
 

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.core.errors import QueueFull, RequestGivenUp, RequestRefused, ShuttingDown, UserError
 
 MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 100
@@ -83,6 +83,8 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
             return 400, _detail(400, message, param, None)
         case StarletteHTTPException():
             return error.status_code, _detail(error.status_code, str(error.detail), None, None)
+        case RequestGivenUp():
+            return 500, _detail(500, str(error), None, "given_up")
         case _:
             return 500, _detail(500, "the server failed; its log says why", None, "internal_error")
 
@@ -93,6 +95,8 @@ def error_response(
     """The answer for ``error``. ASCII only: a field's name may contain what UTF-8 cannot encode."""
     status, body = error_body(error, fields)
     retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    if isinstance(error, RequestGivenUp):
+        retry = {"x-should-retry": "false"}  # obeyed by OpenAI's clients, which repeat other requests with status 500
     return Response(json.dumps(body), status, {**retry, **(headers or {})}, "application/json")
 
 
@@ -106,7 +110,7 @@ def install_error_handlers(app: FastAPI, fields: RequestFields = NO_FIELDS) -> N
         where = f"{error.detail}: {request.method} {request.url.path}"
         return error_response(StarletteHTTPException(error.status_code, where), error.headers)
 
-    for kind in (StarletteHTTPException, UserError, RequestValidationError, Exception):
+    for kind in (StarletteHTTPException, UserError, RequestValidationError, RequestGivenUp, Exception):
         app.add_exception_handler(kind, handle)
 
 

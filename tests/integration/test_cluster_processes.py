@@ -192,7 +192,7 @@ def test_a_request_that_ends_its_instances_fails_alone(tmp_path: Path) -> None:
     others = [[20 + index, *PROMPT] for index in range(3)]
 
     def ask(prompt: list[int]) -> list[int]:
-        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0, timeout=2 * HANG_S) as client:
+        with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", timeout=2 * HANG_S) as client:
             extra = {"ignore_eos": True, "return_token_ids": True}
             done = client.completions.create(model=MODEL, prompt=prompt, max_tokens=9, temperature=0, extra_body=extra)
         return list(done.choices[0].token_ids)  # type: ignore[attr-defined]
@@ -209,9 +209,10 @@ def test_a_request_that_ends_its_instances_fails_alone(tmp_path: Path) -> None:
             wait_placed(4)
             gate.touch()
             assert [one.result() for one in asked] == one_engine(others, max_tokens=9)
-            with pytest.raises(openai.InternalServerError):
+            with pytest.raises(openai.InternalServerError, match="3 instances in a row ended") as caught:
                 cause.result()
-        assert router.listing()["ends"]["hung_up"] == 3
-        assert "3 instances in a row ended under this request" in router.log.read_text()
+        assert caught.value.code == "given_up"
+        assert router.listing()["ends"]["hung_up"] == 3  # the client did not try again
+        assert "3 instances in a row ended under a request of" in router.log.read_text()
     finally:
         router.close()

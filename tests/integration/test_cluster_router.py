@@ -17,7 +17,7 @@ from floodplain.cluster.router.door import LEAST_STAY_S, MAX_UNADMITTED
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.wire.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.wire.placements import Submit
-from floodplain.core.errors import QueueFull, RequestRefused
+from floodplain.core.errors import QueueFull, RequestGivenUp, RequestRefused
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
@@ -321,7 +321,7 @@ async def test_a_request_under_which_instances_end_is_given_up() -> None:
             await peer.read()
             peer.link.abort()
             await until(lambda: not len(some.router.table.roster))
-        with pytest.raises(RuntimeError, match="3 instances in a row ended under this request"):
+        with pytest.raises(RequestGivenUp, match="3 instances in a row ended under this request"):
             await read_all(caller)
 
 

@@ -6,6 +6,7 @@ Tokens become text here, so the text survives the end of an instance.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -13,12 +14,15 @@ from floodplain.cluster.state.request_table import MAX_FAILED_PLACEMENTS, Entry,
 from floodplain.cluster.state.row_checks import check_token
 from floodplain.cluster.wire.messages import Abort, Accepted, Refused, RouterMessage, TokenRow, Tokens, error_of
 from floodplain.cluster.wire.placements import submit_of
+from floodplain.core.errors import RequestGivenUp
 from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.outputs import OutputDelta
 from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Caller:
@@ -160,8 +164,10 @@ class Requests:
     def give_back(self, entry: Entry) -> None:
         """Take a request off its instance, which cannot continue it: it waits for another, or fails."""
         if not self._table.give_back(entry):
+            words = "%d instances in a row ended under a request of %d tokens: it is given up"
+            logger.warning(words, MAX_FAILED_PLACEMENTS, entry.num_tokens)
             why = f"{MAX_FAILED_PLACEMENTS} instances in a row ended under this request: it is given up"
-            self._callers[entry.number].fail(RuntimeError(why))
+            self._callers[entry.number].fail(RequestGivenUp(why))
             self._close(entry)
 
     # -- messages of instances -----------------------------------------------------------------------------------------
