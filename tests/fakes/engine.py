@@ -215,7 +215,7 @@ class RunningServer(ServerThread):
     ) -> None:
         super().__init__()
         self.engine = engine
-        self._server = Server(
+        self.server = Server(
             engine,
             keys=keys,
             drain_timeout_s=drain_timeout_s,
@@ -228,7 +228,7 @@ class RunningServer(ServerThread):
     @property
     def num_requests(self) -> int:
         """Number of HTTP requests in progress."""
-        return len(self._server.server_state.tasks)
+        return len(self.server.server_state.tasks)
 
 
 @contextmanager

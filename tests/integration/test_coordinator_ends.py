@@ -107,7 +107,7 @@ def test_a_stopped_leader_answers_waiting_messages_and_another_leads(tmp_path: P
     store = open_store(tmp_path)
     with coordinating(store) as running, coordinating(open_store(tmp_path), leads=False) as standby:
         with stalled(store) as may_go_on, asking(running, join("ann")) as first, asking(running, join("bob")) as second:
-            wait_until(lambda: running._server._worker.num_waiting == 2)
+            wait_until(lambda: running.server._worker.num_waiting == 2)
             running.stop()
             may_go_on.set()
             assert [each.getresponse().status for each in (first, second)] == [200, 200]
@@ -131,7 +131,7 @@ def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
 def test_a_client_that_disconnects_does_not_block_other_answers(store: HookedStore) -> None:
     with coordinating(store) as running:
         with stalled(store) as may_go_on, asking(running, join("ann")) as gone, asking(running, join("bob")) as other:
-            wait_until(lambda: running._server._worker.num_waiting == 2)
+            wait_until(lambda: running.server._worker.num_waiting == 2)
             gone.close()
             may_go_on.set()
             assert other.getresponse().status == 200
@@ -145,7 +145,7 @@ def test_a_failed_coordinator_answers_all_waiting_clients_and_exits(store: Hooke
 
     with coordinating(store) as running:
         with stalled(store) as may_go_on, asking(running, join("ann")) as first, asking(running, join("bob")) as second:
-            wait_until(lambda: running._server._worker.num_waiting == 2)
+            wait_until(lambda: running.server._worker.num_waiting == 2)
             store.hook = fail
             may_go_on.set()
             for each in (first, second):

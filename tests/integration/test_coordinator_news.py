@@ -193,7 +193,7 @@ def test_a_bad_query_is_one_line_that_names_the_problem(
 def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> None:
     with coordinating(open_store(tmp_path)) as running, ThreadPoolExecutor(2) as pool:
         mark = wait_for_news(running, "bob").json()["mark"]
-        board = running._server._worker.news
+        board = running.server._worker.news
         older = pool.submit(wait_for_news, running, "bob", mark=mark)
         wait_until(lambda: "bob" in board._waiting)
         board.most_waiting = 1
@@ -217,7 +217,7 @@ def test_a_standby_refuses_news_and_a_stopping_leader_answers_at_once(tmp_path: 
             assert wait_for_news(other, "bob").status_code == 503
         mark = wait_for_news(running, "bob").json()["mark"]
         waiting = pool.submit(wait_for_news, running, "bob", mark=mark)
-        board = running._server._worker.news
+        board = running.server._worker.news
         wait_until(lambda: "bob" in board._waiting)
         running.stop()
         assert waiting.result(HANG_S).status_code == 503
@@ -234,7 +234,7 @@ def test_a_leader_that_steps_down_refuses_waiting_clients(tmp_path: Path) -> Non
     with coordinating(store) as running, ThreadPoolExecutor(2) as pool:
         mark = wait_for_news(running, "bob").json()["mark"]
         waiting = pool.submit(wait_for_news, running, "bob", mark=mark)
-        board = running._server._worker.news
+        board = running.server._worker.news
         wait_until(lambda: "bob" in board._waiting)
         store.hook = fail_writes
         assert waiting.result(HANG_S).status_code == 503

@@ -25,17 +25,17 @@ from tests.support.waiting import wait_until
 class RunningCoordinator(ServerThread):
     """A coordinator on a thread of its own."""
 
-    _server: CoordinatorServer
+    server: CoordinatorServer
 
     def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, sock: socket.socket | None) -> None:
         super().__init__(sock)
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
-        self._server = CoordinatorServer(LeaseWorker(self.service), tokens, self.note_ready, limit_connections(None))
+        self.server = CoordinatorServer(LeaseWorker(self.service), tokens, self.note_ready, limit_connections(None))
 
     @property
     def failure(self) -> BaseException | None:
         """The bug that ended it."""
-        return self._server.failure
+        return self.server.failure
 
 
 @contextmanager

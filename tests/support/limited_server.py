@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import Receive, Scope, Send
 
-from floodplain.web.address import bind
 from floodplain.web.connection import ABORT_SCOPE_KEY
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.serving import StoppableServer
+from tests.support.server_thread import ServerThread
 from tests.support.waiting import HANG_S, wait_until
 
 LIMITS = ConnectionLimits(
@@ -53,27 +53,16 @@ class LimitedServer(StoppableServer):
         self.paths: list[str] = []
         self.headers: list[tuple[bytes, bytes]] = []
         self.release = asyncio.Event()
-        self.port = 0
-        self._is_ready = threading.Event()
-        self._sock = sock or bind("127.0.0.1", 0)
-        self._sock.listen()
-        super().__init__(self._answer, closing_s=2 * HANG_S, on_ready=self._note_ready, limits=limits, clock=self.clock)
-        self._thread = threading.Thread(target=self.run, kwargs={"sockets": [self._sock]})
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self.port = self._sock.getsockname()[1]
-        self._thread.start()
-        assert self._is_ready.wait(HANG_S)
+        self.thread = ServerThread(sock)
+        self.port = self.thread.port
+        on_ready = self.thread.note_ready
+        super().__init__(self._answer, closing_s=2 * HANG_S, on_ready=on_ready, limits=limits, clock=self.clock)
+        self.thread.server = self
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the server's event loop, with the callbacks that it schedules."""
-        done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (function(), self._loop.call_soon(done.set)))
+        done, loop = threading.Event(), self.thread.loop
+        loop.call_soon_threadsafe(lambda: (function(), loop.call_soon(done.set)))
         assert done.wait(HANG_S)
 
     def pass_time(self, seconds: float) -> None:
@@ -96,18 +85,6 @@ class LimitedServer(StoppableServer):
             return seen[-1] == num_connections
 
         wait_until(is_settled)
-
-    def stop_and_join(self) -> bool:
-        """Stop the server; return whether it has ended in time."""
-        if self.is_alive:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self.stop)
-        self._thread.join(HANG_S)
-        return not self.is_alive
-
-    def _note_ready(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._is_ready.set()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -141,13 +118,14 @@ class LimitedServer(StoppableServer):
 def limited(limits: ConnectionLimits = LIMITS, sock: socket.socket | None = None) -> Iterator[LimitedServer]:
     """Yield a server; it has ended when the context is left."""
     server = LimitedServer(limits, sock)
-    server.start()
+    server.thread.start()
     try:
         yield server
     finally:
-        if server.is_alive:
+        if server.thread.is_alive:
             server.call(server.release.set)
-        assert server.stop_and_join()
+        server.thread.stop()
+        server.thread.join()
 
 
 def read_all(client: socket.socket) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import suppress
 
 from floodplain.web.address import bind, url_of
 from floodplain.web.serving import StoppableServer
@@ -12,9 +13,10 @@ from tests.support.waiting import HANG_S
 
 
 class ServerThread:
-    """``url`` is the server's address; ``stop`` has the effect of a signal. Subclasses set ``_server``."""
+    """Runs ``server``, which is set later; ``url`` is its address, and ``stop`` has the effect of a signal."""
 
-    _server: StoppableServer
+    server: StoppableServer
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, sock: socket.socket | None = None) -> None:
         self._sock = sock or bind("127.0.0.1", 0)
@@ -22,8 +24,7 @@ class ServerThread:
         self.url = url_of(self._sock)
         self.port = int(self.url.rsplit(":", 1)[1])
         self._is_ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._sock]))
+        self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self._sock]))
 
     @property
     def thread_id(self) -> int | None:
@@ -31,18 +32,23 @@ class ServerThread:
         return self._thread.ident
 
     def note_ready(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._is_ready.set()
 
     def start(self) -> None:
         self._thread.start()
         assert self._is_ready.wait(HANG_S)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._server.stop)
+        if self.is_alive:
+            with suppress(RuntimeError):  # it ends just now
+                self.loop.call_soon_threadsafe(self.server.stop)
 
     def join(self) -> None:
         self._thread.join(HANG_S)
-        assert not self._thread.is_alive()
+        assert not self.is_alive
