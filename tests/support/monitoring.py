@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
@@ -41,3 +44,15 @@ def conditions() -> Iterator[tuple[str, str]]:
 def metric_names(expr: str) -> set[str]:
     """The metrics that an expression names."""
     return set(re.findall(r"\b(?:floodplain|process)_\w+|\bup\b", expr))
+
+
+def samples(collector: Collector, prefix: str = "floodplain_") -> dict[str, float]:
+    """All samples by their names without ``prefix``, and the values of labels that tell them apart."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = [sample.labels[name] for name in sorted(sample.labels) if name not in ("model_name", "engine")]
+            found[" ".join([sample.name.removeprefix(prefix), *labels])] = sample.value
+    return found

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.request import NO_GOALS, FinishReason, Goals, Request
@@ -18,6 +16,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats
 from floodplain.server.counts import RequestCounts
 from floodplain.server.metrics import TOKEN_BUCKETS_S, ServingMetrics
+from tests.support.monitoring import samples
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(), arrival_s=0.0)
 
@@ -30,13 +29,6 @@ PROMISED = {
     for kind, name, labels in re.findall(r"\| (gauge|counter|histogram) \| `(\w+)(?:\{([\w,]+)\})?` \|$", row)
 }
 """Types and labels of all metrics by name, as they are documented."""
-
-
-def scrape(metrics: ServingMetrics) -> dict[str, object]:
-    registry = CollectorRegistry()
-    registry.register(metrics)
-    families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {f.name + "_total" * (f.type == "counter"): f for f in families}
 
 
 def test_the_names_types_and_labels_are_the_documented_ones() -> None:
@@ -55,24 +47,14 @@ def test_the_names_types_and_labels_are_the_documented_ones() -> None:
     )
     counts = RequestCounts()
     counts.refused["429"] += 1
-    families = scrape(ServingMetrics("m", lambda: stats, counts))
     assert len(PROMISED) > 30
-    assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == {  # type: ignore[attr-defined]
-        name: kind for name, (kind, _) in PROMISED.items()
-    }
-    for name, (_, labels) in PROMISED.items():
-        for sample in families[f"floodplain_{name}"].samples:  # type: ignore[attr-defined]
-            assert {*sample.labels} - {"le"} == labels | {"model_name"}
-            assert sample.labels["model_name"] == "m"
-
-
-def samples(metrics: ServingMetrics) -> dict[str, float]:
-    """All samples by their names and the values of their labels, without the name of the model."""
     found = {}
-    for sample in (sample for family in scrape(metrics).values() for sample in family.samples):  # type: ignore[attr-defined]
-        labels = [sample.labels[name] for name in sorted(sample.labels) if name != "model_name"]
-        found[" ".join([sample.name.removeprefix("floodplain_"), *labels])] = sample.value
-    return found
+    for family in ServingMetrics("m", lambda: stats, counts).collect():
+        labels = {name for sample in family.samples for name in sample.labels} - {"model_name", "le"}
+        name = family.name.removeprefix("floodplain_") + "_total" * (family.type == "counter")
+        found[name] = family.type, labels
+        assert {sample.labels["model_name"] for sample in family.samples} == {"m"}
+    assert found == PROMISED
 
 
 def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:

@@ -100,18 +100,15 @@ async def test_an_idle_server_has_nothing_to_await(entries: pytest.LogCaptureFix
     assert entries.messages == ["stopping: no request is live"]
 
 
-def test_a_server_waits_until_the_end_of_its_last_drain_is_logged(entries: pytest.LogCaptureFixture) -> None:
-    async def stop() -> None:
-        draining, engine, _ = make(1)
-        draining.begin()
-        await settle()
-        waiting = asyncio.ensure_future(draining.wait())
-        await settle()
-        assert not waiting.done() and len(entries.messages) == 1
-        engine.end(1, at_s=101.0)
-        await waiting
-
-    asyncio.run(stop())
+async def test_a_server_waits_until_the_end_of_its_drain_is_logged(entries: pytest.LogCaptureFixture) -> None:
+    draining, engine, _ = make(1)
+    draining.begin()
+    await settle()
+    waiting = asyncio.ensure_future(draining.wait())
+    await settle()
+    assert not waiting.done() and len(entries.messages) == 1
+    engine.end(1, at_s=101.0)
+    await waiting
     assert entries.messages == [
         "stopping: 1 request may finish within 30 s; a second signal aborts it",
         "stopped after 1.0 s: all requests ended",
