@@ -21,10 +21,11 @@ import torch
 
 from benchmarks.expansion.convergence_chart import draw
 from benchmarks.expansion.pie_expansion import PieExpansion
-from benchmarks.expansion.run import HERE, make_requests, measure_memory_bandwidth
+from benchmarks.expansion.run import HERE, make_requests
 from benchmarks.expansion.ways import Way
 from benchmarks.fairness.lane import Lane, run_in_turns
 from floodplain.bench.offline import hardware_report
+from floodplain.cli.doctor import measure_read_bandwidth
 from floodplain.core.lifecycle import Lifecycle, residence_s
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import Tokenizer
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE, help="folder for convergence.json and convergence.png")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
-    bandwidth, tokenizer = measure_memory_bandwidth(), open_model("smollm2").load_tokenizer()
+    bandwidth, tokenizer = measure_read_bandwidth(2**28), open_model("smollm2").load_tokenizer()
     result: dict[str, Any] = {key: value for key, value in vars(args).items() if key != "out"}
     result |= {"memory_bytes_s": bandwidth, "hardware": hardware_report("cpu").name}
     result["samples"] = converge(args, args.ratio * bandwidth, tokenizer)

@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import os
-import time
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from benchmarks.expansion.ways import WAYS
 from benchmarks.fairness.lane import Lane, run_in_turns
 from floodplain.bench.offline import hardware_report, report_between
+from floodplain.cli.doctor import measure_read_bandwidth
 from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
@@ -48,17 +48,6 @@ def make_requests(lengths: str, seed: int, tokenizer: Tokenizer, num_requests: i
         ignore_eos=True, seed=seed,
     )  # fmt: skip
     return build(spec, tokenizer)
-
-
-def measure_memory_bandwidth(num_bytes: int = 2**28) -> float:
-    """Bytes per second that the threads which compute read here: what a step's weights and KV come at, at best."""
-    words = torch.ones(num_bytes // 4)
-    times = []
-    for _ in range(5):
-        begin_s = time.perf_counter()
-        words.sum()
-        times.append(time.perf_counter() - begin_s)
-    return num_bytes / min(times)
 
 
 def run_row(
@@ -175,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
     result = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
-    bandwidth = measure_memory_bandwidth()
+    bandwidth = measure_read_bandwidth(2**28)
     tokenizer = open_model("smollm2").load_tokenizer()
     about = {"memory_bytes_s": bandwidth, "threads": torch.get_num_threads(), "hardware": hardware_report("cpu").name}
     for lengths, mib, ratio, seed in product(args.lengths, args.mib, args.ratios, args.seeds):

@@ -93,7 +93,7 @@ def _measure_memory(model: str) -> dict[str, Any]:
 
     from floodplain.cost.link import LINKS, common_scale
     from floodplain.memory.host.device_file import PAGE_BYTES
-    from floodplain.memory.host.transfer import measure_copy_bandwidth, measure_plain_bandwidth
+    from floodplain.memory.host.transfer import count_measured, measure_copy_bandwidth, measure_plain_bandwidth
     from floodplain.memory.kv_layout import KVLayout
     from floodplain.model.weights.open_model import open_model
 
@@ -105,7 +105,8 @@ def _measure_memory(model: str) -> dict[str, Any]:
         head_dim=shape.head_dim,
         dtype=torch.bfloat16,
     )
-    bandwidth, plain = measure_copy_bandwidth(layout), measure_plain_bandwidth(layout)
+    bandwidth = measure_copy_bandwidth(layout)
+    plain = measure_plain_bandwidth(count_measured(layout) * layout.block_bytes)
     scale = common_scale(LINKS.values(), bandwidth)
     quanta = {name: layout.count_quantum_blocks(size) for name, size in (("host", PAGE_BYTES), ("CUDA", 2**21))}
     return {
@@ -122,10 +123,11 @@ def _measure_expansion(model: str) -> dict[str, Any]:
     """The gain of ``--kv-expansion`` by the closed form, if memory is short and compute does not copy."""
     from floodplain.core.layer_places import MOST_SLOTS
     from floodplain.cost.expansion import best_places, expansion_gain
+    from floodplain.memory.host.transfer import measure_plain_bandwidth
     from floodplain.model.weights.open_model import open_model
 
     shape = open_model(model).config.shape
-    link, memory = _plain_bandwidth(2**26), _read_bandwidth(2**28)
+    link, memory = measure_plain_bandwidth(2**26), measure_read_bandwidth(2**28)
     facts: dict[str, Any] = {
         "copies, memory": f"{link / 1e9:.1f} and {memory / 1e9:.1f} GB/s: a ratio of {link / memory:.2f}"
     }
@@ -143,20 +145,12 @@ def _measure_expansion(model: str) -> dict[str, Any]:
     return facts
 
 
-def _read_bandwidth(num_bytes: int) -> float:
-    """Bytes per second that compute's threads read: the best of several tries."""
+def measure_read_bandwidth(num_bytes: int) -> float:
+    """Bytes per second that the threads which compute read: the best of several tries."""
     import torch
 
     words = torch.ones(num_bytes // 4)
     return num_bytes / min(timeit.repeat(lambda: words.sum(), number=1, repeat=5))
-
-
-def _plain_bandwidth(num_bytes: int) -> float:
-    """Bytes per second of a plain copy of so many bytes: the best of several tries."""
-    import numpy as np
-
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.empty(num_bytes, dtype=np.uint8)
-    return num_bytes / min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=5))
 
 
 def _quantum(num_blocks: int, block_bytes: int) -> str:

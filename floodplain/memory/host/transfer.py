@@ -187,12 +187,12 @@ class HostTransferEngine(CopyEngine[HostJob]):
         super().__init__(store, slots, lambda direction: HostLane(direction, store, slots, link))
 
 
-def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
+def measure_copy_bandwidth(layout: KVLayout) -> float:
     """Bytes per second of unpaced copies here: the best of several tries, the slower direction.
 
     It takes three times the memory of what is copied, and raises ``UserError`` without it.
     """
-    num_blocks = _count_measured(layout)
+    num_blocks = count_measured(layout)
     num_bytes = num_blocks * layout.block_bytes
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
@@ -203,20 +203,19 @@ def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
         slots, ids = SwapSlots(layout, num_blocks), tuple(range(num_blocks))
         lanes = {direction: HostLane(direction, pool, slots) for direction in (Direction.OUTBOUND, Direction.INBOUND)}
         best_s = [
-            min(_time_s(lane, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
-            for direction, lane in lanes.items()
+            min(_time_s(lane, BlockCopy(direction, ids, ids)) for _ in range(5)) for direction, lane in lanes.items()
         ]
     return num_bytes / max(best_s)
 
 
-def measure_plain_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
-    """Bytes per second of a plain copy of what ``measure_copy_bandwidth`` moves, in the calling thread, too."""
-    source = np.ones(_count_measured(layout) * layout.block_bytes, dtype=np.uint8)
-    target = np.ones_like(source)  # written: a first touch is no copy
-    return source.nbytes / min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=num_repeats))
+def measure_plain_bandwidth(num_bytes: int) -> float:
+    """Bytes per second of a plain copy of so many bytes in the calling thread: the best of several tries."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.empty(num_bytes, dtype=np.uint8)
+    return num_bytes / min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=5))
 
 
-def _count_measured(layout: KVLayout) -> int:
+def count_measured(layout: KVLayout) -> int:
+    """Number of the blocks that ``measure_copy_bandwidth`` moves."""
     return max(1, min(MEASURED_BLOCKS, MEASURED_BYTES // layout.block_bytes))
 
 
