@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
         server = Server(
             engine,
             keys=keys,
-            drain_timeout_s=server_config.drain_timeout,
             on_ready=say_ready,
             limits=limits,
             config=server_config,

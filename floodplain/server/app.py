@@ -166,14 +166,13 @@ CLOSING_GRACE_S = 2
 
 
 class Server(StoppableServer):
-    """uvicorn with a drain: on a stop signal requests may finish within ``drain_timeout_s`` seconds, then it exits."""
+    """uvicorn with a drain: on a stop signal requests may finish within ``drain_timeout`` seconds, then it exits."""
 
     def __init__(
         self,
         engine: ServingEngine,
         *,
         keys: KeyRing | None,
-        drain_timeout_s: float,
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         config: ServerConfig = DEFAULTS,
@@ -184,9 +183,9 @@ class Server(StoppableServer):
         self._engine = engine
         self._status = StatusLine(engine.stats)
         switch = DrainSwitch()
-        self._draining = Draining(engine, switch, drain_timeout_s)
+        self._draining = Draining(engine, switch, config.drain_timeout)
         app = create_app(engine, drain=switch, keys=keys, config=config, goals=goals, tracer=tracer, extend=extend)
-        closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
+        closing_s = math.ceil(config.drain_timeout) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits)
 
     @property

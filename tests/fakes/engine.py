@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -218,10 +219,9 @@ class RunningServer(ServerThread):
         self.server = Server(
             engine,
             keys=keys,
-            drain_timeout_s=drain_timeout_s,
             on_ready=self.note_ready,
             limits=limit_connections(None),
-            config=config,
+            config=replace(config, drain_timeout=drain_timeout_s),
             tracer=tracer,
         )
 
