@@ -71,7 +71,7 @@ class PromptReader:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.calls != "none" else []
         options = body.template_options(self._tokenizer.chat_template)
         unused = {f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or () if name not in options}
-        return self._encode_turns(templated(body.messages), tools, options), body.ignored_fields | unused
+        return self._encode_turns(templated(body.messages), tools, options), body.ignored | unused
 
     def _encode_turns(
         self, turns: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any] = NO_OPTIONS

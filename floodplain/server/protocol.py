@@ -18,49 +18,39 @@ class ServingEngine(Protocol):
     @property
     def model_name(self) -> str:
         """The name that requests must give as ``model``."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
-        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        ...
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended the step loop, on which the server stops; None while there is none."""
-        ...
 
     @property
     def can_serve(self) -> bool:
         """Whether new requests are computed now; with several instances: whether one serves."""
-        ...
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended, for which ``drain`` waits."""
-        ...
 
     async def start(self) -> None:
         """Start stepping. Called once."""
-        ...
 
     async def drain(self, timeout_s: float) -> None:
         """Return when no request is live; those left after ``timeout_s`` are aborted. Another call may shorten it."""
-        ...
 
     async def close(self) -> None:
         """Abort live requests, stop stepping and free everything."""
-        ...
 
     def generate(
         self, request: Request, *, on_accepted: Callable[[], None] = lambda: None
@@ -75,15 +65,12 @@ class ServingEngine(Protocol):
             QueueFull: Before the first delta: ``max_waiting`` requests wait already.
             UserError: Before the first delta: anything else about the request, such as a token outside the vocabulary.
         """
-        ...
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap enough for a scrape a second."""
-        ...
 
     def watch(self) -> Callable[[], LiveView]:
         """A function that looks at live requests now; it remembers earlier looks, to build only what has changed."""
-        ...
 
     def subscribe(
         self, on_finished: Callable[[EndedRequest], None], on_first_token: OnFirstToken | None = None, /
@@ -92,4 +79,3 @@ class ServingEngine(Protocol):
 
         ``on_first_token`` is called with every request at its first token, also if it is aborted later; once each.
         """
-        ...

@@ -297,11 +297,6 @@ class GenerationRequest(Body):
     prompt_logprobs: Int | None = None
 
     @property
-    def ignored_fields(self) -> frozenset[str]:
-        """The fields anywhere in the body that were given and ignored."""
-        return self.ignored
-
-    @property
     def goals(self) -> Goals:
         """The request's own goals, in seconds."""
         ttft_ms, tpot_ms = self.ttft_goal_ms, self.tpot_goal_ms
@@ -444,9 +439,9 @@ class ChatRequest(GenerationRequest):
         return choice if self.tools or choice != "auto" else "none"
 
     @property
-    def ignored_fields(self) -> frozenset[str]:
+    def ignored(self) -> frozenset[str]:
         """The fields anywhere in the body and its messages that were given and ignored."""
-        return self.ignored.union(*(message.ignored_fields for message in self.messages))
+        return super().ignored.union(*(message.ignored_fields for message in self.messages))
 
     @classmethod
     def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:

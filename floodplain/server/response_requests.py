@@ -16,14 +16,15 @@ from floodplain.server.requests import BY_PARTS, TEXT, TEXTS, ChatRequest, Int, 
 from floodplain.server.tools import BY_KIND, FUNCTION, MAX_TOOLS, ChoiceWord, ToolName
 from floodplain.web.errors import BRANCH
 
-_HINTS = frozenset({"annotations", "id", "logprobs", "status"})
-"""Fields of earlier outputs that clients send back."""
+
+class _SentBack(Body):
+    """A part of an earlier output: clients send it back with hints of the server."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset({"annotations", "id", "logprobs", "status"})
 
 
-class TextContent(Body):
+class TextContent(_SentBack):
     """A piece of a message or of a function's output."""
-
-    ignores: ClassVar[frozenset[str]] = _HINTS
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -39,20 +40,16 @@ def _text(content: TextOrParts) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class MessageItem(Body):
+class MessageItem(_SentBack):
     """A turn of the conversation."""
-
-    ignores: ClassVar[frozenset[str]] = _HINTS
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: TextOrParts
 
 
-class CallItem(Body):
+class CallItem(_SentBack):
     """A call that the model made."""
-
-    ignores: ClassVar[frozenset[str]] = _HINTS
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(max_length=256)]
@@ -60,10 +57,8 @@ class CallItem(Body):
     arguments: str
 
 
-class OutputItem(Body):
+class OutputItem(_SentBack):
     """The result of a call."""
-
-    ignores: ClassVar[frozenset[str]] = _HINTS
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(max_length=256)]

@@ -103,7 +103,7 @@ class OpenAIRoutes:
         params, detail, name = body.sampling(), body.usage_detail, name_of(body, request)
         reader = self._answering.reader(request)
         prompts = await while_connected(request, reader.read_prompts(body.prompts()))
-        self._ignored_fields.note(body.ignored_fields)
+        self._ignored_fields.note(body.ignored)
         of_choices = [prompt for prompt in prompts for _ in range(params.n)]
         shown = of_choices if body.return_token_ids else None
         reply = CompletionReply(body.model, self._engine.tokenizer, name, detail, shown)
