@@ -64,12 +64,11 @@ def late_storm(
     seed: int,
     *,
     policy: Policy | None = None,
-    num_slots: int = 40,
     failing: float = 0.0,
     **flags: Any,
 ) -> Iterator[LateStorm]:
     """Yield an engine of 24 blocks under ``policy``, by default one with random decisions."""
-    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": num_slots * BLOCK_BYTES}
+    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": 40 * BLOCK_BYTES}
     engine = build_engine(EngineConfig(model=MODEL, **(FLAGS | swapping | flags)), policy or ImpatientPolicy())
     try:
         executor: Any = engine._executor

@@ -15,8 +15,8 @@ MEMORY = st.sampled_from([-30, -20, -7, 0, 5, 15, 25]).map(lambda gb: gb * GB)
 
 
 @st.composite
-def clusters(draw: st.DrawFn, *, is_easy: bool = False, max_units: int = 6) -> Cluster:
-    """Draw up to three servers and ``max_units`` units; easy ones (no pins, nothing apart) have a placement."""
+def clusters(draw: st.DrawFn, *, max_units: int = 6) -> Cluster:
+    """Draw up to three servers and ``max_units`` units."""
     kinds = draw(st.lists(st.sampled_from([(2, 80), (4, 80), (4, 80), (3, 40)]), min_size=1, max_size=3))
     domains = draw(st.sampled_from(["own", "one"]))
     servers = tuple(
@@ -32,14 +32,14 @@ def clusters(draw: st.DrawFn, *, is_easy: bool = False, max_units: int = 6) -> C
             draw(st.sampled_from([1, 1, 2])),
             draw(st.sampled_from([1, 1, 2])),
         )
-        pins = None if is_easy else draw(st.none() | st.sets(st.sampled_from(names), min_size=1).map(frozenset))
+        pins = draw(st.none() | st.sets(st.sampled_from(names), min_size=1).map(frozenset))
         if left < count * stages:
             break
         left -= count * stages
         models.append(Model(f"m{i}", count, shards, stages, draw(MEMORY), pins))
     models = models or [Model("m0", 1, 1, 1, draw(MEMORY))]
     apart: list[frozenset[str]] = []
-    if not is_easy and draw(st.booleans()):
+    if draw(st.booleans()):
         apart.append(frozenset(draw(st.sets(st.sampled_from([model.name for model in models]), min_size=1))))
     return Cluster(servers, tuple(models), tuple(apart))
 
