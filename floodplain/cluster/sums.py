@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
@@ -84,11 +84,10 @@ def _add(all_stats: Iterable[EngineStats]) -> EngineStats:
 def _add_values(values: list[Any]) -> Any:
     if not isinstance(values[0], dict):
         return sum(values)
-    total: dict[Any, Any] = {}
+    total: Counter[Any] = Counter()
     for each in values:
-        for key, number in each.items():
-            total[key] = total.get(key, 0) + number
-    return total
+        total.update(each)  # unlike +, keeps zeros
+    return dict(total)
 
 
 def _add_expansion(many: list[EngineStats]) -> ExpansionFacts:

@@ -195,6 +195,7 @@ class GroupController:
                 for ticket in message.given_back:
                     self._table.check_ticket(message.epoch, ticket)
                     if (entry := self._table.find(message.epoch, ticket)) is not None:
+                        self._table.lift(entry)
                         self._let_wait(entry)
             case wire.HandedOver():
                 self._lift_rows(plan, message, integers)
@@ -276,7 +277,7 @@ class GroupController:
             case GroupState.OVER:
                 self.counts.note(plan.number, "ended", now - plan.begun_s)
                 for one in plan.moving.values():
-                    self._let_wait_if_lifted(one.entry)
+                    self._let_wait(one.entry)
                 self._forget_plan(plan)
 
     def _lead(self, plan: GroupPlan, now: float) -> None:
@@ -303,11 +304,7 @@ class GroupController:
             self.counts.num_recomputed += bool(entry.tokens)
 
     def _let_wait(self, entry: Entry) -> None:
-        if entry.ticket is not None:
-            self._table.lift(entry)
-        self._let_wait_if_lifted(entry)
-
-    def _let_wait_if_lifted(self, entry: Entry) -> None:
+        """Let a request be recomputed, unless it has resumed or ended."""
         if self._table.is_lifted(entry):
             self._table.wait(entry)
             self.counts.num_recomputed += 1

@@ -95,7 +95,10 @@ class Movable:
 
 
 class SourceEnd:
-    """One migration of ``request`` at the source: the instance that has it. The target may read the held blocks."""
+    """One migration of ``request`` at the source, whose held blocks the target may read.
+
+    ``hold``, ``stop`` and ``adopt`` are called on the engine's thread.
+    """
 
     def __init__(self, engine: AsyncEngine, movable: Movable, request: Request, order: wire.HoldKv) -> None:
         self.ticket, self._secret = order.ticket, bytes.fromhex(order.secret)
@@ -103,16 +106,24 @@ class SourceEnd:
         self._outgoing = Outgoing(engine.engine.loop, request)
         self._bulk.admit(self._secret)
 
-    def hold(self, num_copied: int) -> asyncio.Future[Sequence[BlockId] | None]:
+    def hold(self, num_copied: int, _: Engine) -> Sequence[BlockId] | None:
         """Hold the sealed blocks. Those after ``num_copied``; None if the request does not run."""
-        return call(self._engine, partial(self._hold, num_copied))
+        before = self._outgoing.blocks
+        is_running = self._outgoing.hold_sealed()
+        self._change(before)
+        return self._outgoing.blocks[num_copied:] if is_running else None
 
-    def stop(self, num_copied: int) -> asyncio.Future[tuple[Stopped, Sequence[BlockId]] | None]:
+    def stop(self, num_copied: int, engine: Engine) -> tuple[Stopped, Sequence[BlockId]] | None:
         """End the request and hold all its blocks. Those after ``num_copied``; None if it does not run."""
-        return call(self._engine, partial(self._stop, num_copied))
+        before, stopped = self._outgoing.blocks, self._outgoing.stop(num_copied)
+        self._change(before)
+        if stopped is None:
+            return None
+        engine.finish(stopped.seq_id, FinishReason.ABORT)
+        return stopped, self._outgoing.blocks[num_copied:]
 
     def adopt(self, engine: Engine, seq_id: SeqId) -> None:
-        """Resume the request here from its blocks. Called on the engine's thread."""
+        """Resume the request here from its blocks."""
         self._store.release(self._outgoing.blocks)
         self._outgoing.adopt(seq_id, engine.clock())
 
@@ -120,20 +131,6 @@ class SourceEnd:
         """Free the held blocks: nothing more is copied. Safe to call twice."""
         self._engine.post(lambda _: self._release())
         self._bulk.revoke(self._secret)
-
-    def _hold(self, num_copied: int, _: Engine) -> Sequence[BlockId] | None:
-        before = self._outgoing.blocks
-        is_running = self._outgoing.hold_sealed()
-        self._change(before)
-        return self._outgoing.blocks[num_copied:] if is_running else None
-
-    def _stop(self, num_copied: int, engine: Engine) -> tuple[Stopped, Sequence[BlockId]] | None:
-        before, stopped = self._outgoing.blocks, self._outgoing.stop(num_copied)
-        self._change(before)
-        if stopped is None:
-            return None
-        engine.finish(stopped.seq_id, FinishReason.ABORT)
-        return stopped, self._outgoing.blocks[num_copied:]
 
     def _change(self, before: Sequence[BlockId]) -> None:
         self._store.hold(self._outgoing.blocks)
@@ -234,7 +231,8 @@ class MigrationRole(Role):
                 self._session.start(self._pull(order, target.pull(order.address, integers)))
             case wire.StopRequest() if order.number in self._sources:
                 source = self._sources[order.number]
-                self._session.start(self._stop(order, source.ticket, source.stop(order.num_copied)))
+                stopping = call(self._engine, partial(source.stop, order.num_copied))
+                self._session.start(self._stop(order, source.ticket, stopping))
             case wire.GoOn():
                 self._go_on(order, integers)
             case wire.ReleaseKv():
@@ -250,7 +248,8 @@ class MigrationRole(Role):
             return
         if order.number not in self._sources:
             self._sources[order.number] = SourceEnd(self._engine, self._movable, request, order)
-        self._session.start(self._say_held(order, self._sources[order.number].hold(order.num_copied)))
+        holding = call(self._engine, partial(self._sources[order.number].hold, order.num_copied))
+        self._session.start(self._say_held(order, holding))
 
     async def _say_held(self, order: wire.HoldKv, holding: asyncio.Future[Sequence[BlockId] | None]) -> None:
         blocks = await holding
