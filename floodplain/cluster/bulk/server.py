@@ -1,7 +1,7 @@
 """Serves stores (KV blocks, parameters) to other instances, which pull chunks over separate connections.
 
 Each connection has a thread, so a client that stops reading delays nothing else. Before each chunk the server calls
-a gate, which returns when the stage has no activations waiting, or after a bounded time.
+a gate.
 """
 
 from __future__ import annotations

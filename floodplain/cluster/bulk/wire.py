@@ -1,7 +1,7 @@
 """Messages of a bulk transfer: a hello, requests for parts of a store, and chunks with their digests.
 
 A request names a store, a part of it (a layer) and indices in that part (block ids, or numbers of parameter pieces).
-Chunks answer a request in the order of its indices; requests are answered in the order of their arrival.
+Requests are answered in sequence, each in the order of its indices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The router's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
 
 ``GroupTable`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the router's
-table: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
+table.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class GroupCounts:
         num_changes: How often a group was changed, by ``CHANGES``; ``seconds``: the total time of these changes.
         num_carried: Requests that kept their KV in drops and restores; ``num_recomputed`` lost it.
         usable_s: Total time from a decision to drop until the group's pool was usable.
-        restored_s: Seconds that the last restores took, by the group's number.
-        problems: Why groups were not formed, or ended early.
+        restored_s: Seconds of the last restores, by group; ``problems``: why groups were not formed, or ended early.
     """
 
     def __init__(self) -> None:
@@ -80,10 +79,8 @@ STEP_TIMEOUT_S = 60.0
 class GroupController:
     """The groups of a router. Everything is called on the router's event loop.
 
-    Args:
-        send: Sends an order, and integers beside it, to the instance of an epoch.
-        end: Ends the session of an instance, for a reason.
-        place: Places requests that wait.
+    ``send`` sends an order, and integers beside it, to the instance of an epoch; ``end`` ends its session for a reason;
+    ``place`` places requests that wait.
     """
 
     def __init__(

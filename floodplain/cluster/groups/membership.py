@@ -1,8 +1,8 @@
 """A member's side of one group, from the pause to the return of the last page. It executes the router's orders.
 
-Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` resumes it. From then on the
-member has only some layers, until ``close``, or ``abandon`` if the group fails. In place of its own engine a
-member may bring the membership of an old group, which resumes if the new group is cancelled, and ends when it drops.
+Until ``drop`` nothing is unmapped, and ``cancel`` resumes the engine. From then on the member has only some layers,
+until ``close``, or ``abandon`` if the group fails. In place of its own engine a member may bring the membership of an
+old group, which resumes if the new group is cancelled, and ends when it drops.
 """
 
 from __future__ import annotations
@@ -290,14 +290,9 @@ class Membership:
 class GroupPipeline(PipelineStage):
     """A member's part of a group's pipeline: the leader runs the step loop, the others a thread with their layers.
 
-    Everything is called on one event loop.
-
-    Args:
-        member: The group member; its group memory has the KV.
-        blocks: For the leader: blocks of the requests whose KV is being copied, one request after the other.
-
-    Attributes:
-        is_ending: Whether the end of a neighbour's link is expected, and so not a failure.
+    Everything is called on one event loop. ``blocks`` are, for the leader, those of the requests whose KV is being
+    copied, one request after the other. While ``is_ending``, the end of a neighbour's link is expected, and so not a
+    failure.
     """
 
     def __init__(self, member: GroupMember, order: Drop, blocks: Sequence[int]) -> None:

@@ -39,17 +39,15 @@ class GroupPlan:
     """The router's plan of one group.
 
     Attributes:
-        epochs: Of its members, by place.
+        epochs: Of its members, by place; ``names``: their names in commands.
         max_model_len: Most tokens of a request.
         since_s: When its state, or the progress in it, changed last.
         begun_s: When the current change, a drop or a restore, was requested.
         reports: Each paused member's report and its blocks, by epoch.
         merge: How it takes in old groups; None before ``divide`` if there are none.
-        kept: Layers that each place keeps; empty before ``divide``.
-        sizes: Quanta of the group; None before ``divide``.
+        kept: Layers that each place keeps, and ``sizes``: quanta of the group; empty and None before ``divide``.
         moving: Requests whose KV moves, by the table's numbers.
         moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
-        names: Of its members in commands, by place.
         secret: The secret that members show each other, hexadecimal.
     """
 

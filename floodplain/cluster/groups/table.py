@@ -130,7 +130,6 @@ class Change:
     """The effect of one call.
 
     Attributes:
-        group: The group, in its new state.
         orders: Orders to send, in this sequence.
         entered: The state that this call entered; None if it did not change.
         ended: Epochs whose sessions must end now, last place first.

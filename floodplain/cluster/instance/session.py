@@ -1,7 +1,4 @@
-"""One session of an instance: from the router's welcome to the end of the connection or of this process.
-
-The session serves requests. Its ``Role`` executes the orders for groups, migrations or a pipeline.
-"""
+"""One session of an instance, which serves requests; its ``Role`` executes other orders of the router."""
 
 from __future__ import annotations
 
@@ -67,11 +64,8 @@ class Role:
 class Session:
     """One session under one epoch. Nothing of it is left when ``run`` returns.
 
-    ``engine``, to which requests are submitted, is started; None: there is none yet. A role may change it.
-
-    Attributes:
-        streams: The task of each live request, by ticket.
-        requests: The live requests by ticket, as they were submitted to the engine.
+    ``engine``, to which requests are submitted, is started; None: there is none yet. A role may change it. ``streams``
+    are the tasks of live requests by ticket, ``requests`` these as they were submitted.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """One pipeline stage as a ``Member``: it keeps its layers, and opens new links whenever a pipeline is formed.
 
-The first stage leads: it has the step loop and gets the requests from the router. When a link or the connection to the
-router ends, the pipeline ends: its requests resume from their tokens on another instance, or in the next pipeline.
+The first stage leads: it has the step loop and gets the requests. When a link or the connection to the router ends,
+the pipeline ends, and its requests resume elsewhere from their tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Instance processes of the router: it starts them, restarts them when they end, and leaves none behind.
 
-A slot is the place of one process. The launcher decides when the process starts, restarts, or is killed;
-``Processes`` does it: on this machine (``processes.py``), or on those of a Ray cluster (``ray_processes.py``).
+A slot is the place of one process. The launcher decides; ``Processes`` acts: on this machine (``processes.py``), or on
+those of a Ray cluster (``ray_processes.py``).
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class Launcher:
     that was lost may join again by itself, as a stopped one does: it is admitted again when its delay is over.
 
     Args:
-        processes: The processes of all slots; ``close`` closes them.
         on_change: Called when a slot's instance serves, is lost, or its process has ended. True if it may be restarted.
-        lost_timeout_s: As ``LOST_TIMEOUT_S``.
 
     Attributes:
         tokens: Each slot's secret, and the slot.

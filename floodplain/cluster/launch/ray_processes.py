@@ -153,14 +153,10 @@ def check_ray() -> None:
 class RayProcesses:
     """``Processes`` on a Ray cluster. Everything is called on one event loop.
 
-    If a cluster that was reached before is lost, ``run`` waits until it is reached again; the router continues.
-
-    Args:
-        commands: For each slot, without the address; another machine uses its own Python interpreter.
-        environment: Of the driver. Instances get ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it.
-
-    Raises:
-        UserError: Ray is not installed, or has no authentication yet.
+    If a cluster that was reached before is lost, ``run`` waits until it is reached again. ``commands`` lack the
+    address; another machine uses its own interpreter. ``environment`` is the driver's; instances get
+    ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it. Raises ``UserError`` if Ray is not installed, or has no
+    authentication yet.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], setup: RaySetup) -> None:

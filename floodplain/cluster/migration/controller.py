@@ -41,8 +41,8 @@ STEP_TIMEOUT_S = 30.0
 class MigrationCounts:
     """Counters of migrations; they only grow.
 
-    ``downtime_s`` is the total time from the order to stop a request to the order to resume it, or to its
-    recomputation; ``num_tokens`` are tokens whose KV moved.
+    ``downtime_s`` is the time from orders to stop a request until it was told to go on, or was recomputed;
+    ``num_tokens`` are tokens whose KV moved.
     """
 
     num_ended: Counter[str] = field(default_factory=Counter)
@@ -61,9 +61,7 @@ _AWAITING: Mapping[type[wire.MigrationAnswer], tuple[MigrationState, ...]] = {
 class MigrationController:
     """The migrations of a router. Everything is called on the router's event loop.
 
-    Args:
-        send: Sends a message, and integers beside it, to the instance of an epoch.
-        place: Places requests that wait.
+    ``send`` sends a message, and integers beside it, to the instance of an epoch; ``place`` places requests that wait.
     """
 
     def __init__(

@@ -50,13 +50,10 @@ class Link(Protocol):
 
 
 class PairGroup:
-    """Sends tensors from one process to another, in order. ``abort`` may be called on any thread.
+    """Sends tensors to rank ``peer`` of a process group of two, in order. ``abort`` may be called on any thread.
 
-    Args:
-        backend: A process group of two: ``ProcessGroupNCCL`` or ``ProcessGroupGloo``.
-        peer: Rank of the other process.
-        timeout: Longest wait for a transfer.
-        store: The store through which the processes find each other; kept alive with the group.
+    ``backend`` is a ``ProcessGroupNCCL`` or ``ProcessGroupGloo``, ``timeout`` the longest wait for a transfer, and
+    ``store`` the store of the group, which lives as long.
     """
 
     def __init__(self, backend: Any, peer: int, timeout: timedelta, store: Any = None) -> None:
@@ -183,13 +180,9 @@ def choose_link(
 ) -> Link:
     """Agree with the other end on a link. Blocks until it has answered, or the link is closed.
 
-    Args:
-        link: Just opened, and ``introduce``d.
-        rank: ``SENDER`` or ``RECEIVER`` of activations.
-        host: The address of the receiver at which the sender reaches it.
-
-    Raises:
-        PeerLost: The link has ended, the other end breaks the protocol, or no process group can be made.
+    ``link`` was just opened and ``introduce``d; ``rank`` is ``SENDER`` or ``RECEIVER`` of activations; ``host`` is the
+    receiver's address for the sender. Raises ``PeerLost`` if the link has ended, the other end breaks the protocol, or
+    no process group can be made.
     """
     try:
         name = choose(describe_end(device), from_json(EndFacts, link.recv().body))

@@ -196,8 +196,7 @@ class PipelineStage:
         busy: Entered while the stage computes.
 
     Attributes:
-        engine: The leader's engine; None in other stages, and until ``open`` has linked the stage.
-        worker: The thread of a stage behind the first; None in the leader, and until ``open`` has linked the stage.
+        engine: The leader's engine; ``worker``: another stage's thread. None until ``open`` has linked the stage.
     """
 
     def __init__(

@@ -45,10 +45,6 @@ class ClusterEngine:
         relief: The reaction to an overload: one of ``settings.RELIEFS``.
         webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 
-    Attributes:
-        model_name: The name under which the model is served.
-        tokenizer: The model's.
-
     Raises:
         UserError: The model cannot be read, or has fewer layers than there are stages.
     """

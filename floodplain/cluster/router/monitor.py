@@ -1,7 +1,7 @@
 """Watches the load of a router's instances, and decides when groups drop layers and when they restore them. No I/O.
 
 ``policy.relief`` decides when and whether it pays, ``policy.drop`` which instances. If nothing more can be dropped
-and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
+and requests still wait, an autoscaler is notified.
 """
 
 from __future__ import annotations
@@ -60,13 +60,8 @@ class Notice:
 class Monitor:
     """The load watcher of a router. Everything is called on the router's event loop.
 
-    Args:
-        is_priced: True: a drop must pay (``policy.relief``); False: it happens whenever memory is short.
-        on_overload: Called with each notice for an autoscaler.
-
-    Attributes:
-        rule: Decides; the caller updates its meter of arrivals.
-        load: The load at the last ``look``; None before the first.
+    If ``is_priced``, a drop must pay (``policy.relief``); else it happens whenever memory is short. ``rule`` decides;
+    the caller updates its meter of arrivals. ``load`` is that of the last ``look``; None before the first.
     """
 
     def __init__(

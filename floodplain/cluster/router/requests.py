@@ -102,8 +102,7 @@ class Requests:
     """The live requests of a router.
 
     Attributes:
-        on_opened: Called with each request that arrives.
-        on_closed: Called with each request that ended, for any reason.
+        on_opened: Called with each request that arrives; ``on_closed``: with each that ended, for any reason.
         num_moved: How often a request was placed again after it had lost its instance.
         num_moved_tokens: Tokens that are recomputed for that, prompts included.
         num_prompt_tokens: Prompt tokens of all requests that got a token, each once.

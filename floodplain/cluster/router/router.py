@@ -51,9 +51,7 @@ class Router:
 
     Attributes:
         num_ends: Sessions that ended, by reason.
-        group_controller: None if instances drop no layers.
         monitor: Forms groups by the load; set by the caller. None if only operators do.
-        migration_controller: None if requests do not migrate.
     """
 
     def __init__(

@@ -5,8 +5,6 @@ An instance *stands still* while its beats show work and the same counts of step
 - its thread has been in one piece of its own work for longer than its limit: only this instance is stuck; or
 - requests are placed on it, and it has stood still for longer than the limit without work of its own.
   In a pipeline each member then waits for another, and it is unknown which one: all of them are stuck.
-
-The time between two beats is capped (``GAP_BEATS``), so that a stopped router or instance does not look stuck.
 """
 
 from __future__ import annotations

@@ -40,14 +40,12 @@ class Instance:
     """One session of one instance: from joining until its connection ends or it is silent for too long.
 
     Attributes:
-        epoch: Names this session.
         slot: The launcher's slot of it; None if the launcher did not start it.
         joined_s: When it joined; ``heard_s``: when its last message arrived.
         num_blocks: Blocks of its pool, by its last message that names them.
         num_demanded_blocks: Blocks of the requests that are placed on it, under ``tickets``.
         is_leaving: Whether it is draining and accepts no more requests.
-        stage: Its part of a pipeline; None if it has all layers.
-        is_linked: Of a stage: whether its pipeline is formed.
+        stage: Its part of a pipeline; None if it has all layers. ``is_linked``: whether its pipeline is formed.
         can_drop: Whether it may be a member of a group that drops layers.
         can_move: Whether running requests may migrate to it and from it with their KV.
         was_serving: Whether it has been able to serve since it joined.
