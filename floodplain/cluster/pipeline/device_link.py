@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,24 +29,6 @@ from floodplain.core.errors import PeerLost
 
 MAX_SENT = 16
 """Most unfinished transfers to the other stage; no pipeline has so many outstanding steps."""
-
-
-class Link(Protocol):
-    """One end of a connection between two stages.
-
-    If ``carries_tensors``, ``Frame.tensor`` is sent; else activations are raw bytes of the frame.
-    """
-
-    carries_tensors: bool
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame."""
-
-    def recv(self) -> Frame:
-        """The next frame."""
-
-    def close(self) -> None:
-        """Close the link."""
 
 
 class PairGroup:
@@ -136,6 +118,9 @@ class DeviceLink:
         self._link.wait_end()
         self._group.abort()
 
+
+Link = StageLink | DeviceLink
+"""One end of a connection between two stages; if not ``carries_tensors``, activations are raw bytes of frames."""
 
 logger = logging.getLogger(__name__)
 
