@@ -112,12 +112,7 @@ def test_prompts_are_scored_and_answers_structured_behind_a_router(router: Route
 
 
 def test_an_unlike_instance_is_refused_in_one_line(router: RouterProcess) -> None:
-    address = router.address()
-    flags = ["--join", address, "--instance-token-file", str(router.token_file)]
-    command = [*VERB, "instance", MODEL, *flags, *FLAGS, "--dtype", "bfloat16", "-q"]
-    done = forks.run(command, START_TIMEOUT_S)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert router.refuse(*FLAGS, "--dtype", "bfloat16") == (
         "floodplain: the router does not take this instance: --dtype bfloat16 is not the others' float32: "
         "start it with --dtype float32\n"
     )
@@ -153,12 +148,7 @@ def test_metrics_are_per_instance_and_in_sum(router: RouterProcess, capsys: pyte
 
 
 def test_a_signal_lets_streams_end_and_leaves_no_process(router: RouterProcess) -> None:
-    pids = [row["pid"] for row in router.wait_full()]
-    tokens = router.stream(do=lambda: router.process.send_signal(signal.SIGTERM))
-    assert [tokens] == one_engine([PROMPT])
-    assert router.process.wait(HANG_S) == 0
-    assert not any(is_alive(pid) for pid in pids)
-    assert "Traceback" not in router.log.read_text()
+    assert [router.end([row["pid"] for row in router.wait_full()])] == one_engine([PROMPT])
 
 
 def test_a_signal_while_instances_load_ends_all() -> None:

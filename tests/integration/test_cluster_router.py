@@ -134,19 +134,6 @@ async def test_an_instance_whose_slot_is_shut_dials_until_it_is_open() -> None:
         assert (await some.join(OWN)).epoch == 1 and some.slots.joined == [0]
 
 
-async def test_an_instance_that_sends_garbage_loses_its_requests_to_another() -> None:
-    async with stage() as some:
-        one = await some.join()
-        entry, caller = some.ask(max_tokens=3)
-        await one.read()
-        two = await some.join()
-        one.link.send(struct.pack("!II", 1, 0) + b"x")
-        assert isinstance(await two.read(), Submit)
-        two.step(entry.ticket, 3)
-        assert (await read_all(caller))[0] == reference(entry.request)
-        assert some.router.num_ends == {"hung_up": 1}
-
-
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -177,20 +164,6 @@ async def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
         assert (text, reason) == ("".join(map(chr, reference(stopped.request)[:4])), "stop")
         assert some.router.requests.num_moved > 5 and some.router.requests.num_generated_tokens == 20 + len(tokens)
         assert len(some.finished) == 2
-
-
-async def test_requests_that_wait_for_an_instance_get_the_first_that_joins() -> None:
-    async with stage() as some:
-        one = await some.join()
-        one.link.abort()
-        await until(lambda: not len(some.router.table.roster))
-        entries = [some.ask(max_tokens=1) for _ in range(3)]
-        assert some.router.table.num_unplaced == 3
-        two = await some.join()
-        for entry, caller in entries:
-            assert isinstance(await two.read(), Submit)
-            two.step(entry.ticket)
-            assert (await read_all(caller))[2] == "length"
 
 
 async def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:

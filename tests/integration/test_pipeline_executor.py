@@ -15,11 +15,10 @@ from floodplain.cluster.pipeline.stage import PipelineExecutor, StageWorker, mak
 from floodplain.cluster.wire.plan_codec import PlanLimits
 from floodplain.cluster.wire.stage_link import StageLink
 from floodplain.core.errors import PeerLost
-from floodplain.core.request import Request
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.shell import Engine
 from floodplain.policy.microbatch import MicrobatchRule
-from tests.integration.test_stage_runner import SHAPE, one_engine, requests, stages_of
+from tests.integration.test_stage_runner import SHAPE, drain, one_engine, requests, stages_of
 from tests.support.gloo_links import Forgetful, link_by_gloo
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen, open_link
 
@@ -55,14 +54,6 @@ def pipeline(
         engine = make_engine(stages[0].parts, ledger, executor, limits, NUM_STAGES, rule)
         stack.callback(engine.close)
         yield engine, workers, links
-
-
-def drain(engine: Engine, asked: list[Request]) -> list[list[int]]:
-    outputs = {engine.add(request): list[int]() for request in asked}
-    while engine.has_unfinished:
-        for seq_id, delta in engine.step():
-            outputs[seq_id] += delta.token_ids
-    return list(outputs.values())
 
 
 def test_three_stages_give_one_engines_tokens_and_report_busy_times() -> None:

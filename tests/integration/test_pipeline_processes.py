@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import forks, router_process
-from tests.support.process_tree import is_alive
 from tests.support.refusals import Refuse
 from tests.support.router_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, RouterProcess, started
 from tests.support.waiting import HANG_S, wait_until
@@ -130,23 +129,14 @@ def test_metrics_report_compute_and_idle_times_of_stages(router: RouterProcess) 
 
 
 def test_a_stage_that_the_router_did_not_start_is_refused_in_one_line(router: RouterProcess) -> None:
-    flags = ["--join", router.address(), "--instance-token-file", str(router.token_file), "--stage", "1/2"]
-    command = [*VERB, "instance", MODEL, *flags, *FLAGS, "-q"]
-    done = forks.run(command, START_TIMEOUT_S)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert router.refuse(*FLAGS, "--stage", "1/2") == (
         "floodplain: the router does not take this instance: the stages of a pipeline are the router's own: "
         "start this instance without --stage\n"
     )
 
 
 def test_a_signal_lets_streams_end_and_leaves_no_process(router: RouterProcess) -> None:
-    pids = [row["pid"] for row in wait_formed(router).values()]
-    tokens = router.stream(do=lambda: router.process.send_signal(signal.SIGTERM))
-    assert tokens == [*expected()]
-    assert router.process.wait(HANG_S) == 0
-    assert not any(is_alive(pid) for pid in pids)
-    assert "Traceback" not in router.log.read_text()
+    assert router.end([row["pid"] for row in wait_formed(router).values()]) == [*expected()]
 
 
 @pytest.mark.parametrize(

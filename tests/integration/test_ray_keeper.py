@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from floodplain.cluster.launch.ray_actor import MOST_LINES, Keeper, Order
 from floodplain.cluster.launch.ray_processes import RayProcesses
 from floodplain.cluster.settings import RaySetup
 from tests.support.process_tree import is_alive
+from tests.support.waiting import HANG_S
 
 CHILD = """
 import os, sys, threading
@@ -45,7 +47,6 @@ for line in sys.stdin:
         say(ended=0, status=2, words=None)
 """
 SECRET = "a-token-of-this-test"
-SETUP = RaySetup(cluster="auto", host="127.0.0.1", num_slots=2, num_cpus=1, num_gpus=0)
 
 
 def order(script: str, folder: str = "/nowhere", **variables: str) -> Order:
@@ -106,20 +107,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_processes, "RETRY_S", 0.0)
 
 
-def processes(setup: RaySetup = SETUP) -> RayProcesses:
+def processes(cluster: str) -> RayProcesses:
+    setup = RaySetup(cluster=cluster, host="127.0.0.1", num_slots=2, num_cpus=1, num_gpus=0)
     return RayProcesses([["python", "-c", ""]] * 2, dict(os.environ), setup)
 
 
 @pytest.mark.usefixtures("driver")
-async def test_an_ending_brings_the_reason_that_the_process_gave() -> None:
-    one = processes()
-    assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
-    await one.close()
-
-
-@pytest.mark.usefixtures("driver")
-async def test_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
-    one = processes()
+async def test_an_ending_has_a_reason_and_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
+    one = processes("auto")
     assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
     assert (await one.run(1, "h:1", SECRET)).words == "the process that speaks to Ray has ended"
     assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
@@ -127,19 +122,21 @@ async def test_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
 
 
 @pytest.mark.usefixtures("driver")
-async def test_a_ray_that_was_never_there_is_an_error() -> None:
-    one = processes(RaySetup(cluster="away:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
-    with pytest.raises(OSError, match=r"^Ray at away:1 is not joined: nothing listens$"):
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("away:1", "Ray at away:1 is not joined: nothing listens"),
+        ("mute:1", "Ray (mute:1) has placed nothing in 0.01 s"),
+    ],
+)
+async def test_a_ray_that_was_never_there_or_is_silent_is_an_error(
+    cluster: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_processes, "READY_TIMEOUT_S", 0.01 if cluster == "mute:1" else HANG_S)
+    one = processes(cluster)
+    with pytest.raises(OSError, match=f"^{re.escape(words)}$"):
         await one.run(0, "h:1", SECRET)
     await one.close()
-
-
-@pytest.mark.usefixtures("driver")
-async def test_a_ray_that_answers_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_processes, "READY_TIMEOUT_S", 0.01)
-    one = processes(RaySetup(cluster="mute:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
-    with pytest.raises(OSError, match=r"^Ray \(mute:1\) has placed nothing in 0.01 s$"):
-        await one.run(0, "h:1", SECRET)
 
 
 async def test_children_run_by_the_actors_interpreter() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from floodplain.cluster.instance.stage_member import open_stage
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, PromptLogprobs, StepPlan, StepResult, TableUpdate
 from floodplain.core.request import Request, SeqId
@@ -23,7 +23,8 @@ from floodplain.engine.batches import Batches
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.runner import StageRunner
-from floodplain.engine.stage_build import Stage, build_stage, cut_model
+from floodplain.engine.shell import Engine
+from floodplain.engine.stage_build import Stage, build_stage
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.strict_json import save_result
@@ -99,14 +100,19 @@ def serve(stages: Sequence[Stage], asked: Sequence[Request], num_blocks: int, sp
     return list(outputs.values())
 
 
-def one_engine(asked: Sequence[Request]) -> list[list[int]]:
-    engine = build_engine(CONFIG)
+def drain(engine: Engine, asked: Sequence[Request]) -> list[list[int]]:
     outputs = {engine.add(request): list[int]() for request in asked}
     while engine.has_unfinished:
         for seq_id, delta in engine.step():
             outputs[seq_id] += delta.token_ids
-    engine.close()
     return list(outputs.values())
+
+
+def one_engine(asked: Sequence[Request]) -> list[list[int]]:
+    engine = build_engine(CONFIG)
+    outputs = drain(engine, asked)
+    engine.close()
+    return outputs
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -207,11 +213,6 @@ def test_layers_of_other_stages_are_not_loaded_and_their_memory_is_kv() -> None:
         assert len(stage.memory.layer_buffers) == len(stage.parts.layers)
         with pytest.raises(InvariantError, match="layer 0 is to run, and only layers"):
             stage.parts.model._expect_parameters(0)
-
-
-def test_too_few_layers_are_one_line() -> None:
-    with pytest.raises(UserError, match="dummy:tiny-llama has 2 layers, too few for a pipeline of 3 stages: lower"):
-        cut_model(EngineConfig(model="dummy:tiny-llama"), open_model("dummy:tiny-llama").config.shape, 3)
 
 
 async def test_one_stage_warns_of_a_step_profile_of_another_machine(

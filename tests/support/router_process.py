@@ -17,6 +17,7 @@ import openai
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.llm import LLM
 from tests.support import forks
+from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,21 @@ class RouterProcess:
         """Return the address to which instances connect, from their command line."""
         words = Path(f"/proc/{self.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
         return words[words.index("--join") + 1]
+
+    def refuse(self, *flags: str) -> str:
+        """Return the one line with which an instance ends that the router does not take."""
+        join = ["--join", self.address(), "--instance-token-file", str(self.token_file)]
+        done = forks.run([*VERB, "instance", self.model, *join, *flags, "-q"], START_TIMEOUT_S)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        return done.stderr
+
+    def end(self, pids: Sequence[int]) -> list[int]:
+        """Send SIGTERM under a stream, whose tokens are returned; the processes of instances end, too."""
+        tokens = self.stream(do=lambda: self.process.send_signal(signal.SIGTERM))
+        assert self.process.wait(HANG_S) == 0
+        assert not any(is_alive(pid) for pid in pids)
+        assert "Traceback" not in self.log.read_text()
+        return tokens
 
 
 @contextmanager
