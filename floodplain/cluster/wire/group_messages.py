@@ -34,20 +34,20 @@ class Answer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMessage:
-    """A message to or from the member ``epoch`` of the group ``number``."""
+class Numbered:
+    """A message to or from the instance ``epoch``, about the group, migration or pipeline ``number``."""
 
     epoch: int
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(GroupMessage):
+class Prepare(Numbered):
     """Pause at a step boundary, and report what is held. Answered by ``Prepared``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel(GroupMessage):
+class Cancel(Numbered):
     """The group is not formed: resume."""
 
 
@@ -61,7 +61,7 @@ class HeldRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(GroupMessage):
+class Drop(Numbered):
     """Drop layers, map the group's pool, link up. Answered by ``GroupDone``. Beside it: used quanta, then blocks.
 
     A member of a group that is taken in drops some of its remaining layers, and leaves its old pipeline.
@@ -92,7 +92,7 @@ class Drop(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch(GroupMessage):
+class Fetch(Numbered):
     """Copy these requests' KV, in the kept layers, from their places. Answered by ``Copied`` for each.
 
     Beside it: their blocks by the group's ids, then the source of each (``core.tiers``): the same block at the
@@ -107,7 +107,7 @@ class Fetch(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt(GroupMessage):
+class Adopt(Numbered):
     """Resume a request; KV of ``num_computed`` leading tokens is there. Its tokens are beside the message."""
 
     request: int
@@ -116,54 +116,54 @@ class Adopt(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Release(GroupMessage):
+class Release(Numbered):
     """Free the blocks that are reserved for a request; no member writes to them any more."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
-class Settle(GroupMessage):
+class Settle(Numbered):
     """Unmap KV of dropped layers, and map ``num_quanta`` quanta. Answered by ``GroupDone``."""
 
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Grow(GroupMessage):
+class Grow(Numbered):
     """All members have ``num_quanta`` quanta: add their blocks to the leader's ledger."""
 
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(GroupMessage):
+class Plan(Numbered):
     """Drain the pipeline, and plan to shrink it to ``num_quanta`` quanta. Answered by ``Planned``."""
 
     num_quanta: int
 
 
 @dataclass(frozen=True, slots=True)
-class Move(GroupMessage):
+class Move(Numbered):
     """Move blocks and unmap quanta, as in ``Planned``. Answered by ``GroupDone``."""
 
     num_moves: int
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(GroupMessage):
+class Commit(Numbered):
     """All members have moved their blocks: the leader resumes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fill(GroupMessage):
+class Fill(Numbered):
     """Map and fill dropped layers, each from the bulk server in ``addresses``. Answered by ``GroupDone``."""
 
     addresses: tuple[HostPort, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Return(GroupMessage):
+class Return(Numbered):
     """Leave the pipeline and serve alone. The leader answers ``HandedOver``, others ``GroupDone``.
 
     Beside it, except for the leader: the group's quanta that hold KV of requests; all others are unmapped.
@@ -171,7 +171,7 @@ class Return(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Collect(GroupMessage):
+class Collect(Numbered):
     """Copy these requests' KV, in all layers, to the own pool. Answered by ``Copied`` for each. Beside it: blocks.
 
     ``addresses`` has, for each layer of the model, the bulk server of the member with its KV.
@@ -182,7 +182,7 @@ class Collect(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Close(GroupMessage):
+class Close(Numbered):
     """Unmap the group's KV, grow the own pool to its size before the group. Answered by ``GroupDone``."""
 
 
@@ -209,7 +209,7 @@ class KvRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(GroupMessage):
+class Prepared(Numbered):
     """A member is paused, or cannot be in a group. Beside it: the sources of its rows' blocks.
 
     Attributes:
@@ -233,7 +233,7 @@ class Prepared(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(GroupMessage):
+class Planned(Numbered):
     """The leader drained, and planned a shrink. Beside it: (source, destination) pairs of blocks, then freed quanta.
 
     ``given_back`` has tickets of requests that no longer fit: they are recomputed.
@@ -244,21 +244,21 @@ class Planned(GroupMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver(GroupMessage):
+class HandedOver(Numbered):
     """The leader has left the pipeline; its requests, by priority and arrival. Beside it: the blocks of its rows."""
 
     rows: tuple[KvRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDone(GroupMessage):
+class GroupDone(Numbered):
     """A member has executed the order with this ``answer``."""
 
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(GroupMessage):
+class Copied(Numbered):
     """A member has copied one request's KV; not ``is_whole``: some did not arrive, or was damaged."""
 
     answer: Answer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeGuard, get_args
 
 from floodplain.cluster.wire.frames import CONTROL
-from floodplain.cluster.wire.group_messages import GroupAnswer, GroupOrder
+from floodplain.cluster.wire.group_messages import GroupAnswer, GroupOrder, Numbered
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError, from_json, to_json
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
@@ -36,15 +36,7 @@ from floodplain.engine.step_meter import NO_PROGRESS, Progress
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationMessage:
-    """A message to or from the instance ``epoch`` about the migration ``number``."""
-
-    epoch: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class HoldKv(MigrationMessage):
+class HoldKv(Numbered):
     """To the source: hold the request's sealed blocks, and let the target read them. Answered by ``KvHeld``.
 
     The target has ``num_copied`` leading blocks, and will show ``secret``.
@@ -56,7 +48,7 @@ class HoldKv(MigrationMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class PullKv(MigrationMessage):
+class PullKv(Numbered):
     """To the target: copy the blocks beside the message from the source's bulk server. Answered by ``KvPulled``."""
 
     address: HostPort
@@ -64,14 +56,14 @@ class PullKv(MigrationMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequest(MigrationMessage):
+class StopRequest(Numbered):
     """To the source: end the request, and hold its blocks after ``num_copied``. Answered by ``RequestStopped``."""
 
     num_copied: int
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn(MigrationMessage):
+class GoOn(Numbered):
     """To source or target: resume the request from the KV of ``num_computed`` tokens. All its tokens are beside this.
 
     The migration ends for this instance.
@@ -82,12 +74,12 @@ class GoOn(MigrationMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseKv(MigrationMessage):
+class ReleaseKv(Numbered):
     """To source or target: free the blocks that are still held or reserved; the migration ends for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvHeld(MigrationMessage):
+class KvHeld(Numbered):
     """The source holds blocks, if the request runs; those that the target lacks are beside the message."""
 
     is_running: bool
@@ -95,14 +87,14 @@ class KvHeld(MigrationMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class KvPulled(MigrationMessage):
+class KvPulled(Numbered):
     """The target has copied blocks; not ``is_whole``: some did not arrive, or were damaged."""
 
     is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStopped(MigrationMessage):
+class RequestStopped(Numbered):
     """The source has ended the request; blocks that the target lacks are beside the message.
 
     Attributes:
@@ -207,19 +199,16 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Form(Numbered):
     """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this session.
 
     Attributes:
-        number: Unique number of the pipeline.
         secret: The secret that its members show each other, hexadecimal.
         num_blocks: KV blocks that all members have.
         max_model_len: Most tokens of a request for which all members have room.
         host: Where the next stage listens (for the last stage: the first), on ``port``.
     """
 
-    epoch: int
-    number: int
     secret: Secret
     num_blocks: Positive
     max_model_len: Positive
@@ -290,11 +279,8 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
-    """A stage is linked with both neighbours in the pipeline of this number."""
-
-    epoch: int
-    number: int
+class Formed(Numbered):
+    """A stage is linked with both neighbours in its pipeline."""
 
 
 RouterMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
