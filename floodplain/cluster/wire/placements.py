@@ -38,39 +38,23 @@ class Submit:
     choice_group: Annotated[int, Range(0, MAX_COUNT)]
 
 
+_SHARED = ("request_id", "priority", "client", "cache_salt", "session", "goals", "is_accepted", "choice_group")
+"""Fields that a request and its placement have alike."""
+
+
 def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
     """The message that places a request; its tokens lie beside the message. ``now``: on the clock of ``arrival_s``."""
-    params = request.params
-    return Submit(
-        epoch=epoch,
-        ticket=ticket,
-        request_id=request.request_id,
-        num_prompt=len(request.prompt_token_ids),
-        params=replace(params, stop=()),
-        age_s=max(0.0, now - request.arrival_s),
-        priority=request.priority,
-        client=request.client,
-        cache_salt=request.cache_salt,
-        session=request.session,
-        goals=request.goals,
-        is_accepted=request.is_accepted,
-        choice_group=request.choice_group,
-    )
+    shared = {name: getattr(request, name) for name in _SHARED}
+    params, age_s = replace(request.params, stop=()), max(0.0, now - request.arrival_s)
+    return Submit(epoch, ticket, num_prompt=len(request.prompt_token_ids), params=params, age_s=age_s, **shared)
 
 
 def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Request:
     """The request of a placement, as the instance submits it to its engine."""
     return Request(
-        request_id=message.request_id,
         prompt_token_ids=token_ids[: message.num_prompt],
+        known_token_ids=token_ids[message.num_prompt :],
         params=message.params,
         arrival_s=now - message.age_s,
-        priority=message.priority,
-        client=message.client,
-        cache_salt=message.cache_salt,
-        session=message.session,
-        goals=message.goals,
-        known_token_ids=token_ids[message.num_prompt :],
-        is_accepted=message.is_accepted,
-        choice_group=message.choice_group,
+        **{name: getattr(message, name) for name in _SHARED},
     )
