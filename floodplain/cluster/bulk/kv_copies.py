@@ -74,12 +74,9 @@ def piece_of(index: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class RequestCopy:
-    """One request's KV that is to be copied.
+    """One request's KV that is to be copied, from blocks or swap slots (``core.tiers``) at the members that have it.
 
-    Attributes:
-        sources: Its blocks or swap slots at the member that has them (``core.tiers``).
-        targets: The local blocks to copy into, in the same order.
-        layers: By address of a bulk server: the layers to copy from it.
+    ``targets`` are the local blocks, in the same order; ``layers`` are those to copy from each address.
     """
 
     sources: tuple[int, ...]

@@ -25,12 +25,9 @@ BAD_INPUT = 2
 
 
 class Ending(NamedTuple):
-    """How a process ended.
+    """How a process ended: its exit status (negative: the signal), and the line in which it says why, if it did.
 
-    Attributes:
-        status: Its exit status; negative: the signal that ended it.
-        words: The one line in which it says why; None if there is none.
-        line: The last line of its log.
+    ``line`` is the last one of its log.
     """
 
     status: int

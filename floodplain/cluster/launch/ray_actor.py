@@ -23,13 +23,10 @@ _NOT_FOR_CHILDREN = ("RAY_", "FLOODPLAIN_")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A process to run.
+    """A process to run, with these arguments of the actor's Python interpreter.
 
-    Attributes:
-        arguments: Arguments of the Python interpreter, which is the actor's own.
-        variables: Environment variables; all others are the machine's.
-        folder: Its working directory, if the machine has it.
-        token: The first line of its standard input.
+    ``variables`` are added to the machine's environment, ``folder`` is its working directory if the machine has it, and
+    ``token`` the first line of its standard input.
     """
 
     arguments: tuple[str, ...]

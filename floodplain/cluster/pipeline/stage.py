@@ -126,10 +126,8 @@ class PipelineExecutor:
 class StageWorker:
     """Runs a stage behind the first on its own thread: receives plans, runs its layers, sends the result on.
 
-    Attributes:
-        limits: What plans may name; may be changed between two plans.
-        meter: Counts steps that began and ended; it is idle while other stages compute.
-        failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
+    ``limits`` may change between two plans. ``meter`` is idle while other stages compute. ``failure`` says why the
+    thread ended: ``PeerLost``, or a bug of ours; None while it runs.
     """
 
     def __init__(

@@ -31,10 +31,9 @@ MAX_PREFIX_BLOCKS = 256
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A live request.
+    """A live request, as it arrived at the router.
 
     Attributes:
-        request: As it arrived at the router.
         number: The order of arrival.
         tokens: Tokens generated so far.
         epoch: Of the instance that it is placed on, under ``ticket``; both None while it waits for an instance.

@@ -97,10 +97,8 @@ class KvPulled(Numbered):
 class RequestStopped(Numbered):
     """The source has ended the request; blocks that the target lacks are beside the message.
 
-    Attributes:
-        is_stopped: False if the request ended before or does not run: then its placement does not change.
-        num_tokens: Its known tokens, prompt included; all of them were sent to the router before.
-        num_computed: Leading tokens whose KV is held.
+    Not ``is_stopped``: it had ended or does not run, and its placement does not change. Its ``num_tokens`` known
+    tokens, prompt included, were sent to the router before; the KV of ``num_computed`` leading ones is held.
     """
 
     is_stopped: bool
@@ -154,14 +152,7 @@ def find_difference(first: InstanceFacts, other: InstanceFacts) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of an instance.
-
-    Attributes:
-        token: The secret that admits the instance.
-        stage: Its part of a pipeline; None if it has all layers.
-        can_drop: Whether it may be a member of a group that drops layers.
-        can_move: Whether running requests may migrate to it and from it with their KV.
-    """
+    """The first message of an instance, which ``token`` admits; other fields are as in ``state.roster.Instance``."""
 
     token: str
     facts: InstanceFacts
