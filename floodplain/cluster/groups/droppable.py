@@ -83,8 +83,6 @@ class GroupRole(Role):
         self._membership: Membership | None = None
         self._counted = StatsTable()
 
-    # -- failure, end, statistics --------------------------------------------------------------------------------------
-
     def find_failure(self) -> BaseException | None:
         """The failure of the own engine or of the group's pipeline; None if there is none."""
         in_group = None if self._pipeline is None else self._pipeline.failure
@@ -113,8 +111,6 @@ class GroupRole(Role):
         if membership is not None and membership.old is not None:
             return membership.old.pipeline
         return None if membership is None else membership.pipeline
-
-    # -- orders --------------------------------------------------------------------------------------------------------
 
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Start to execute a group order."""
@@ -238,8 +234,6 @@ class GroupRole(Role):
             self._session.send(wire.HandedOver(self._session.epoch, order.number, tuple(rows)), blocks)
         else:
             self._say(order, wire.Answer.RETURNED)
-
-    # -- rows ----------------------------------------------------------------------------------------------------------
 
     async def _rows_of(self, records: Sequence[Record]) -> tuple[list[wire.KvRow], list[int]]:
         """The rows of these records and the sources of their blocks. The router then has all their tokens."""

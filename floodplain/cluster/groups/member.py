@@ -75,8 +75,6 @@ class GroupMember:
             self.swap.forget()
             self.bulk.serve(SWAP, self.swap, self.pool.layout.layer_block_bytes)
 
-    # -- parameters ----------------------------------------------------------------------------------------------------
-
     def serve_parameters(self) -> None:
         """Serve the parameters that are here to other instances."""
         self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)

@@ -74,8 +74,6 @@ class GroupPlan:
         """The name of a member in commands."""
         return dict(zip(self.epochs, self.names, strict=True))[epoch]
 
-    # -- planning ------------------------------------------------------------------------------------------------------
-
     def report_of(self, place: int) -> wire.Prepared:
         """The report of the paused member of a place."""
         return self.reports[self.epochs[place]][0]

@@ -72,8 +72,6 @@ class MigrationController:
         self._table, self._send, self._place = table, send, place
         self._tried_s: dict[int, float] = {}  # when a request's last migration began
 
-    # -- beginnings ----------------------------------------------------------------------------------------------------
-
     def move_one(self, source: int, target: int) -> int:
         """Begin to migrate the shortest request that runs on ``source``. The migration's number.
 
@@ -135,8 +133,6 @@ class MigrationController:
         self._apply(one, actions)
         return one.number
 
-    # -- what happens --------------------------------------------------------------------------------------------------
-
     def take(self, message: wire.MigrationAnswer, integers: Sequence[int]) -> None:
         """Apply an instance's answer. ``WireError`` if the sender has no part in the migration, or it is invalid."""
         one = self.migrations.get(message.number)
@@ -183,8 +179,6 @@ class MigrationController:
         one = self.migrations.find(entry.number)
         if one is not None:
             self._cancel(one)
-
-    # -- what is due ---------------------------------------------------------------------------------------------------
 
     def _cancel(self, one: Migration) -> None:
         self._apply(one, self.migrations.end_one(one, MigrationResult.CANCELLED))

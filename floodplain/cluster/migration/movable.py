@@ -207,8 +207,6 @@ class MigrationRole(Role):
             self._close_target(number)
         await asyncio.gather(*self._closings)
 
-    # -- orders --------------------------------------------------------------------------------------------------------
-
     def take(self, message: RouterMessage, integers: tuple[int, ...]) -> bool:
         """Execute a migration order."""
         if not isinstance(message, wire.MigrationOrder):
@@ -238,8 +236,6 @@ class MigrationRole(Role):
             case wire.ReleaseKv():
                 self._release_source(order.number)
                 self._close_target(order.number)
-
-    # -- as source -----------------------------------------------------------------------------------------------------
 
     def _hold(self, order: wire.HoldKv) -> None:
         request = self._session.requests.get(order.ticket)
@@ -278,8 +274,6 @@ class MigrationRole(Role):
         if number in self._sources:
             self._sources.pop(number).release()
 
-    # -- as target -----------------------------------------------------------------------------------------------------
-
     async def _pull(self, order: wire.PullKv, pulling: Coroutine[Any, Any, bool]) -> None:
         self._session.send(wire.KvPulled(self._session.epoch, order.number, await pulling))
 
@@ -288,8 +282,6 @@ class MigrationRole(Role):
             task = asyncio.create_task(self._targets.pop(number).close())
             self._closings.add(task)
             task.add_done_callback(self._closings.discard)
-
-    # -- as either -----------------------------------------------------------------------------------------------------
 
     def _go_on(self, order: wire.GoOn, token_ids: tuple[int, ...]) -> None:
         """Resume the request. When its stream ends, blocks that were not adopted are freed."""

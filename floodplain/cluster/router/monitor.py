@@ -101,8 +101,6 @@ class Monitor:
         if is_stuck:
             self._note_overload(load, now)
 
-    # -- the load -----------------------------------------------------------------------------------------------------
-
     def _find_load(self, now: float) -> ClusterLoad:
         heads = self._find_heads()
         num_used = sum(self._sums.latest(one.epoch).num_used_blocks for one in heads)
@@ -134,8 +132,6 @@ class Monitor:
                 self.rule.steps.note(one.epoch, progress)
             else:
                 self.rule.steps.forget(one.epoch)
-
-    # -- what a drop costs --------------------------------------------------------------------------------------------
 
     def _find_relief_load(self, load: ClusterLoad) -> ReliefLoad:
         heads = self._find_heads()
@@ -171,8 +167,6 @@ class Monitor:
         dtype_bytes = DTYPE_BYTES[facts.dtype]
         block_bytes = 2 * self._shape.kv_size * dtype_bytes * facts.block_tokens
         return DropSizes(self._shape.num_layers, self._shape.layer_bytes(dtype_bytes), block_bytes)
-
-    # -- drops and restores -------------------------------------------------------------------------------------------
 
     def _drop(self, need_blocks: int) -> bool:
         """Begin drops. True if at least one group is being formed."""
