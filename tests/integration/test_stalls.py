@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ import pytest
 from floodplain.cluster.groups.controller import STEP_TIMEOUT_S
 from floodplain.cluster.groups.member import GroupMember
 from floodplain.cluster.groups.membership import Membership
-from floodplain.cluster.instance.instance import Dialer, Member, Replica
+from floodplain.cluster.instance.instance import Member, Replica
 from floodplain.cluster.instance.stage_member import open_stage
 from floodplain.cluster.router import router as routers
 from floodplain.cluster.router.router import Router
@@ -28,11 +27,10 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.runner import StageRunner
 from floodplain.engine.shell import Engine
 from floodplain.memory.group_memory import GroupMemory
-from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
 from tests.support import router_process
 from tests.support.cluster_peers import until
-from tests.support.group_in_process import PENALTIES, Ring, ledger_off_the_event_loop, ring
+from tests.support.group_in_process import PENALTIES, Ring, dialled, ledger_off_the_event_loop, ring
 from tests.support.waiting import HANG_S
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 24
@@ -97,20 +95,8 @@ async def served(
     slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
     router = Router(HANG_S, tokens, slots, lambda _: None, num_stages, stall_timeout_s=TIMEOUT_S)
-    async with asyncio.timeout(HANG_S):
-        sock = bind("127.0.0.1", 0)
-        await router.start(sock)
-        port = sock.getsockname()[1]
-        dialers = [Dialer(one, "127.0.0.1", port, token, 1.0) for one, token in zip(members, tokens, strict=True)]
-        lives = [asyncio.create_task(dialer.run()) for dialer in dialers]
-        try:
-            yield Ring(router, ()), slots.lost
-        finally:
-            for life in lives:
-                life.cancel()
-            await asyncio.gather(*lives, return_exceptions=True)
-            await router.close()
-            sock.close()
+    async with dialled(router, zip(members, tokens, strict=True)):
+        yield Ring(router, ()), slots.lost
 
 
 @pytest.mark.parametrize("where", ["step", "add"])

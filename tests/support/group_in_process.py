@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from floodplain.cluster.groups import membership
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.droppable import open_droppable
 from floodplain.cluster.groups.member import GroupMember
-from floodplain.cluster.instance.instance import Dialer, Replica
+from floodplain.cluster.instance.instance import Dialer, Member, Replica
 from floodplain.cluster.router.requests import Caller
 from floodplain.cluster.router.router import Router
 from floodplain.core.blocks import BlockLedger
@@ -27,7 +27,7 @@ from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.model.weights.open_model import open_model
 from floodplain.web.address import bind
 from tests.fakes.slots import FakeSlots
-from tests.support.cluster_peers import keep_pace
+from tests.support.cluster_peers import keep_pace, until
 
 TOKEN = "secret"
 PENALTIES: dict[str, float] = {"repetition_penalty": 1.2, "frequency_penalty": 0.2}
@@ -122,6 +122,25 @@ class Ring:
 
 
 @asynccontextmanager
+async def dialled(router: Router, members: Iterable[tuple[Member, str]]) -> AsyncIterator[None]:
+    """Have members, each with its token, dial a router; a time limit keeps a bug from hanging the suite."""
+    async with asyncio.timeout(HANG_S):
+        sock = bind("127.0.0.1", 0)
+        await router.start(sock)
+        port = sock.getsockname()[1]
+        dialers = [Dialer(one, "127.0.0.1", port, token, 1.0) for one, token in members]
+        lives = [asyncio.create_task(dialer.run()) for dialer in dialers]
+        try:
+            yield
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+            await router.close()
+            sock.close()
+
+
+@asynccontextmanager
 async def ring(
     config: EngineConfig,
     num_instances: int,
@@ -129,24 +148,12 @@ async def ring(
     silence_s: float = 60.0,
     stall_timeout_s: float | None = None,
 ) -> AsyncIterator[Ring]:
-    """Yield instances that have joined, under epochs from 1; a time limit keeps a bug from hanging the suite."""
+    """Yield instances that have joined, under epochs from 1."""
     shape = open_model(config.model).config.shape
     router = Router(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_timeout_s=stall_timeout_s)
-    async with asyncio.timeout(HANG_S):
-        sock = bind("127.0.0.1", 0)
-        await router.start(sock)
-        instances = [open_droppable(config, folder, "127.0.0.1") for _ in range(num_instances)]
-        for one in instances:
-            keep_pace(one.engine)
-        port = sock.getsockname()[1]
-        lives = [asyncio.create_task(Dialer(one, "127.0.0.1", port, TOKEN, 1.0).run()) for one in instances]
-        try:
-            while len(router.table.roster) < num_instances:
-                await asyncio.sleep(0.002)
-            yield Ring(router, instances)
-        finally:
-            for life in lives:
-                life.cancel()
-            await asyncio.gather(*lives, return_exceptions=True)
-            await router.close()
-            sock.close()
+    instances = [open_droppable(config, folder, "127.0.0.1") for _ in range(num_instances)]
+    for one in instances:
+        keep_pace(one.engine)
+    async with dialled(router, [(one, TOKEN) for one in instances]):
+        await until(lambda: len(router.table.roster) == num_instances)
+        yield Ring(router, instances)
