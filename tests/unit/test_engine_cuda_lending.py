@@ -1,9 +1,8 @@
-"""A lending engine on a fake GPU: found by its name, and accounts for borrowers' contexts."""
+"""A lending engine on a fake GPU accounts for borrowers' contexts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,78 +10,17 @@ import pytest
 import torch
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.errors import UserError
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.device_memory import DeviceMemory
 from floodplain.lending.lent_pool import LentPool, PoolLimits, open_lent_pool
 from floodplain.memory.cuda import backend as cuda_backend
-from floodplain.memory.cuda import peer as cuda_home
 from floodplain.memory.cuda.backend import CudaBackend
-from floodplain.memory.cuda.peer import claim_cuda_home, find_cuda_home
 from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.model.weights.open_model import open_model
-from tests.fakes.cuda_driver import FakeDriver, Gpu
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=16, num_kv_heads=2, head_dim=128, dtype=torch.float32)
 UUID = b"u" * 16
-
-
-class FakeDevice:
-    """A fake device on a GPU."""
-
-    torch_device = torch.device("cuda", 0)
-    page_bytes = PAGE_BYTES
-
-    def __init__(self, foreign_pages: int = 0) -> None:
-        self.is_open = True
-        self.foreign_pages = foreign_pages
-        self.kept_bytes: int | None = None
-
-    def num_foreign_pages(self) -> int:
-        return self.foreign_pages
-
-    def cap_torch(self, kept_bytes: int) -> None:
-        self.kept_bytes = kept_bytes
-
-    def close(self) -> None:
-        self.is_open = False
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of device owners, on a fake machine with one GPU."""
-    FakeDriver(Gpu(UUID)).install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    find_path = cuda_home.find_path
-    monkeypatch.setattr(cuda_home, "find_path", lambda name, directory: find_path(name, directory or tmp_path))
-    return tmp_path
-
-
-def open_memory(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, name: str | None) -> DeviceMemory:
-    monkeypatch.setattr(cuda_backend, "open_cuda_device", lambda index: device)
-    model = "dummy:tiny-llama"
-    config = EngineConfig(model=model, device="cuda:0", device_name=name)
-    return DeviceMemory(config, open_model(model, 0).config, CudaBackend(0), torch.bfloat16, name)
-
-
-def test_an_engine_with_a_name_is_found_while_its_memory_is_open(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    memory = open_memory(monkeypatch, FakeDevice(), "gpu0")
-    assert find_cuda_home("gpu0", folder) == UUID
-    memory.close()
-    memory.close()
-    assert list(folder.iterdir()) == []
-    open_memory(monkeypatch, FakeDevice(), None).close()
-
-
-def test_an_engine_whose_name_is_taken_keeps_no_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    device = FakeDevice()
-    with claim_cuda_home("gpu0", UUID, folder), pytest.raises(UserError, match="another engine's, which runs"):
-        open_memory(monkeypatch, device, "gpu0")
-    assert not device.is_open
 
 
 @pytest.fixture
@@ -99,14 +37,20 @@ GUEST_PAGES = 3
 LIMITS = PoolLimits(num_blocks=16, least_blocks=4, most_lent_blocks=8, max_model_len=64)
 
 
-class FakeCuda(FakeDevice):
-    """The pool's device, which other processes use, too."""
+class FakeCuda:
+    """The pool's device on a GPU, which other processes use, too."""
+
+    page_bytes = PAGE_BYTES
 
     def __init__(self, device: HostDevice) -> None:
-        super().__init__()
         self.device, self.base_pages = device, 0
+        self.foreign_pages = 0
+        self.kept_bytes: int | None = None
 
     num_owned_pages = property(lambda self: self.device.num_owned_pages)
+
+    def cap_torch(self, kept_bytes: int) -> None:
+        self.kept_bytes = kept_bytes
 
     def num_foreign_pages(self) -> int:
         return self.foreign_pages - self.base_pages

@@ -22,7 +22,7 @@ from floodplain.model.network.parameters import (
     view_buffer,
 )
 from floodplain.model.weights.open_model import DummyModel
-from tests.support.decoding import Sequences, all_logits
+from tests.support.decoding import all_logits
 
 CPU = torch.device("cpu")
 
@@ -98,34 +98,6 @@ def test_equal_parameters_are_equal_bytes_in_any_memory() -> None:
         fill_buffer(buffer, specs, _Ones(), torch.float32)
     assert torch.equal(buffers[0].tensor, buffers[1].tensor)
     assert buffers[0].tensor.count_nonzero() == (5 + 16 + 33) * 2  # a one is 00 00 80 3f
-
-
-class _Hooks:
-    """Keeps each layer's KV elsewhere until the layer runs."""
-
-    def __init__(self, kv_layers: list[torch.Tensor]) -> None:
-        self.at_home, self.away = kv_layers, list(kv_layers)
-        self.calls: list[tuple[str, int]] = []
-        for index in range(len(kv_layers)):
-            kv_layers[index] = torch.empty(0)
-
-    def before_layer(self, index: int) -> None:
-        self.calls.append(("before", index))
-        self.at_home[index] = self.away[index]
-
-    def after_layer(self, index: int) -> None:
-        self.calls.append(("after", index))
-        self.at_home[index] = torch.empty(0)
-
-
-def test_hooks_surround_each_layer_and_may_bring_its_kv() -> None:
-    model = load_dummy("tiny-opt")
-    sequences = Sequences(model, 1, 8)
-    expected = Sequences(model, 1, 8).run([], [(0, range(8))])
-    hooks = _Hooks(sequences.kv_layers)
-    sequences.hooks = hooks
-    assert torch.equal(sequences.run([], [(0, range(8))]), expected)
-    assert hooks.calls == [(when, index) for index in range(2) for when in ("before", "after")]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-opt"])
