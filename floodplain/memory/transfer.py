@@ -229,9 +229,9 @@ class CopyEngine(Generic[Job]):
         return arrived
 
     def _run(self, direction: Direction) -> None:
-        """Body of a copy thread. A lane's exception is raised to the caller of the engine, and ends the process there.
+        """Body of a copy thread. A lane's exception goes to the engine's caller, and ends the process there.
 
-        Until then lanes release memory as copies end: a thread that must return it must not wait for ever.
+        Until then it continues: lanes release memory as copies end, and others may wait for that.
         """
         lane = self._lanes[direction]
         while jobs := self._take_jobs(direction, lane.most_jobs):

@@ -72,11 +72,6 @@ class FastTokenizer:
         text = self.names.get("eos_token")
         return None if text is None else self.backend.token_to_id(text)
 
-    @classmethod
-    def of_transformers(cls, tokenizer: Any) -> FastTokenizer:
-        """The same as a ``PreTrainedTokenizerFast``."""
-        return cls(tokenizer.backend_tokenizer, tokenizer.special_tokens_map, tokenizer.chat_template)
-
 
 def read_folder(folder: Path, source: Path) -> FastTokenizer:
     """The tokenizer of a folder with data alone, which is a view of ``source``.
@@ -93,7 +88,7 @@ def read_folder(folder: Path, source: Path) -> FastTokenizer:
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
     _expect_stated_ids(_json(folder / "tokenizer.json"), tokenizer.backend_tokenizer)
-    return FastTokenizer.of_transformers(tokenizer)
+    return FastTokenizer(tokenizer.backend_tokenizer, tokenizer.special_tokens_map, tokenizer.chat_template)
 
 
 def read_plain(folder: Path) -> FastTokenizer | None:

@@ -156,7 +156,7 @@ def _with_decoder(backend: Backend, decoder: decoders.Decoder) -> Backend:
 @lru_cache
 def tokenizer_of(kind: str) -> HfTokenizer:
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), bos_token="<s>", eos_token="</s>")
-    return HfTokenizer(FastTokenizer.of_transformers(fast))
+    return HfTokenizer(FastTokenizer(fast.backend_tokenizer, fast.special_tokens_map, fast.chat_template))
 
 
 def streamed(tokenizer: HfTokenizer, prompt: list[int], output: list[int], **options: Any) -> str:

@@ -167,7 +167,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 KINDS = {"cpu", "cuda"}
 TELLS_KINDS_APART = {
     "memory/backend_choice.py": "the one place for what lies below the model",
-    "model/attention/backend_choice.py": "the same for attention",
+    "model/network/load.py": "the same for attention",
     "model/attention/paged_prefill.py": "FlashInfer is for CUDA alone",
     "model/native/ops.py": "so are our C++ kernels for CPUs",
     "model/network/linear.py": "so are oneDNN's products",

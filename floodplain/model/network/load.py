@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.model.attention.backend import AttentionShape
-from floodplain.model.attention.backend_choice import attention_backend
-from floodplain.model.native.ops import native_ops
+from floodplain.core.errors import InvariantError
+from floodplain.model.attention.backend import AttentionBackend, AttentionShape
+from floodplain.model.native.ops import NativeOps, native_ops
 from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder, Layer, Stem
@@ -90,13 +90,25 @@ def load_decoder(
         family.make_stem(config, stem_params, ops),
         layers,
         _load_head(config, source, dtype, device, stem_params["embedding"], project),
-        attention_backend(
+        _open_attention(
             device, AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, block_tokens), native
         ),
         dtype=dtype,
         device=device,
         layer_buffers=buffers,
     )
+
+
+def _open_attention(device: torch.device, shape: AttentionShape, native: NativeOps | None) -> AttentionBackend:
+    if device.type == "cpu":
+        from floodplain.model.attention.cpu import CpuAttention
+
+        return CpuAttention(shape, native)
+    if device.type == "cuda":
+        from floodplain.model.attention.cuda import CudaAttention
+
+        return CudaAttention(shape)
+    raise InvariantError(f"no attention for device {device}")
 
 
 def _load_head(
