@@ -8,7 +8,6 @@ from typing import Any
 from floodplain.core.printable import printable
 from floodplain.core.sizes import show_size
 from floodplain.live.changes import Snapshot
-from floodplain.live.rows import Row
 
 BAR_CELLS = 40
 MOST_LEASES = 12
@@ -20,7 +19,7 @@ _OUTSIDE = ("swapped", "lent", "borrowed", "expanded", "dropped")
 
 def draw(now: Snapshot, *, most_rows: int, has_colour: bool = False) -> str:
     """The snapshot in lines, with at most ``most_rows`` requests; ANSI colours if ``has_colour``."""
-    paint = _paint if has_colour else _plain
+    paint = _paint if has_colour else lambda text, _: text
     now = Snapshot(_printable(now.head), now.rows)
     if now.head["service"] == "coordinator":
         return "\n".join(_coordinator(now.head, paint))
@@ -45,10 +44,6 @@ def _printable(value: Any) -> Any:
             return {name: _printable(one) for name, one in value.items()}
         case _:
             return value
-
-
-def _plain(text: str, _: str) -> str:
-    return text
 
 
 def _paint(text: str, state: str) -> str:
@@ -108,15 +103,12 @@ def _requests(now: Snapshot, most_rows: int, paint: Any) -> list[str]:
         name = f"#{row.number}" if row.where is None else f"#{row.number} on {printable(row.where)}"
         age_s = max(0.0, now.head["now_s"] - row.events[0][0])
         kv = show_size(row.blocks * now.head["block_bytes"])
-        cells = f"{time_text(age_s):>9}{row.prompt:>8}{row.tokens:>8}{kv:>12}{_count_preemptions(row):>11}"
+        num_preemptions = sum(kind == "preempted" for _, kind, _ in row.events)
+        cells = f"{time_text(age_s):>9}{row.prompt:>8}{row.tokens:>8}{kv:>12}{num_preemptions:>11}"
         lines.append(f"{name:<14}{paint(f'{row.state:<11}', row.state)}{cells}")
     if len(live) > most_rows:
         lines.append(f"and {len(live) - most_rows} more")
     return lines if live else [*lines[:1], "no request is live"]
-
-
-def _count_preemptions(row: Row) -> int:
-    return sum(kind == "preempted" for _, kind, _ in row.events)
 
 
 def _coordinator(head: Mapping[str, Any], paint: Any) -> Sequence[str]:

@@ -235,11 +235,12 @@ def draw_timeline(runs: Sequence[Run]) -> Figure | None:
 
 
 def _timeline_title(columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    peaks = [f"{name} {format_number(max(_off_device(each), default=0))}" for name, each in columns.items() if each]
+    peaks = [f"{name} {format_number(max(off_device(each), default=0))}" for name, each in columns.items() if each]
     return f"Most requests off the device at once: {', '.join(peaks)}"
 
 
-def _off_device(columns: Mapping[str, Sequence[float]]) -> list[float]:
+def off_device(columns: Mapping[str, Sequence[float]]) -> list[float]:
+    """Requests off the device over time, from the columns of a timeline."""
     waiting = columns.get("num_waiting", [])
     return [sum(pair) for pair in zip(waiting, columns.get("num_swapped") or [0] * len(waiting), strict=True)]
 

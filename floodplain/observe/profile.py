@@ -37,7 +37,8 @@ def describe_profile(profile: Profile) -> str:
     """A profile as text: subject, machine and time; the result; the tries."""
     how = "computed from a step line for" if profile.is_virtual else "measured on"
     head = f"{profile.kind} profile of {profile.subject}, {how} {profile.machine}, {profile.made_at}"
-    facts = format_table(["result", ""], [[key, format_fact(key, value)] for key, value in _facts(profile)])
+    found = _flat({**profile.result, **profile.errors})
+    facts = format_table(["result", ""], [[key, format_fact(key, value)] for key, value in found])
     return "\n\n".join([head, facts, *([_tries(profile)] if profile.tries else [])])
 
 
@@ -49,10 +50,6 @@ def format_fact(key: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
-
-
-def _facts(profile: Profile) -> list[tuple[str, Any]]:
-    return list(_flat({**profile.result, **profile.errors}))
 
 
 def _flat(mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from floodplain.observe.plots import draw_all, to_svg
+from floodplain.observe.plots import draw_all, off_device, to_svg
 from floodplain.observe.style import Run, subtitle
 from floodplain.observe.table import format_number, lookup, summary_table
 
@@ -57,6 +57,7 @@ def render_report(
 
     templates = Environment(loader=PackageLoader("floodplain.observe"), autoescape=True, keep_trailing_newline=True)
     headings, rows = summary_table(runs)
+    links = [link for _, result in runs for link in lookup(result, "floodplain.hardware.links") or ()]
     return templates.get_template("report.html").render(
         title=title,
         where=subtitle(runs),
@@ -68,7 +69,7 @@ def render_report(
         rows=rows,
         pictures={name: to_svg(each) for name, each in (draw_all(runs) if figures is None else figures).items()},
         sections=sections,
-        emulated=_emulation(runs),
+        emulated=list(dict.fromkeys(explain_emulation(link) for link in links if link["emulated"])),
         machine=machine,
         inline_svg=inline_svg,
     )
@@ -90,11 +91,9 @@ def explain(name: str, result: Mapping[str, Any]) -> str:
     ]
     if lookup(result, "floodplain.max_token_gap_s") is not None:
         sentences.append(f"The longest pause inside an answer was {seconds('floodplain.max_token_gap_s')} s.")
-    waiting = lookup(result, "floodplain.timeline.num_waiting")
-    if waiting:
-        swapped = lookup(result, "floodplain.timeline.num_swapped") or [0] * len(waiting)
-        most = max(sum(pair) for pair in zip(waiting, swapped, strict=True))
-        sentences.append(f"At worst {format_number(most)} requests were off the device at the same time.")
+    off = off_device(lookup(result, "floodplain.timeline") or {})
+    if off:
+        sentences.append(f"At worst {format_number(max(off))} requests were off the device at the same time.")
     preemptions = lookup(result, "floodplain.preemptions")
     if preemptions:
         sentences.append(f"Running requests were pushed out of memory {format_number(preemptions)} times.")
@@ -124,8 +123,3 @@ def explain_emulation(link: Mapping[str, Any]) -> str:
         f"times: {gigabytes['modelled_bandwidth']} GB/s of a large copy become {gigabytes['bandwidth']} GB/s. "
         f"Everything else is measured, not modelled. Source of the link's numbers: {link['source']}"
     )
-
-
-def _emulation(runs: Sequence[Run]) -> list[str]:
-    links = [link for _, result in runs for link in lookup(result, "floodplain.hardware.links") or ()]
-    return list(dict.fromkeys(explain_emulation(link) for link in links if link["emulated"]))

@@ -49,7 +49,8 @@ def root_span(ended: EndedRequest, model_name: str) -> RequestSpan:
         "gen_ai.latency.time_in_model_inference": life.inference_s,
     }
     attributes = {name: value for name, value in found.items() if value is not None}
-    return RequestSpan(ROOT, life.arrival_s, _end_of(life), attributes)
+    end_s = max(life.arrival_s, life.events[-1][0], *life.token_times_s[-1:])
+    return RequestSpan(ROOT, life.arrival_s, end_s, attributes)
 
 
 def spans_of(ended: EndedRequest) -> Iterator[RequestSpan]:
@@ -75,7 +76,3 @@ def _preemptions(life: Lifecycle) -> Iterator[RequestSpan]:
     for (begin_s, kind), (end_s, after) in pairwise(life.events):
         if kind is EventKind.PREEMPTED:
             yield RequestSpan("preempted", begin_s, end_s, {"floodplain.preemption.resumed_by": came_back[after]})
-
-
-def _end_of(life: Lifecycle) -> float:
-    return max(life.arrival_s, life.events[-1][0], *life.token_times_s[-1:])

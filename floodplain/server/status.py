@@ -26,7 +26,8 @@ class StatusLine:
             return None
         before, now, span_s = self._seen, self._stats(), now_s - self._seen_s
         self._seen, self._seen_s = now, now_s
-        return describe_load(before, now, span_s) if _has_load(before, now) else None
+        is_live = now.num_running or now.num_waiting or now.num_swapped
+        return describe_load(before, now, span_s) if is_live or _work(before) != _work(now) else None
 
 
 def describe_load(before: EngineStats, now: EngineStats, span_s: float) -> str:
@@ -43,11 +44,6 @@ def describe_load(before: EngineStats, now: EngineStats, span_s: float) -> str:
         f"{prompt:.1f} prompt and {generated:.1f} generated tokens/s; "
         f"swap {show_size(round(out))}/s out, {show_size(round(back))}/s in"
     )
-
-
-def _has_load(before: EngineStats, now: EngineStats) -> bool:
-    is_live = now.num_running or now.num_waiting or now.num_swapped
-    return bool(is_live) or _work(before) != _work(now)
 
 
 def _work(stats: EngineStats) -> tuple[int, int]:

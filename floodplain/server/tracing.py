@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from floodplain import __version__
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import EndedRequest
-from floodplain.server.request_spans import RequestSpan, root_span, spans_of
+from floodplain.server.request_spans import root_span, spans_of
 from floodplain.web.client import is_this_machine
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,10 @@ class RequestTracer:
         if root.is_recording():  # else the client's flags, or a sampler, left the trace out
             context = set_span_in_context(root)
             for span in spans_of(ended):
-                self._add(span, context, offset_ns)
+                begin_ns, attributes = _ns(span.begin_s) + offset_ns, span.attributes
+                child = self._tracer.start_span(span.name, context=context, attributes=attributes, start_time=begin_ns)
+                child.end(_ns(span.end_s) + offset_ns)
         root.end(_ns(top.end_s) + offset_ns)
-
-    def _add(self, span: RequestSpan, context: object, offset_ns: int) -> None:
-        begin_ns = _ns(span.begin_s) + offset_ns
-        child = self._tracer.start_span(span.name, context=context, attributes=span.attributes, start_time=begin_ns)
-        child.end(_ns(span.end_s) + offset_ns)
 
     def close(self) -> None:
         """Export what is left, for ``MAX_CLOSE_S`` at most; the SDK itself waits three times as long."""

@@ -31,7 +31,8 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 
 def parse_json(body: bytes) -> Any:
     """The value of a JSON body, perhaps behind a byte order mark. ApiError if it is not JSON, or has too many parts."""
-    if _may_exceed_parts(body) and count_parts(body) > MAX_PARTS:
+    may_exceed = len(body) > MAX_PARTS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_PARTS
+    if may_exceed and count_parts(body) > MAX_PARTS:
         raise ApiError(400, f"the body holds over {MAX_PARTS} lists, objects and members: send fewer")
     try:
         return pydantic_core.from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
@@ -60,10 +61,6 @@ def count_parts(body: bytes) -> int:
     is_in_string = np.logical_xor.accumulate(letters == ord('"'))
     begins_part = (letters == ord("[")) | (letters == ord("{")) | (letters == ord(":"))
     return int(np.count_nonzero(begins_part & ~is_in_string))
-
-
-def _may_exceed_parts(body: bytes) -> bool:
-    return len(body) > MAX_PARTS and sum(map(body.count, (b"[", b"{", b":"))) > MAX_PARTS
 
 
 def _stop_early(schema: Any) -> None:

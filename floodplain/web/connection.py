@@ -248,20 +248,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         ):
             self.transport.close()
         else:
-            self._drop_half_a_request()
+            if self._reading is Reading.BODY:  # half a request is dropped
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             self.transport.write(_refusal(status, message))
-            self._end_writing()
-
-    def _end_writing(self) -> None:
-        try:
-            self.transport.write_eof()
-        except OSError:  # the client has reset the connection, which is seen only when something is read
-            self.transport.abort()
-
-    def _drop_half_a_request(self) -> None:
-        if self._reading is Reading.BODY:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection, which is seen only when something is read
+                self.transport.abort()
 
 
 class _Stop(Exception):

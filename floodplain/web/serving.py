@@ -56,13 +56,9 @@ class Acceptor(Accepting[Connection]):
 
     @property
     def has_room(self) -> bool:
-        """Whether fewer than ``max_connections`` are open."""
-        return self._num_connections < self._limits.max_connections
-
-    @property
-    def _num_connections(self) -> int:
-        """Connections that are open or being opened. One may be in both sets for one iteration of the event loop."""
-        return len(self._connections) + sum(one not in self._connections for one in self._opening)
+        """Whether fewer than ``max_connections`` are open or being opened."""
+        num_opening = sum(one not in self._connections for one in self._opening)  # one may be in both for a moment
+        return len(self._connections) + num_opening < self._limits.max_connections
 
     def take(self, accepted: socket.socket) -> None:
         """Open an accepted connection in a new task."""
