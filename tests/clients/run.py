@@ -63,11 +63,6 @@ class Client:
     summary: Callable[[Target, str], dict[str, Any]]
 
 
-def script(name: str) -> Callable[[Target], Sequence[str]]:
-    """Return the arguments of a script beside this file, with URL and model."""
-    return lambda target: (str(HERE / name), target.url, target.model)
-
-
 def last_line(_: Target, output: str) -> dict[str, Any]:
     """Return the JSON that a script of ours printed."""
     return dict(json.loads(output.splitlines()[-1]))
@@ -124,27 +119,21 @@ def guided(result: dict[str, Any]) -> dict[str, Any]:
     return {"completed": totals["successful"]}
 
 
-def scripted(name: str, distribution: str, file: str) -> Client:
-    """A client that a script beside this file uses."""
-    return Client(name, ".venv-clients", (distribution,), script(file), last_line)
+def scripted(name: str, file: str, *distributions: str) -> Client:
+    """A client that a script beside this file uses, with URL and model."""
+    return Client(
+        name, ".venv-clients", distributions, lambda target: (str(HERE / file), target.url, target.model), last_line
+    )
 
 
 CLIENTS = (
-    scripted("openai: parse, tools, responses, echo", "openai", "openai_python.py"),
-    scripted("npm openai and ai-sdk: generateObject, tools", "openai", "npm_client.py"),
-    scripted("llm --schema", "llm", "llm_client.py"),
-    scripted("aiperf profile", "aiperf", "aiperf_client.py"),
-    scripted("lm-eval, loglikelihood", "lm_eval", "lm_eval_client.py"),
-    Client(
-        "langchain-openai", ".venv-clients", ("langchain-openai", "openai"), script("langchain_client.py"), last_line
-    ),
-    Client(
-        "llama-index-llms-openai-like",
-        ".venv-clients",
-        ("llama-index-llms-openai-like", "openai"),
-        script("llamaindex_client.py"),
-        last_line,
-    ),
+    scripted("openai: parse, tools, responses, echo", "openai_python.py", "openai"),
+    scripted("npm openai and ai-sdk: generateObject, tools", "npm_client.py", "openai"),
+    scripted("llm --schema", "llm_client.py", "llm"),
+    scripted("aiperf profile", "aiperf_client.py", "aiperf"),
+    scripted("lm-eval, loglikelihood", "lm_eval_client.py", "lm_eval"),
+    scripted("langchain-openai", "langchain_client.py", "langchain-openai", "openai"),
+    scripted("llama-index-llms-openai-like", "llamaindex_client.py", "llama-index-llms-openai-like", "openai"),
     guidellm("/v1/completions"),
     guidellm("/v1/chat/completions"),
     vllm_bench("openai", "/v1/completions"),

@@ -45,11 +45,16 @@ def ask(handle: Handler, limits: AnswerLimits = SMALL) -> Answer:
 
 
 def send(handle: Handler, num_requests: int = 1, **options: Any) -> list[RequestRecord]:
+    """Send requests one by one."""
     requests = [
         LoadRequest(request_id=f"r{i}", arrival_s=0.0, prompt=None, prompt_token_ids=(104, 105), max_tokens=4)
         for i in range(num_requests)
     ]
-    return against(handle, lambda url: run_load(HttpTarget(url, "m", **options), requests, progress=False))
+
+    async def load(url: str) -> list[RequestRecord]:
+        return await run_load(HttpTarget(url, "m", **options), requests, progress=False, max_concurrency=1)
+
+    return against(handle, load)
 
 
 def test_an_answer_of_exactly_the_bound_is_whole() -> None:
@@ -219,16 +224,7 @@ def test_prompts_are_sent_in_the_form_that_the_server_takes(
     way: str, takes: type, status: int, sent: list[Any], is_whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Any] = []
-    target = PromptForm(way, text_of)
-
-    async def one_by_one(url: str) -> list[RequestRecord]:
-        requests = [
-            LoadRequest(request_id=f"r{i}", arrival_s=0.0, prompt=None, prompt_token_ids=(104, 105), max_tokens=4)
-            for i in range(2)
-        ]
-        return await run_load(HttpTarget(url, "m", prompts=target), requests, progress=False, max_concurrency=1)
-
-    records = against(taking(takes, seen, status), one_by_one)
+    records = send(taking(takes, seen, status), 2, prompts=PromptForm(way, text_of))
     assert seen == sent
     assert all((record.error is None) == is_whole for record in records)
     assert len(caplog.records) == (way == "auto" and is_whole and takes is str)  # logged once
