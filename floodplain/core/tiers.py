@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,7 +75,8 @@ class SlotLedger:
         self._there: range | set[int] = self._fresh
         self.settled: set[int] = set()
         """Slots that were freed, or whose content became merely retained, until a reader clears it."""
-        self._taken: set[int] = set()
+        self.taken: set[int] = set()
+        """The allocated slots."""
         self._leaving: set[int] = set()  # taken, and removed when they are freed
 
     @property
@@ -91,18 +92,13 @@ class SlotLedger:
     @property
     def num_taken(self) -> int:
         """Number of allocated slots."""
-        return len(self._taken)
-
-    @property
-    def taken(self) -> Set[int]:
-        """The allocated slots; a live view, not a copy."""
-        return self._taken
+        return len(self.taken)
 
     def add(self, slots: Iterable[int]) -> None:
         """Add slots; InvariantError if the tier has one of them already."""
         new = sorted(slots, reverse=True)
         there = self._list_slots()
-        if not (there | self._taken).isdisjoint(new):
+        if not (there | self.taken).isdisjoint(new):
             raise InvariantError(f"{self.tier} has some of the slots {new[-1]} to {new[0]} already")
         self._free += new
         there.update(new)
@@ -111,12 +107,12 @@ class SlotLedger:
         """Remove slots: free ones at once, taken ones when they are freed; none is allocated again."""
         gone, there = set(slots), self._list_slots()
         self._free = [slot for slot in self._free if slot not in gone]
-        self._leaving |= self._taken & gone
+        self._leaving |= self.taken & gone
         there -= gone
 
     def count_taken(self, slots: Collection[int]) -> int:
         """How many of these slots are allocated."""
-        return sum(slot in slots for slot in self._taken)
+        return sum(slot in slots for slot in self.taken)
 
     def is_leaving(self, location: Location) -> bool:
         """Whether a slot is taken and retired, so that it is removed when it is freed."""
@@ -130,14 +126,14 @@ class SlotLedger:
         num_fresh = num_slots - len(slots)
         slots += self._fresh[:num_fresh]
         self._fresh = self._fresh[num_fresh:]
-        self._taken.update(slots)
+        self.taken.update(slots)
         return [Location(self.tier, slot) for slot in slots]
 
     def free(self, location: Location) -> None:
         """Free one slot; InvariantError if it is not taken."""
-        if location.tier is not self.tier or location.slot not in self._taken:
+        if location.tier is not self.tier or location.slot not in self.taken:
             raise InvariantError(f"{location} is freed but not taken")
-        self._taken.remove(location.slot)
+        self.taken.remove(location.slot)
         self.settled.add(location.slot)
         if location.slot in self._leaving:
             self._leaving.remove(location.slot)
@@ -146,7 +142,7 @@ class SlotLedger:
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless every slot is either free or taken."""
-        if sorted([*self._free, *self._fresh, *(self._taken - self._leaving)]) != sorted(self._there):
+        if sorted([*self._free, *self._fresh, *(self.taken - self._leaving)]) != sorted(self._there):
             raise InvariantError(f"{self.tier} lost or doubled a slot")
 
     def _list_slots(self) -> set[int]:
