@@ -28,13 +28,7 @@ class CacheKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One group.
-
-    Attributes:
-        block_tokens: Tokens of a block.
-        kind: What it keeps.
-        most_blocks: Most blocks that a sequence has in it while it decodes.
-    """
+    """One group; a sequence has at most ``most_blocks`` in it while it decodes."""
 
     block_tokens: int
     kind: CacheKind = CacheKind.FULL

@@ -85,11 +85,7 @@ class Request:
     trace_headers: tuple[tuple[str, str], ...] = ()
 
     def choices(self, group: int) -> list[Request]:
-        """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin.
-
-        Args:
-            group: Their ``choice_group``, above 0.
-        """
+        """One request for each of its ``n`` choices. The first is to compute the prompt, before the others begin."""
         return [self if self.params.n == 1 else self._choice(number, group) for number in range(self.params.n)]
 
     def _choice(self, number: int, group: int) -> Request:

@@ -338,7 +338,6 @@ class ReliefLoad:
         own_blocks: Of each instance that takes requests, alone or as a group's leader: its pool with all layers.
         num_running: Requests on the devices of these.
         num_absent: Live requests that are on no device.
-        sizes: Of layers and blocks.
         drop_cost: The cost of a drop by the number of instances in a group.
     """
 

@@ -20,7 +20,6 @@ class VirtualCluster:
     Attributes:
         engines: Engines that accept requests; while there is none, requests wait in the cluster.
         stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
-        arrivals: What sends the requests.
     """
 
     def __init__(self, environment: Environment) -> None:

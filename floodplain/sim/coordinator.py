@@ -94,7 +94,6 @@ class VirtualCoordinator:
 
     Attributes:
         agents: Of living members, by name.
-        is_up: Whether it answers.
         is_over: Set when the simulation shall end: no more beats and ticks.
         num_messages: Messages that were answered, by kind.
         per_second: Messages other than heartbeats, by the second in which they were answered.
@@ -249,11 +248,9 @@ class VirtualAgent:
     """Sends a member's messages and applies the answers, at the times of ``lending.agent.LeaseAgent``.
 
     Attributes:
-        membership: The product's.
         instance: The member's process: another life of its name has another one.
         can_offer: Whether the last exchange was answered.
         has_requests: Whether requests of the last exchange were not granted.
-        is_dead: Whether the process has ended.
     """
 
     def __init__(

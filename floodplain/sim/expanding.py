@@ -47,11 +47,7 @@ class ExpandingPool:
     Args:
         loop: An empty loop, whose pool is that without streamed layers.
         places: Which layers may stream, by ascending expansion.
-        costs: The times of steps.
         policy: Decides at every boundary; None: the first of ``places`` stays.
-
-    Attributes:
-        steps: All steps so far.
     """
 
     def __init__(

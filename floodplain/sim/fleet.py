@@ -47,7 +47,6 @@ class Fleet:
     """All instances behind a dispatcher. A request of an instance that dies is computed again on another one.
 
     Attributes:
-        engines: All lives of all instances, in order.
         refused: Why requests were refused, by their ids.
         on_answer: Called with each request that has ended, its lifecycles, and why it was refused (None: it was not).
             With it neither of them is kept here.

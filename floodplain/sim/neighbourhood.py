@@ -19,13 +19,7 @@ STUCK_S = 3600.0
 
 
 class Neighbourhood:
-    """A fleet that borrows, and fleets that lend to it.
-
-    Attributes:
-        fleet: The instances.
-        lenders: Of each lender.
-        leasing: The leases between them.
-    """
+    """A fleet that borrows, fleets that lend to it, and the leases between them."""
 
     def __init__(self, scenario: Scenario, machine: Machine) -> None:
         assert scenario.borrow is not None

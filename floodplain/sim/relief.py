@@ -32,12 +32,7 @@ StageTimes = Callable[[StepPlan], Sequence[float]]
 
 
 class ReliefModel:
-    """Makes the engines of a scenario's instances, alone and in groups; as ``regrouping.GroupModel``.
-
-    Args:
-        add_single: Makes an instance under the scenario's policy.
-        add_group: Makes a pipeline of a loop and the seconds of its stages.
-    """
+    """Makes the engines of a scenario's instances, alone and in groups; as ``regrouping.GroupModel``."""
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ class VirtualEngine(ABC):
     """A step loop beside other events.
 
     Attributes:
-        loop: The step loop.
         lifecycles: Lifecycles of the requests, in order of submission; with ``on_ended``, of those live here only.
         on_step: Called with each plan and the time of its start.
         on_ended: Called with the requests that a step has ended.
