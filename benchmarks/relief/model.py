@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from floodplain.core.blocks import BlockLedger
@@ -18,6 +18,7 @@ from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
+from floodplain.sim.regrouping import GroupModel
 from floodplain.sim.stages import VirtualStages
 
 
@@ -33,7 +34,7 @@ class VirtualModel:
         config: Limits of an instance's loop.
         hop_s: Seconds from one stage to the next.
         least_tokens: As in ``MicrobatchRule``.
-        head_cost: As ``sim.regrouping.GroupModel``; the stages of a group cost the same.
+        head_cost: As in ``sim.regrouping.GroupModel``; the stages of a group cost the same.
     """
 
     cost: StepCost
@@ -45,13 +46,13 @@ class VirtualModel:
     least_tokens: int = 256
     head_cost: float = 0.0
 
-    def make_single(self, environment: Environment) -> VirtualStages:
-        """An instance with all layers."""
-        return self.make_stages(environment, 1, self.num_blocks)
-
-    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualStages:
-        """A pipeline of so many members."""
-        return self.make_stages(environment, len(kept), num_blocks)
+    def groups_in(self, environment: Environment) -> GroupModel:
+        """The same for ``Regrouping``: single instances, and pipelines of as many stages as members."""
+        return GroupModel(
+            self.sizes, self.num_blocks, self.block_tokens, self.head_cost,
+            lambda: self.make_stages(environment, 1, self.num_blocks),
+            lambda kept, num_blocks: self.make_stages(environment, len(kept), num_blocks),
+        )  # fmt: skip
 
     def make_stages(self, environment: Environment, num_stages: int, num_blocks: int) -> VirtualStages:
         """An instance (one stage), or a pipeline of equally expensive stages, with FCFS."""

@@ -67,7 +67,7 @@ def _join(cluster: VirtualCluster, cell: Cell, way: str) -> Regrouping | None:
     if way.startswith("drop"):
         link = GroupLink(cell.link, REMAP_S_PER_BYTE)
         rule = ReliefRule(DropTimingSettings(), is_priced=False, most_stages=NUM_INSTANCES)
-        groups = Regrouping(cluster, model, link, NUM_INSTANCES, rule, restores=way == "drop")
+        groups = Regrouping(cluster, model.groups_in(environment), link, NUM_INSTANCES, rule, restores=way == "drop")
         environment.schedule(0.0, groups.look)
         return groups
     if way == "pipeline":

@@ -22,16 +22,16 @@ from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.policy.expansion import ExpansionPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.runtime.state import LoopState
 from floodplain.sim.arrivals import Arrivals
 from floodplain.sim.cluster import VirtualCluster
 from floodplain.sim.environment import Environment
 from floodplain.sim.expanding import ExpandingPool
 from floodplain.sim.instance import VirtualInstance
 from floodplain.sim.links import VirtualLinks
-from floodplain.sim.machine import Machine
+from floodplain.sim.machine import Machine, loop_config
 from floodplain.sim.regrouping import Regrouping
-from floodplain.sim.relief import ReliefModel, StageTimes, start_relief
+from floodplain.sim.relief import StageTimes, relief_model, start_relief
 from floodplain.sim.scenario import LenderPart, ReliefPart, Scenario
 from floodplain.sim.stages import VirtualStages
 
@@ -124,7 +124,7 @@ class Fleet:
 
     def _regroup(self, part: ReliefPart) -> Regrouping:
         add_single = lambda: self._add_engine().instance  # noqa: E731
-        model = ReliefModel(self._scenario, self._machine, part, add_single, self._add_group)
+        model = relief_model(self._scenario, self._machine, part, add_single, self._add_group)
         return start_relief(self._cluster, model, self._scenario.num_instances, part)
 
     def _add_group(self, loop: Loop, times: StageTimes) -> VirtualStages:
@@ -258,18 +258,11 @@ class SimulatedEngine:
 
 def _make_loop(scenario: Scenario, machine: Machine, number: int) -> Loop:
     engine = scenario.engine
-    config = LoopConfig(
-        max_model_len=machine.max_model_len,
-        max_batched_tokens=engine.max_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        max_waiting=2**31,
-        block_bytes=machine.block_bytes,
-    )
     policy = make_policy(engine.policy, engine.settings)
     ledger = BlockLedger(machine.num_blocks, engine.block_tokens, caches_prefixes=engine.prefix_cache)
     slots = [SlotLedger(tier, num_slots) for tier, num_slots in machine.slots.items()]
     backups = BackupTable(slots, retains=engine.prefix_cache)
-    state = LoopState(config, ledger, policy, backups, machine.links)
+    state = LoopState(loop_config(scenario, machine), ledger, policy, backups, machine.links)
     return Loop(state, policy, scenario.workload.seed + number)
 
 

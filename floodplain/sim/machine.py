@@ -13,6 +13,7 @@ from floodplain.cost.fits import fit_of
 from floodplain.cost.kernels import MAX_TOKENS
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import BatchCost
+from floodplain.runtime.state import LoopConfig
 from floodplain.sim.cost_files import read_kernels, read_steps
 from floodplain.sim.scenario import LinkName, Scenario, SwapPart
 
@@ -100,6 +101,18 @@ def link_of(name: LinkName) -> tuple[float, float]:
         return name, 0.0
     both = LINKS[name].outbound, LINKS[name].inbound
     return min(curve.peak_bandwidth for curve in both), max(curve.latency_s for curve in both)
+
+
+def loop_config(scenario: Scenario, machine: Machine, depth: int = 1) -> LoopConfig:
+    """Limits of the loops of a scenario's engines; ``depth`` is the number of stages."""
+    return LoopConfig(
+        max_model_len=machine.max_model_len,
+        max_batched_tokens=scenario.engine.max_batched_tokens,
+        max_num_seqs=scenario.engine.max_num_seqs,
+        max_waiting=2**31,
+        depth=depth,
+        block_bytes=machine.block_bytes,
+    )
 
 
 def _find_overhead_s(scenario: Scenario) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
-from typing import Protocol
 
 from floodplain.core.errors import UserError
 from floodplain.core.free_blocks import BlockId
@@ -23,37 +22,27 @@ from floodplain.policy.drop import ClusterLoad, DropMove, DropSizes, GroupLoad, 
 from floodplain.policy.relief import DropCost, Progress, ReliefLoad, ReliefRule, exchanged_bytes
 from floodplain.runtime.handover import HeldBlocks, Record, take_records
 from floodplain.sim.cluster import VirtualCluster
-from floodplain.sim.environment import Environment
 from floodplain.sim.group_plan import Moving, merge_of, plan_handover, without_kv
 from floodplain.sim.virtual_engine import DUMMY_TOKEN, VirtualEngine
 
 
-class GroupModel(Protocol):
-    """A model on equal instances: makes the engines of single ones and of groups.
+@dataclass(frozen=True, slots=True)
+class GroupModel:
+    """A model on equal instances.
 
-    ``num_blocks`` is the pool of an instance that has all layers; ``head_cost`` the work of a pipeline's last stage
-    beside its layers, in layers.
+    Attributes:
+        num_blocks: Pool of an instance that has all layers.
+        head_cost: Work of a pipeline's last stage beside its layers, in layers.
+        make_single: Makes an instance with all layers.
+        make_group: Makes a pipeline of members that keep these layers, with a pool of so many blocks.
     """
 
-    @property
-    def sizes(self) -> DropSizes: ...  # noqa: D102 - of layers and blocks
-
-    @property
-    def num_blocks(self) -> int: ...  # noqa: D102
-
-    @property
-    def block_tokens(self) -> int: ...  # noqa: D102
-
-    @property
-    def head_cost(self) -> float: ...  # noqa: D102
-
-    def make_single(self, environment: Environment) -> VirtualEngine:
-        """An instance with all layers."""
-        ...
-
-    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualEngine:
-        """A pipeline of members that keep these layers, with a pool of so many blocks."""
-        ...
+    sizes: DropSizes
+    num_blocks: int
+    block_tokens: int
+    head_cost: float
+    make_single: Callable[[], VirtualEngine]
+    make_group: Callable[[Sequence[range], int], VirtualEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +138,7 @@ class Regrouping:
         self._num_instances = num_instances
         self._num_changing = 0
         for number in range(num_instances):
-            self._join_single(number, model.make_single(cluster.environment))
+            self._join_single(number, model.make_single())
 
     @property
     def engines(self) -> list[VirtualEngine]:
@@ -289,7 +278,7 @@ class Regrouping:
         model, places = self._model, {instance: place for place, instance in enumerate(change.instances)}
         records = [(places[one.members[0]], record) for one in members for record in self._take(one.engine)]
         sizes, moves = plan_handover(merge, model.sizes, model.num_blocks, records, self._token_bytes)
-        engine = model.make_group(self._cluster.environment, merge.kept, sizes.num_quanta)
+        engine = model.make_group(merge.kept, sizes.num_quanta)
         whole_s = self._hand_over(engine, moves, change, sizes.num_settled_quanta)
         self._join(_Group(change.instances, merge.kept, engine))
         self._cluster.environment.schedule(whole_s, partial(self._grow, engine, sizes.num_settled_quanta))
@@ -327,7 +316,7 @@ class Regrouping:
             kv_bytes = record.num_computed * self._token_bytes * num_absent / num_layers
             rows[home].append(Moving(record, (), {0: kv_bytes}) if is_fitting else Moving(without_kv(record)))
         for home, number in enumerate(group.members):
-            engine = self._model.make_single(self._cluster.environment)
+            engine = self._model.make_single()
             self._num_changing += home > 0
             ids = count()  # new ids: pages move, bytes do not
             moves = [replace(one, blocks=tuple(islice(ids, len(one.record.sources)))) for one in rows[home]]

@@ -15,11 +15,10 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.policy.relief import ReliefRule, timing_of
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.runtime.state import LoopState
 from floodplain.sim.cluster import VirtualCluster
-from floodplain.sim.environment import Environment
-from floodplain.sim.machine import DTYPE_BYTES, Machine, link_of
-from floodplain.sim.regrouping import GroupLink, Regrouping
+from floodplain.sim.machine import DTYPE_BYTES, Machine, link_of, loop_config
+from floodplain.sim.regrouping import GroupLink, GroupModel, Regrouping
 from floodplain.sim.scenario import ReliefPart, Scenario
 from floodplain.sim.stages import VirtualStages
 from floodplain.sim.virtual_engine import VirtualEngine
@@ -27,68 +26,49 @@ from floodplain.sim.virtual_engine import VirtualEngine
 LOOK_S = 0.2
 """Seconds between two looks at the load: a fifth of ``--instance-timeout``, as the router has it."""
 
-
 StageTimes = Callable[[StepPlan], Sequence[float]]
 
 
-class ReliefModel:
-    """Makes the engines of a scenario's instances, alone and in groups; as ``regrouping.GroupModel``."""
+def relief_model(
+    scenario: Scenario,
+    machine: Machine,
+    part: ReliefPart,
+    add_single: Callable[[], VirtualEngine],
+    add_group: Callable[[Loop, StageTimes], VirtualEngine],
+) -> GroupModel:
+    """The model of a scenario's instances: single ones under its policy, groups in microbatches."""
+    shape, engine = scenario.shape, scenario.engine
+    layer_bytes = shape.layer_bytes(DTYPE_BYTES) // scenario.num_shards
+    sizes = DropSizes(shape.num_layers, layer_bytes, machine.block_bytes // shape.num_layers)
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        machine: Machine,
-        part: ReliefPart,
-        add_single: Callable[[], VirtualEngine],
-        add_group: Callable[[Loop, StageTimes], VirtualEngine],
-    ) -> None:
-        shape = scenario.shape
-        self._scenario, self._machine, self._part = scenario, machine, part
-        self._add_single, self._add_group = add_single, add_group
-        self.num_blocks, self.block_tokens = machine.num_blocks, scenario.engine.block_tokens
-        self.head_cost = head_layers(shape)
-        layer_bytes = shape.layer_bytes(DTYPE_BYTES) // scenario.num_shards
-        self.sizes = DropSizes(shape.num_layers, layer_bytes, machine.block_bytes // shape.num_layers)
-
-    def make_single(self, environment: Environment) -> VirtualEngine:
-        """An instance under the scenario's policy."""
-        return self._add_single()
-
-    def make_group(self, environment: Environment, kept: Sequence[range], num_blocks: int) -> VirtualEngine:
-        """A pipeline of members, in microbatches."""
-        engine = self._scenario.engine
-        config = LoopConfig(
-            max_model_len=self._machine.max_model_len,
-            max_batched_tokens=engine.max_batched_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            max_waiting=2**31,
-            depth=len(kept),
-            block_bytes=self._machine.block_bytes,
-        )
-        part, price = self._part, ChunkPrice(cost_by_shape(self._scenario.shape))
-        policy = FcfsPolicy(microbatches=MicrobatchRule(part.split, price, part.microbatch_tokens))
+    def make_group(kept: Sequence[range], num_blocks: int) -> VirtualEngine:
+        rule = MicrobatchRule(part.split, ChunkPrice(cost_by_shape(shape)), part.microbatch_tokens)
+        policy = FcfsPolicy(microbatches=rule)
         ledger = BlockLedger(num_blocks, engine.block_tokens, caches_prefixes=engine.prefix_cache)
-        loop = Loop(LoopState(config, ledger, policy), policy, self._scenario.workload.seed)
-        return self._add_group(loop, self._find_times(kept))
+        state = LoopState(loop_config(scenario, machine, len(kept)), ledger, policy)
+        return add_group(Loop(state, policy, scenario.workload.seed), _stage_times(scenario, machine, part, kept))
 
-    def _find_times(self, kept: Sequence[range]) -> StageTimes:
-        """Seconds of each stage: its part of the layers, the head on the last, a step's overhead, and a hop."""
-        timer, overhead_s = StepTimer(self._machine.cost), self._machine.overhead_s
-        bandwidth, latency_s = link_of(self._part.link)
-        token_bytes = self._scenario.shape.hidden_size * DTYPE_BYTES / self._scenario.num_shards
-        work = [float(len(layers)) for layers in kept]
-        work[-1] += self.head_cost
-        shares = [part / sum(work) for part in work]
-
-        def times(plan: StepPlan) -> list[float]:
-            whole_s = max(0.0, timer.time_s(plan) - overhead_s)
-            beside_s = overhead_s + latency_s + sum(plan.count_work()) * token_bytes / bandwidth
-            return [whole_s * share + beside_s for share in shares]
-
-        return times
+    return GroupModel(sizes, machine.num_blocks, engine.block_tokens, head_layers(shape), add_single, make_group)
 
 
-def start_relief(cluster: VirtualCluster, model: ReliefModel, num_instances: int, part: ReliefPart) -> Regrouping:
+def _stage_times(scenario: Scenario, machine: Machine, part: ReliefPart, kept: Sequence[range]) -> StageTimes:
+    """Seconds of each stage: its part of the layers, the head on the last, a step's overhead, and a hop."""
+    timer, overhead_s = StepTimer(machine.cost), machine.overhead_s
+    bandwidth, latency_s = link_of(part.link)
+    token_bytes = scenario.shape.hidden_size * DTYPE_BYTES / scenario.num_shards
+    work = [float(len(layers)) for layers in kept]
+    work[-1] += head_layers(scenario.shape)
+    shares = [layers / sum(work) for layers in work]
+
+    def times(plan: StepPlan) -> list[float]:
+        whole_s = max(0.0, timer.time_s(plan) - overhead_s)
+        beside_s = overhead_s + latency_s + sum(plan.count_work()) * token_bytes / bandwidth
+        return [whole_s * share + beside_s for share in shares]
+
+    return times
+
+
+def start_relief(cluster: VirtualCluster, model: GroupModel, num_instances: int, part: ReliefPart) -> Regrouping:
     """Start all instances of a scenario in a cluster, and watch them; ``pipeline``: make them groups for good."""
     is_priced = part.mode == "auto"
     settings = DropTimingSettings(overload_s=part.overload, calm_s=part.calm, gap_s=part.gap)

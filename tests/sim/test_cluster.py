@@ -60,7 +60,7 @@ def make_requests(seed: int, num_requests: int = 140) -> list[Request]:
 def run(seed: int, link: GroupLink = FAST, num_instances: int = 2) -> tuple[VirtualCluster, list[Transition]]:
     cluster = VirtualCluster(Environment())
     rule = ReliefRule(QUICK, is_priced=False, most_stages=4)
-    groups = Regrouping(cluster, MODEL, link, num_instances, rule)
+    groups = Regrouping(cluster, MODEL.groups_in(cluster.environment), link, num_instances, rule)
     cluster.environment.schedule(0.0, groups.look)
     serve_cluster(cluster, make_requests(seed, 70 * num_instances))
     return cluster, groups.transitions
@@ -124,7 +124,7 @@ def test_every_request_gets_its_tokens_across_a_merge_of_groups(seed: int, link:
     drop, merge = DropMoment(DropMove.DROP, need_blocks=100), DropMoment(DropMove.DROP, need_blocks=20)
     cluster = VirtualCluster(Environment())
     rule = Scripted({1.0: drop, 1.8: merge, 3.5: DropMoment(DropMove.RESTORE)})
-    groups = Regrouping(cluster, MODEL, link, 4, rule)
+    groups = Regrouping(cluster, MODEL.groups_in(cluster.environment), link, 4, rule)
     cluster.environment.schedule(0.0, groups.look)
     serve_cluster(cluster, make_requests(seed, 280))
     assert [(one.is_drop, len(one.instances)) for one in groups.transitions] == [
