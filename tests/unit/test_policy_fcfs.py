@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.core.plan import Decision, PreemptionMode, Reason
+from floodplain.core.plan import Decision
 from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView
 from floodplain.policy.fcfs import FcfsPolicy
@@ -32,45 +32,12 @@ def test_an_empty_view_decides_nothing() -> None:
     assert decide() == Decision()
 
 
-def test_one_budget_goes_to_decodes_then_chunks_then_new_requests() -> None:
-    chunking = prompt(1, 30, 10)
-    decision = decide(row(0), chunking, waiting(2, 40), max_batched_tokens=32)
-    assert decision.decodes == (0,)
-    assert [(c.seq_id, c.num_tokens) for c in decision.chunks] == [(1, 20)]
-    assert [(c.seq_id, c.num_tokens) for c in decision.admissions] == [(2, 11)]
-
-
 def test_an_older_prefill_leaves_younger_decodes_their_tokens() -> None:
     chunking = prompt(0, 90, 10)
     decision = decide(chunking, row(1), row(2), max_batched_tokens=32)
     assert decision.decodes == (1, 2)
     assert [(chunk.seq_id, chunk.num_tokens) for chunk in decision.chunks] == [(0, 30)]
     assert decide(row(0), row(1), row(2), max_batched_tokens=2).decodes == (0, 1)
-
-
-def test_the_last_is_preempted_for_the_first_that_lacks_a_block() -> None:
-    decision = decide(row(0, block_due_step=100), row(1), row(2), num_available_blocks=0)
-    [order] = decision.preemptions
-    assert (order.seq_id, order.mode, order.reason) == (2, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED)
-    assert decision.decodes == (0, 1)
-
-
-def test_a_block_is_not_due_before_its_step() -> None:
-    decision = decide(row(0, block_due_step=101), row(1), num_available_blocks=0)
-    assert decision.preemptions == ()
-    assert decision.decodes == (0, 1)
-
-
-def test_preemption_goes_on_until_there_is_room_even_to_the_last_request() -> None:
-    shared = {"exclusive_blocks": 0}
-    decision = decide(row(0), row(1, block_due_step=100, **shared), row(2, **shared), num_available_blocks=0)
-    assert [order.seq_id for order in decision.preemptions] == [2, 1]
-    assert decision.decodes == (0,)
-
-
-def test_a_step_that_was_short_of_blocks_admits_no_request() -> None:
-    running = (row(0, block_due_step=100), row(1, exclusive_blocks=50))
-    assert decide(*running, waiting(2, 4), num_available_blocks=0).admissions == ()
 
 
 def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
@@ -80,23 +47,10 @@ def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
     assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
 
 
-@pytest.mark.parametrize(("num_free", "starts"), [(20, True), (19, False)])
-def test_a_prompt_starts_only_if_all_of_it_fits(num_free: int, starts: bool) -> None:
-    """vLLM's ``scheduler_reserve_full_isl``; its first chunk takes four of 20 blocks."""
-    decision = decide(waiting(0, 80), num_available_blocks=num_free, max_batched_tokens=16)
-    assert [chunk.num_tokens for chunk in decision.admissions] == ([16] if starts else [])
-
-
 def test_cached_blocks_of_a_prompt_need_no_room() -> None:
     cached = waiting(0, 80, num_cached_tokens=40, num_shared_blocks=10)
     assert decide(cached, num_available_blocks=10).admissions
     assert not decide(cached, num_available_blocks=9).admissions
-
-
-def test_waiting_requests_start_in_order_until_one_does_not_fit() -> None:
-    waits = (waiting(0, 8), waiting(1, 40), waiting(2, 4))
-    decision = decide(*waits, num_available_blocks=6)
-    assert [c.seq_id for c in decision.admissions] == [0]
 
 
 def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> None:
@@ -105,13 +59,6 @@ def test_a_prefix_that_others_hold_costs_no_block_but_a_cached_one_does() -> Non
     assert decide(cached, num_available_blocks=2).admissions == ()
     assert [c.num_tokens for c in decide(cached, num_available_blocks=3).admissions] == [2]
     assert [c.num_tokens for c in decide(shared, num_available_blocks=1).admissions] == [2]
-
-
-def test_places_are_counted_with_those_on_their_way_in() -> None:
-    rows = row(0), loading(1), waiting(2, 4), waiting(3, 4)
-    decision = decide(*rows, max_num_seqs=3)
-    assert [c.seq_id for c in decision.admissions] == [2]
-    assert decide(*rows, max_num_seqs=1).admissions == ()
 
 
 def test_nothing_is_scheduled_beyond_the_last_token() -> None:
