@@ -102,16 +102,12 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
 
 
 def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[Member, tuple[Lease, ...]]:
-    """Settle owed leases of ``member``: their bytes are its own and no longer offered; return its row and theirs.
-
-    Ended leases hold no more of the device than is leased there (law 2), so the bound on ``hidden_bytes`` falls, too.
-    """
+    """Settle owed leases of ``member``: their bytes are its own and no longer offered; return its row and theirs."""
     settled = tuple(lease.after(LeaseEvent.SETTLE) for lease in leases)
     for lease in settled:
         table.put_lease(lease)
     offered = member.offered_bytes - sum(lease.num_bytes for lease in settled)
-    hidden = min(member.hidden_bytes, table.leased_bytes(member.name))
-    return table.revise(replace(member, offered_bytes=offered, hidden_bytes=hidden)), settled
+    return table.revise(replace(member, offered_bytes=offered)), settled
 
 
 def lose(table: LeaseTable, name: str) -> Reply:
