@@ -60,13 +60,6 @@ def test_leases_released_before_the_lender_expired_are_settled_too() -> None:
     assert pair.states == []
 
 
-def test_a_live_lender_settles_leases_itself() -> None:
-    pair = LongLivedPair()
-    pair.report(pair.hold(1, 2), LeaseEvent.RELEASE)
-    pair.wait(5 * TTL_S, "c", "p")
-    assert pair.states == [LeaseState.RELEASED]
-
-
 def test_the_next_lender_of_the_name_settles_what_was_not_settled_yet() -> None:
     pair = LongLivedPair()
     lease = pair.hold(1, 2)
@@ -92,26 +85,6 @@ def test_an_expired_lease_waits_for_its_own_consumers_word(is_killed: bool) -> N
         assert pair.say(word).outcome is Outcome.APPLIED
     pair.wait(2 * TTL_S, "c")
     assert pair.states == ([LeaseState.EXPIRED] if is_killed else [])
-
-
-def test_as_much_stays_owed_as_ended_leases_may_hold() -> None:
-    """The first consumer is stopped and holds its bytes. The second has freed as many, without a report yet."""
-    pair = LongLivedPair()
-    pair.say(Join("d", "d-1"))
-    stopped = pair.hold(1, 2)
-    pair.wait(TTL_S + 1.1, "d", "p")
-    assert pair.book.rows.leases[stopped.lease_id].state is LeaseState.EXPIRED
-    pair.say(Join("c", "c-2"))
-    freed, other = pair.hold(2, 2), pair.hold(3, 4)
-    assert [settled.lease_id for settled in pair.observe(6).leases] == [stopped.lease_id]
-    assert pair.row("p").hidden_bytes == 2
-    pair.wait(TTL_S + 1.1, "c")
-    pair.report(freed, LeaseEvent.RELEASE)
-    pair.wait(2 * TTL_S, "c")
-    assert pair.states == [LeaseState.RELEASED, LeaseState.HELD], "the stopped consumer's bytes would have no lease"
-    pair.report(other, LeaseEvent.RELEASE)
-    pair.wait(2 * TTL_S, "c")
-    assert pair.states == [LeaseState.RELEASED] and pair.book.rows.leased_bytes("p") >= 2
 
 
 def test_ended_leases_hold_no_more_than_a_look_sees_nor_than_is_leased() -> None:
