@@ -240,18 +240,6 @@ def test_silence_for_a_ttl_expires_leases_and_withdraws_offers() -> None:
     assert pair.row("p").offered_bytes == 6  # owed bytes stay offered until they are seen free
 
 
-def test_after_the_last_of_a_name_leases_are_settled_by_their_consumers() -> None:
-    pair = LeasePair()
-    [held], [granted] = pair.grant(1, 2), pair.grant(2, 2)
-    pair.report(held, LeaseEvent.HOLD)
-    pair.say(Leave("p", 1, is_last=True))
-    assert [lease.state for lease in pair.book.rows.leases.values()] == [LeaseState.HELD, LeaseState.GRANTED]
-    for lease, event in ((held, LeaseEvent.RELEASE), (granted, LeaseEvent.REFUSE)):
-        reply = pair.report(lease, event)
-        assert reply.outcome is Outcome.APPLIED and reply.leases[0].state is LeaseState.SETTLED
-    assert pair.row("p").offered_bytes == 0 and not pair.book.rows.leases
-
-
 def test_after_the_last_of_a_name_owed_and_expired_leases_are_settled() -> None:
     pair = LeasePair()
     [released], _ = pair.grant(1, 2), pair.grant(2, 2)
@@ -260,16 +248,6 @@ def test_after_the_last_of_a_name_owed_and_expired_leases_are_settled() -> None:
     assert [lease.state for lease in pair.book.rows.leases.values()] == [LeaseState.GRANTED]
     pair.say(Leave("c", 1))
     assert not pair.book.rows.leases and pair.row("p").offered_bytes == 0
-
-
-def test_a_process_takes_the_name_of_another_only_when_that_one_has_ended() -> None:
-    pair = LeasePair()
-    assert pair.say(Join("c", "c-2")).outcome is Outcome.DEFERRED
-    assert pair.say(Leave("c", 1)).outcome is Outcome.APPLIED
-    reply = pair.say(Join("c", "c-2"))
-    assert reply.outcome is Outcome.APPLIED
-    assert pair.row("c").generation == 2
-    assert pair.say(Leave("c", 1)).outcome is Outcome.STALE
 
 
 def test_a_restart_renews_the_ttls_of_members_and_recall_deadlines() -> None:
