@@ -69,9 +69,7 @@ def _by_server(cluster: Cluster, placement: Placement) -> Iterable[tuple[Server,
 def _server(server: Server, held: Iterable[tuple[Unit, Spot]], models: dict[Unit, Model]) -> dict[str, Any]:
     units = [
         {
-            "model": unit.model,
-            "instance": unit.instance,
-            "stage": unit.stage,
+            **asdict(unit),
             "gpus": list(spot.gpus),
             "devices": [server.device(gpu) for gpu in spot.gpus],
             "memory_bytes": models[unit].memory_bytes,
