@@ -71,12 +71,9 @@ AllowedPairs = Mapping[str, Sequence[str]]
 """For each consumer the producers that it may borrow from, best first. A consumer without an entry borrows nothing."""
 
 
-def allows(pairs: AllowedPairs | None, consumer: str, producer: str) -> bool:
-    """Whether a consumer may borrow from a producer; if ``pairs`` is None, always."""
-    return pairs is None or producer in pairs.get(consumer, ())
-
-
 def choose_disallowed(leases: Iterable[Lease], pairs: AllowedPairs | None) -> list[Lease]:
-    """Return granted or held leases that the pairs do not allow."""
+    """Return granted or held leases that the pairs do not allow; None allows all."""
+    if pairs is None:
+        return []
     counted_on = (lease for lease in leases if lease.state in (LeaseState.GRANTED, LeaseState.HELD))
-    return [lease for lease in counted_on if not allows(pairs, lease.consumer, lease.producer)]
+    return [lease for lease in counted_on if lease.producer not in pairs.get(lease.consumer, ())]
