@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import sqlalchemy as sql
@@ -15,9 +16,9 @@ from floodplain.files.parsing import reason_of
 from floodplain.leases.rows import Member
 from floodplain.leases.states import ENDED, Lease, LeaseState
 
-R = TypeVar("R", Member, Lease)
+R = TypeVar("R")
 
-_TYPES = {row: get_type_hints(row) for row in (Member, Lease)}
+_types_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 _MOST = 2**63 - 1
 _SQLITE_DAMAGE = frozenset({1, 11, 26})
 """SQLITE_ERROR (no such table or column), SQLITE_CORRUPT, SQLITE_NOTADB."""
@@ -53,12 +54,11 @@ def intact(shown_url: str) -> Iterator[None]:
         raise _damaged(shown_url, error.orig or error) from error
 
 
-def to_row(kind: type[R], values: Mapping[str, Any]) -> R:
+def to_row(kind: type[R], values: Mapping[Any, Any]) -> R:
     """Return a row of the store as a value; ValueError if a column holds what no coordinator writes there."""
     found = dict(values)
-    if kind is Lease:
-        found["state"] = LeaseState(found["state"])
-    for name, wanted in _TYPES[kind].items():
+    for name, wanted in _types_of(kind).items():
+        found[name] = LeaseState(found[name]) if wanted is LeaseState else found[name]
         check_value(name, found[name], wanted)
     return kind(**found)
 

@@ -341,14 +341,11 @@ _LEASE_FIELDS = [field.name for field in fields(Lease)]
 
 
 def _read_leadership(connection: sql.Connection) -> Leadership:
-    row = connection.execute(_LOOK).one()
-    for name, wanted in (("epoch", int), ("beat", int), ("leader", str), ("leader_url", str), ("ttl_s", float)):
-        check_value(name, getattr(row, name), wanted)
-    return Leadership(row.epoch, row.beat, row.leader, row.leader_url, row.ttl_s)
+    return to_row(Leadership, connection.execute(_LOOK).mappings().one())
 
 
 def _read_rows(connection: sql.Connection) -> StoredRows:
-    members = [to_row(Member, dict(row)) for row in connection.execute(sql.select(MEMBERS)).mappings()]
+    members = [to_row(Member, row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
     leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
     granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
     for granted_s in granted.values():
