@@ -141,13 +141,6 @@ def test_a_coordinator_with_a_placement_recalls_what_it_does_not_allow(store: St
     assert reply.outcome is Outcome.DEFERRED
 
 
-def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
-    service = leading(store, {"c": ["p", "q"]})
-    lend(service)
-    service.tick()
-    assert set(states(service).values()) == {LeaseState.GRANTED}
-
-
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_reloads_requested_while_one_runs_are_one_after_it(
     is_bad: bool, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -147,15 +147,6 @@ def test_a_store_that_no_coordinator_left_so_is_refused(url: str, statement: str
         Store.open(url)
 
 
-def test_rows_outlive_the_process_that_wrote_them(url: str) -> None:
-    with closing(Store.open(url)) as store:
-        epoch, _ = lead(store)
-        assert store.write(epoch, SOME, 1.0, TTL_S)
-    with closing(Store.open(url)) as store:
-        _, rows = lead(store)
-    assert (set(rows.members), list(rows.leases)) == (set(SOME.members), [LEASE])
-
-
 def test_a_forgotten_members_row_goes_and_the_floor_stays(url: str) -> None:
     with closing(Store.open(url)) as store:
         epoch, _ = lead(store)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from floodplain.coordinator.tokens import Caller, Role
 from floodplain.leases.choice import choose_disallowed
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Recall, Report, Request
 from floodplain.leases.rows import Shard
@@ -19,6 +20,9 @@ from floodplain.leases.states import (
     Stamp,
 )
 from tests.support.lease_pair import LeasePair
+
+PRODUCER, CONSUMER = (Caller(((role, "*"),)) for role in (Role.PRODUCER, Role.CONSUMER))
+"""Callers whose token is one for all names."""
 
 
 @pytest.mark.parametrize(
@@ -158,30 +162,11 @@ def test_a_crowd_of_consumers_leaves_room_for_lenders() -> None:
     pair = LeasePair(LeaseLimits(max_members=4))
     for number in range(9):
         pair.say(Join(f"c{number}", "i"))
-    joined = [pair.book.handle_all([Join(f"q{number}", "i")], 0.0, Producers())[0].outcome for number in range(2)]
+    joined = [pair.book.handle_all([Join(f"q{number}", "i")], 0.0, PRODUCER)[0].outcome for number in range(2)]
     assert (joined, len(pair.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
 
 
 # -- permissions of tokens ---------------------------------------------------------------------------------------------
-
-
-class Borrowers:
-    """A token of a consumer, for any name."""
-
-    def may_lend(self, _: str) -> bool:
-        return False
-
-    def is_producer(self, _: str) -> bool:
-        return False
-
-
-class Producers(Borrowers):
-    """A token of a producer, for any name."""
-
-    def may_lend(self, _: str) -> bool:
-        return True
-
-    is_producer = may_lend
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -189,7 +174,7 @@ class Producers(Borrowers):
 def test_messages_for_a_lender_with_a_borrowers_token_are_refused(is_alive: bool, has_offered: bool) -> None:
     pair = LeasePair()
     if not has_offered:
-        pair.book.handle_all([Join("q", "q-1")], 0.0, Producers())
+        pair.book.handle_all([Join("q", "q-1")], 0.0, PRODUCER)
     lender = "p" if has_offered else "q"
     if not is_alive:
         pair.say(Leave(lender, 1))
@@ -204,10 +189,10 @@ def test_messages_for_a_lender_with_a_borrowers_token_are_refused(is_alive: bool
             Request(lender, generation, 1, (Shard(1),)),
             Report(lender, lease, Stamp(generation, 1), LeaseEvent.RELEASE),
         ]
-        replies = pair.book.handle_all(batch, 1.0, Borrowers())
+        replies = pair.book.handle_all(batch, 1.0, CONSUMER)
         assert {(reply.outcome, reply.member, reply.leases) for reply in replies} == {(Outcome.CONFLICT, None, ())}
     assert pair.row(lender) == before
-    allowed = pair.book.handle_all([Join("new", "n-1"), Heartbeat("new", 1)], 1.0, Borrowers())
+    allowed = pair.book.handle_all([Join("new", "n-1"), Heartbeat("new", 1)], 1.0, CONSUMER)
     assert [reply.outcome for reply in allowed] == [Outcome.APPLIED] * 2
 
 
@@ -249,11 +234,3 @@ def test_a_lease_that_is_no_longer_allowed_is_recalled_and_settled() -> None:
     assert pair.report(held, LeaseEvent.RELEASE).outcome is Outcome.APPLIED
     assert len(pair.observe(0).leases) == 2
     assert pair.row("p").offered_bytes == 2
-
-
-def test_leases_that_a_new_placement_allows_are_left_alone() -> None:
-    pair = LeasePair()
-    [granted] = pair.grant(1, 6)
-    for pairs in ({"c": ["q", "p"]}, None):
-        assert pair.book.allow(pairs, pair.now, 5.0) == []
-    assert pair.book.rows.leases[granted.lease_id] == granted
