@@ -13,16 +13,8 @@ from pydantic import BaseModel
 
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.migration.controller import MigrationController
+from floodplain.cluster.router import listings
 from floodplain.cluster.router.engine import ClusterEngine
-from floodplain.cluster.router.listings import (
-    GroupRow,
-    Groups,
-    Listing,
-    Migrations,
-    list_groups,
-    list_instances,
-    list_migrations,
-)
 from floodplain.cluster.router.metrics import ClusterMetrics
 from floodplain.cluster.router.router import Router
 from floodplain.core.errors import UserError
@@ -83,12 +75,12 @@ class Member(BoundedModel):
 
 def _add_group_routes(routes: APIRouter, router: Router) -> None:
     @routes.get("/groups")
-    async def groups() -> Groups:
+    async def groups() -> listings.Groups:
         """Groups of instances that share the layers of the model."""
-        return list_groups(_expect_groups(router), time.monotonic())
+        return listings.list_groups(_expect_groups(router), time.monotonic())
 
     @routes.post("/v1/cluster/drop")
-    async def drop(members: Members) -> GroupRow:
+    async def drop(members: Members) -> listings.GroupRow:
         """Let instances drop layers and serve as a pipeline. Answers once all have confirmed, or says why not."""
         group_controller = _expect_groups(router)
         number = group_controller.drop([find_epoch(router, name) for name in members.instances])
@@ -97,7 +89,7 @@ def _add_group_routes(routes: APIRouter, router: Router) -> None:
         return _find_row(group_controller, number)
 
     @routes.post("/v1/cluster/restore")
-    async def restore(member: Member) -> GroupRow:
+    async def restore(member: Member) -> listings.GroupRow:
         """Let the instances of a group have all layers again. Answers at once."""
         group_controller = _expect_groups(router)
         group = group_controller.groups.find(find_epoch(router, member.instance))
@@ -118,8 +110,8 @@ def find_epoch(router: Router, name: str) -> int:
     raise UserError(f"there is no instance {name!r}: there are {slots or 'none'}")
 
 
-def _find_row(group_controller: GroupController, number: int) -> GroupRow:
-    rows = [row for row in list_groups(group_controller, time.monotonic()).groups if row.number == number]
+def _find_row(group_controller: GroupController, number: int) -> listings.GroupRow:
+    rows = [row for row in listings.list_groups(group_controller, time.monotonic()).groups if row.number == number]
     if not rows:
         raise ApiError(
             409, f"group {number} was not made: {group_controller.counts.problems.get(number) or 'it was cancelled'}"
@@ -148,9 +140,9 @@ class Begun(BaseModel):
 
 def _add_migration_routes(routes: APIRouter, router: Router) -> None:
     @routes.get("/migrations")
-    async def migrations() -> Migrations:
+    async def migrations() -> listings.Migrations:
         """Running requests that move between instances."""
-        return list_migrations(_expect_migrations(router))
+        return listings.list_migrations(_expect_migrations(router))
 
     @routes.post("/v1/cluster/migrate")
     async def migrate(between: Between) -> Begun:
@@ -178,9 +170,9 @@ def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Exten
         routes = APIRouter(route_class=OperatorRoute)
 
         @routes.get("/instances")
-        async def instances() -> Listing:
+        async def instances() -> listings.Listing:
             """Instances behind this endpoint."""
-            return list_instances(engine.router, time.monotonic())
+            return listings.list_instances(engine.router, time.monotonic())
 
         _add_group_routes(routes, engine.router)
         _add_migration_routes(routes, engine.router)

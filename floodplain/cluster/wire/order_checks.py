@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from floodplain.cluster.wire.group_messages import (
-    Adopt,
-    Collect,
-    Drop,
-    Fetch,
-    Fill,
-    GroupOrder,
-    HeldRequest,
-    Move,
-    Return,
-)
+from floodplain.cluster.wire import group_messages as groups
 from floodplain.cluster.wire.messages import Form, GoOn, MigrationOrder, PullKv
 from floodplain.cluster.wire.placements import Submit
 from floodplain.core.codec import WireError
@@ -43,37 +33,37 @@ def check_migration_order(order: MigrationOrder, integers: Sequence[int], taken:
         _check_goes_on(order, integers, taken)
 
 
-def check_group_order(order: GroupOrder, integers: Sequence[int], taken: object, num_layers: int) -> None:
+def check_group_order(order: groups.GroupOrder, integers: Sequence[int], taken: object, num_layers: int) -> None:
     """Check a group order and the integers beside it; ``taken`` as in ``check_submit``."""
     match order:
-        case Adopt():
+        case groups.Adopt():
             _check_goes_on(order, integers, taken)
-        case Drop():
+        case groups.Drop():
             _check_drop(order, integers, num_layers)
-        case Fetch():
+        case groups.Fetch():
             _check_fetch(order, integers, num_layers)
-        case Fill() if len(order.addresses) != num_layers:
+        case groups.Fill() if len(order.addresses) != num_layers:
             raise WireError("parameters come from other layers than the model has")
-        case Collect():
+        case groups.Collect():
             if len(order.addresses) != num_layers or _count_blocks(order.held) != len(integers):
                 raise WireError("a copy has other layers than the model, or its blocks are not whole")
             _check_whole(integers)
-        case Move():
+        case groups.Move():
             if 2 * order.num_moves > len(integers):
                 raise WireError("moves are not whole")
             _check_whole(integers)
-        case Return():
+        case groups.Return():
             _check_whole(integers)
 
 
-def _check_drop(order: Drop, integers: Sequence[int], num_layers: int) -> None:
+def _check_drop(order: groups.Drop, integers: Sequence[int], num_layers: int) -> None:
     is_cut = order.first_layer < order.end_layer <= num_layers and order.place < order.num_members
     if not is_cut or not order.num_quanta or order.num_used + _count_blocks(order.held) != len(integers):
         raise WireError("a group is divided otherwise than its model, or its integers are not whole")
     _check_whole(integers)
 
 
-def _check_fetch(order: Fetch, integers: Sequence[int], num_layers: int) -> None:
+def _check_fetch(order: groups.Fetch, integers: Sequence[int], num_layers: int) -> None:
     num_places = len(order.addresses)
     places = [place for row in order.sources for place in row] + [held.place for held in order.held]
     is_square = len(order.sources) == num_places and all(len(row) == num_layers for row in order.sources)
@@ -85,13 +75,13 @@ def _check_fetch(order: Fetch, integers: Sequence[int], num_layers: int) -> None
     _check_whole(integers[:num_blocks])  # after them are sources; negative ones are slots
 
 
-def _check_goes_on(order: Adopt | GoOn, token_ids: Sequence[int], taken: object) -> None:
+def _check_goes_on(order: groups.Adopt | GoOn, token_ids: Sequence[int], taken: object) -> None:
     check_submit(order.submit, token_ids, taken)
     if order.submit.epoch != order.epoch or order.num_computed >= len(token_ids):
         raise WireError("a request goes on from more KV than it has tokens")
 
 
-def _count_blocks(held: Sequence[HeldRequest]) -> int:
+def _count_blocks(held: Sequence[groups.HeldRequest]) -> int:
     return sum(one.num_blocks for one in held)
 
 
