@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -19,17 +20,8 @@ STOP_S = 3.0
 """Seconds for which a process is stopped: three times the silence after which it counts as dead."""
 
 
-def kill_leader(scene: Scene) -> None:
-    """SIGKILL of the member that has the step loop."""
-    _kill(scene, leads=True)
-
-
-def kill_other(scene: Scene) -> None:
-    """SIGKILL of another member."""
-    _kill(scene, leads=False)
-
-
-def _kill(scene: Scene, leads: bool) -> None:
+def kill(scene: Scene, *, leads: bool) -> None:
+    """SIGKILL of the member that has the step loop, or of another one."""
     scene.begin()
     victim = scene.draw_member(leads)
     is_last = scene.is_awaited(victim)
@@ -39,17 +31,8 @@ def _kill(scene: Scene, leads: bool) -> None:
     scene.expect_end(victim)
 
 
-def stop_leader(scene: Scene) -> None:
-    """SIGSTOP of the leader until it counts as dead; its messages after it resumes are late."""
-    _stop(scene, leads=True)
-
-
-def stop_other(scene: Scene) -> None:
-    """SIGSTOP of another member."""
-    _stop(scene, leads=False)
-
-
-def _stop(scene: Scene, leads: bool) -> None:
+def stop(scene: Scene, *, leads: bool) -> None:
+    """SIGSTOP of a member until it counts as dead; its messages after it resumes are late."""
     scene.begin()
     victim = scene.draw_member(leads)
     is_last = scene.is_awaited(victim)
@@ -95,17 +78,12 @@ def damage_kv(scene: Scene) -> None:
     assert scene.cluster.groups()["recomputed_requests"] > before
 
 
-def damage_parameters(scene: Scene) -> None:
-    """Chunks of parameters arrive damaged: the layers are read from the backstop."""
-    _damage_parameters(scene, "parameters")
+def damage_parameters(scene: Scene, what: str) -> None:
+    """Layers are read from the backstop.
 
-
-def damage_parameters_at_source(scene: Scene) -> None:
-    """A member sends wrong parameters with right digests of their chunks: the layer's digest detects it."""
-    _damage_parameters(scene, "source")
-
-
-def _damage_parameters(scene: Scene, what: str) -> None:
+    Chunks of ``parameters`` arrive damaged; or a member sends wrong ones from the ``source``, with right digests of
+    their chunks, which the layer's digest detects.
+    """
     start = scene.cluster.log_bytes()
     scene.cluster.damage(what)
     scene.begin()
@@ -163,38 +141,44 @@ def _has_open(pid: int, fd: int) -> bool:
 WHOLE = (S.DROPPING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING, S.CLOSING)
 """States in which members may have all their parameters: these need no backstop."""
 
-EVERYWHERE = (kill_leader, kill_other, stop_leader, stop_other, hang_up, ask_again)
-SOMEWHERE: Mapping[Callable[[Scene], None], tuple[GroupState, ...]] = {
-    damage_kv: (S.PIPELINED,) * 6,  # exchange and return are damaged: the change goes through all states
-    damage_parameters: (S.PIPELINED,) * 4,
-    damage_parameters_at_source: (S.PIPELINED,) * 4,
-    cut_backstop: (S.SOLO,) * 4,
-    overwrite_backstop: (*STATES[1:],),
+EVERYWHERE: Mapping[str, Callable[[Scene], None]] = {
+    "kill_leader": partial(kill, leads=True),
+    "kill_other": partial(kill, leads=False),
+    "stop_leader": partial(stop, leads=True),
+    "stop_other": partial(stop, leads=False),
+    "hang_up": hang_up,
+    "ask_again": ask_again,
 }
-FAULTS = {fault.__name__: fault for fault in (*EVERYWHERE, *SOMEWHERE)}
-STORIES = tuple(
-    Story(fault.__name__, state)
-    for fault, states in ((*((one, STATES) for one in EVERYWHERE), *SOMEWHERE.items()))
-    for state in states
+SOMEWHERE: Mapping[str, tuple[Callable[[Scene], None], tuple[GroupState, ...]]] = {
+    "damage_kv": (damage_kv, (S.PIPELINED,) * 6),  # exchange and return are damaged: it goes through all states
+    "damage_parameters": (partial(damage_parameters, what="parameters"), (S.PIPELINED,) * 4),
+    "damage_parameters_at_source": (partial(damage_parameters, what="source"), (S.PIPELINED,) * 4),
+    "cut_backstop": (cut_backstop, (S.SOLO,) * 4),
+    "overwrite_backstop": (overwrite_backstop, (*STATES[1:],)),
+}
+FAULTS = {**EVERYWHERE, **{name: fault for name, (fault, _) in SOMEWHERE.items()}}
+STORIES = (
+    *(Story(name, state) for name in EVERYWHERE for state in STATES),
+    *(Story(name, state) for name, (_, states) in SOMEWHERE.items() for state in states),
 )
 """All stories of one group: each fault in each state in which it can happen."""
 
 MERGED = (*BEFORE, S.PIPELINED, S.FILLING, S.HANDOVER)
 MERGES = tuple(
-    Story(fault.__name__, state, is_merge=True)
-    for fault, states in (
-        (kill_leader, MERGED),
-        (kill_other, (*MERGED, S.PREPARING, S.EXCHANGING)),  # of an old group that ends, or of one that continues
-        (stop_leader, (S.PREPARING, S.EXCHANGING, S.FILLING)),
-        (stop_other, (S.PREPARING, S.DROPPING, S.SETTLING)),
-        (hang_up, (S.EXCHANGING,)),
-        (ask_again, (S.PREPARING,)),
-        (damage_kv, (S.PIPELINED,) * 2),
-        (damage_parameters, (S.PIPELINED,)),
-        (damage_parameters_at_source, (S.PIPELINED,)),
-        (cut_backstop, (S.SOLO,)),
-        (overwrite_backstop, (S.PIPELINED,)),
-    )
+    Story(name, state, is_merge=True)
+    for name, states in {
+        "kill_leader": MERGED,
+        "kill_other": (*MERGED, S.PREPARING, S.EXCHANGING),  # of an old group that ends, or of one that continues
+        "stop_leader": (S.PREPARING, S.EXCHANGING, S.FILLING),
+        "stop_other": (S.PREPARING, S.DROPPING, S.SETTLING),
+        "hang_up": (S.EXCHANGING,),
+        "ask_again": (S.PREPARING,),
+        "damage_kv": (S.PIPELINED,) * 2,
+        "damage_parameters": (S.PIPELINED,),
+        "damage_parameters_at_source": (S.PIPELINED,),
+        "cut_backstop": (S.SOLO,),
+        "overwrite_backstop": (S.PIPELINED,),
+    }.items()
     for state in states
 )
 """All stories of groups that take in others."""

@@ -110,17 +110,13 @@ class Scene:
         before = self._entered[state]
         self.cluster.wait_for(lambda: self.cluster.groups()["entered"][state] > before, f"the group is never {state}")
 
-    def ask_drop(self) -> Future[httpx.Response]:
-        return self._ask_drop(self.pids)
+    def ask_drop(self, pids: Sequence[int] = ()) -> Future[httpx.Response]:
+        """Ask for a group of these members, or of all."""
+        return self.cluster.ask("drop", {"instances": [f"e{self._epochs[pid]}" for pid in pids or self.pids]})
 
-    def _ask_drop(self, pids: Sequence[int]) -> Future[httpx.Response]:
-        return self.cluster.ask("drop", {"instances": [f"e{self._epochs[pid]}" for pid in pids]})
-
-    def ask_restore(self) -> Future[httpx.Response]:
-        return self._ask_restore(self.pids[0])
-
-    def _ask_restore(self, pid: int) -> Future[httpx.Response]:
-        return self.cluster.ask("restore", {"instance": f"e{self._epochs[pid]}"})
+    def ask_restore(self, pid: int = 0) -> Future[httpx.Response]:
+        """Ask for a restore of this member's group, or of the leader's."""
+        return self.cluster.ask("restore", {"instance": f"e{self._epochs[pid or self.pids[0]]}"})
 
     def draw_member(self, leads: bool) -> int:
         """Return the leader, or one of the others."""
@@ -175,7 +171,7 @@ class Scene:
         self.cluster.let_go()
         for row in self.cluster.groups()["groups"]:
             if row["number"] in self._old:
-                assert self._ask_restore(self._old[row["number"]][0]).result().status_code == 200
+                assert self.ask_restore(self._old[row["number"]][0]).result().status_code == 200
         self.cluster.wait_for_calm()
 
     def _make_old(self) -> None:
@@ -183,7 +179,7 @@ class Scene:
         for pids in (self.pids[:2], self.pids[2:]):
             if len(pids) == 1:
                 continue
-            number = self._ask_drop(pids).result().json()["number"]
+            number = self.ask_drop(pids).result().json()["number"]
             self.wait_entered(S.PIPELINED)
             self._entered = self.cluster.groups()["entered"]
             self._old[number] = pids

@@ -46,7 +46,7 @@ from floodplain.model.tokenizer import ByteTokenizer
 from tests.fakes.slots import FakeSlots
 from tests.support.examples import examples
 from tests.support.loops import make_request
-from tests.support.router_world import FACTS, NUM_LAYERS, Bot, World, settle
+from tests.support.router_world import FACTS, NUM_LAYERS, Bot, World, settle, unpack
 
 KINDS = ("plain", "drop", "migrate", "pipeline")
 NUM_SLOTS, NUM_EVENTS = 3, 45
@@ -198,7 +198,7 @@ class Story:
         some = templates(dice, bot, bot.epoch)
         due = bot.answer() if bot.orders and dice.random() < 0.5 else None
         message, integers = due or dice.choice(some)
-        body, ids = split(pack(message))[0], list(integers)
+        body, ids = unpack(pack(message))[0], list(integers)
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             if ids and dice.random() < 0.3:
                 ids[dice.randrange(len(ids))] = dice.choice([-1, 0, 3, 80, 2**31 - 1, -(2**31)])
@@ -348,11 +348,6 @@ def ended_of(caller: Caller) -> list[OutputDelta] | None:
 def is_over(caller: Caller) -> bool:
     items = list(caller.deltas._queue)  # type: ignore[attr-defined]
     return any(isinstance(one, BaseException) or one.finish_reason is not None for one in items)
-
-
-def split(frame: bytes) -> tuple[dict[str, Any], bytes]:
-    num_text, _ = struct.unpack("!II", frame[:8])
-    return json.loads(frame[8 : 8 + num_text]), frame[8 + num_text :]
 
 
 S = TypeVar("S", bound=Story)

@@ -70,6 +70,13 @@ _DONE = {
 }
 
 
+def unpack(frame: bytes) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return the object and the integers of a control frame."""
+    num_text, num_ids = struct.unpack("!II", frame[:8])
+    assert len(frame) == 8 + num_text + num_ids
+    return json.loads(frame[8 : 8 + num_text]), struct.unpack(f"<{num_ids // 4}i", frame[8 + num_text :])
+
+
 class Wire:
     """Stands for the two streams of a connection of the router."""
 
@@ -85,9 +92,8 @@ class Wire:
         return self
 
     def write(self, data: bytes) -> None:
-        num_text, num_ids = struct.unpack("!II", data[:8])
-        body = json.loads(data[8 : 8 + num_text])
-        self.sent.append((read_router_message(body), struct.unpack(f"<{num_ids // 4}i", data[8 + num_text :])))
+        body, integers = unpack(data)
+        self.sent.append((read_router_message(body), integers))
 
     def get_write_buffer_size(self) -> int:
         return 0

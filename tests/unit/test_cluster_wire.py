@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -50,15 +49,10 @@ from floodplain.core.request import Goals, Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from floodplain.server.requests import CompletionRequest
+from tests.support.router_world import unpack
 from tests.support.waiting import HANG_S
 
 FACTS = InstanceFacts("1.0", "abc", "float32", 256, 16, 64, "host", 7)
-
-
-def body_of(frame: bytes) -> tuple[dict[str, Any], tuple[int, ...]]:
-    num_text, num_ids = struct.unpack("!II", frame[:8])
-    assert len(frame) == 8 + num_text + num_ids
-    return json.loads(frame[8 : 8 + num_text]), struct.unpack(f"<{num_ids // 4}i", frame[8 + num_text :])
 
 
 rows = st.builds(
@@ -104,7 +98,7 @@ requests = st.builds(
 @given(st.lists(rows, max_size=4).map(tuple))
 def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> None:
     message = Tokens(3, some)
-    assert read_instance_message(body_of(pack(message))[0]) == message
+    assert read_instance_message(unpack(pack(message))[0]) == message
 
 
 @given(requests)
@@ -115,7 +109,7 @@ def test_a_request_arrives_with_all_its_fields(request: Request) -> None:
 def check_arrives(request: Request) -> None:
     """Except stop strings, which the router matches, and the arrival, which is sent as an age."""
     message = submit_of(request, epoch=4, ticket=5, now=100.0)
-    body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
+    body, token_ids = unpack(pack(message, request.prompt_token_ids + request.known_token_ids))
     read: Any = read_router_message(body)
     again = request_of(read, token_ids, now=7.0)
     assert (read.epoch, read.ticket, again.arrival_s, again.params.stop) == (4, 5, -3.0, ())
@@ -166,15 +160,15 @@ def test_statistics_arrive_whole() -> None:
         recall_times_s=(0.5, 1.0),
         expansion=ExpansionFacts(1.5, limited="why"),
     )
-    assert read_instance_message(body_of(pack(Beat(1, stats)))[0]) == Beat(1, stats)
-    assert read_instance_message(body_of(pack(Beat(1, EngineStats())))[0]) == Beat(1, EngineStats())
+    assert read_instance_message(unpack(pack(Beat(1, stats)))[0]) == Beat(1, stats)
+    assert read_instance_message(unpack(pack(Beat(1, EngineStats())))[0]) == Beat(1, EngineStats())
 
 
 @pytest.mark.parametrize(
     "error", [QueueFull("full"), ShuttingDown("bye"), RequestRefused("long", field="prompt"), UserError("odd")]
 )
 def test_a_refusal_arrives_as_the_same_exception(error: UserError) -> None:
-    read: Any = read_instance_message(body_of(pack(refusal_of(error, 1, 2)))[0])
+    read: Any = read_instance_message(unpack(pack(refusal_of(error, 1, 2)))[0])
     again = error_of(read)
     assert (type(again), str(again), getattr(again, "field", None)) == (
         type(error),
@@ -196,7 +190,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject)
             ]
         )
     )
-    body = body_of(pack(message))[0]
+    body = unpack(pack(message))[0]
     junk = data.draw(st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()) | st.just({}))
     target = body
     while isinstance(target, dict) and target:
@@ -216,7 +210,7 @@ def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject)
 
 def test_messages_of_the_router_are_refused_from_an_instance() -> None:
     for message in (Welcome(1, 0.2, 1.0), Abort(1, 2)):
-        body = body_of(pack(message))[0]
+        body = unpack(pack(message))[0]
         with pytest.raises(WireError, match="no message of this version"):
             read_instance_message(dict(body))
         assert read_router_message(body) == message
