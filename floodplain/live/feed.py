@@ -65,11 +65,6 @@ class Feed:
         self._listeners: dict[_Listener, None] = {}
         self._updating: asyncio.Task[None] | None = None
 
-    @property
-    def num_listeners(self) -> int:
-        """Listeners now."""
-        return len(self._listeners)
-
     async def listen(self, drop: Drop = lambda: None) -> AsyncGenerator[bytes]:
         """Server-sent events, from a whole snapshot on. Ends when the service stops, or the listener is dropped."""
         if len(self._listeners) >= MOST_LISTENERS:

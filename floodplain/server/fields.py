@@ -76,9 +76,9 @@ def chosen_by(kind_of: Callable[[Any], str | None], message: str) -> Discriminat
 
 
 class Body(BoundedModel):
-    """A body, or a part of one, without its ``ignores`` and fields that are ``off``; one other is refused, the first.
+    """A body, or a part of one. Fields of ``ignores``, and of ``off`` at an accepted value, are left out.
 
-    Unknown fields are ignored, too, if ``ignores_others``, as ``OTHERS``.
+    Of other unknown fields the first is refused; if ``ignores_others`` all are ignored, as ``OTHERS``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
