@@ -25,6 +25,8 @@ class Town:
         self._lives = 0
         for name in (*PRODUCERS, *CONSUMERS):
             self._join(name)
+        for what, number in ((0, 6), (0, 7), (1, 0), (1, 3)):  # offers, and a lease of each device
+            self.step(what, number)
 
     @property
     def leases(self) -> list[Lease]:

@@ -11,7 +11,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.choice import choose_producers, choose_recalls
 from floodplain.leases.member import Borrower, MemberSide
-from floodplain.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
+from floodplain.leases.messages import Heartbeat, Join, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Member, Reply, Shard
 from floodplain.leases.states import (
     ENDED,
@@ -238,16 +238,6 @@ def test_silence_for_a_ttl_expires_leases_and_withdraws_offers() -> None:
     pair.now += TTL_S + 0.1
     pair.book.tick(pair.now)
     assert pair.row("p").offered_bytes == 6  # owed bytes stay offered until they are seen free
-
-
-def test_after_the_last_of_a_name_owed_and_expired_leases_are_settled() -> None:
-    pair = LeasePair()
-    [released], _ = pair.grant(1, 2), pair.grant(2, 2)
-    pair.report(released, LeaseEvent.RELEASE)
-    pair.say(Leave("p", 1, is_last=True))
-    assert [lease.state for lease in pair.book.rows.leases.values()] == [LeaseState.GRANTED]
-    pair.say(Leave("c", 1))
-    assert not pair.book.rows.leases and pair.row("p").offered_bytes == 0
 
 
 def test_a_restart_renews_the_ttls_of_members_and_recall_deadlines() -> None:
