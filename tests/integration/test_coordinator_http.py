@@ -323,19 +323,11 @@ def test_when_too_many_wait_the_next_gets_a_429_with_retry_after(
 # -- what it reports of itself -----------------------------------------------------------------------------------------
 
 
-def test_the_openapi_document_has_every_path_and_every_kind_of_answer(running: RunningCoordinator) -> None:
+def test_the_openapi_document_has_every_kind_of_answer(running: RunningCoordinator) -> None:
+    """``test_coordinator_fuzz`` has its paths."""
     document = httpx.get(f"{running.url}/openapi.json").json()
-    operations = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    assert operations == {
-        ("post", "/v1/messages"),
-        ("get", "/v1/leases"),
-        ("get", "/v1/changes"),
-        ("delete", "/v1/members/{name}"),
-        ("get", "/health"),
-        ("get", "/metrics"),
-    }
-    for method, path in operations:
-        answers = document["paths"][path][method]["responses"]
+    for operation in (operation for methods in document["paths"].values() for operation in methods.values()):
+        answers = operation["responses"]
         assert {"200", "400", "401", "403", "404", "413", "429", "503", "default"} <= set(answers)
         assert "422" not in answers
     kinds = document["components"]["schemas"]["MessageBatch"]["properties"]["messages"]["items"]["discriminator"]
