@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import get_args
 
 from floodplain.core.errors import UserError
+from floodplain.core.flags import flag
 from floodplain.policy.microbatch import Split
 from floodplain.web.address import check_address, is_loopback
 
@@ -56,80 +57,69 @@ def count_router_files(num_instances: int | None) -> int:
 class ClusterConfig:
     """The router's own flags. Raises ``UserError``, which names the flag, for a wrong value."""
 
-    instances: int | None = field(
-        default=None,
-        metadata={"help": "serve from so many processes behind this endpoint, each an engine with the engine flags"},
+    instances: int | None = flag(
+        None, "serve from so many processes behind this endpoint, each an engine with the engine flags"
     )
-    instance_address: str = field(
-        default="127.0.0.1:0",
-        metadata={"help": "where instances dial in; port 0 takes a free one", "metavar": "HOST:PORT"},
+    instance_address: str = flag("127.0.0.1:0", "where instances dial in; port 0 takes a free one", metavar="HOST:PORT")
+    instance_token_file: Path | None = flag(
+        None, "the token of instances that are started elsewhere, in a file of mode 0600"
     )
-    instance_token_file: Path | None = field(
-        default=None,
-        metadata={"help": "the token of instances that are started elsewhere, in a file of mode 0600"},
+    instance_timeout: float = flag(1.0, "seconds of silence after which an instance is taken for dead", metavar="S")
+    stall_timeout: float | None = flag(
+        None,
+        "seconds for which an instance may beat and compute nothing although it has work; then its requests go on"
+        " elsewhere, and it is started again (default: ten times the longest step that any instance has ended, "
+        "more for a larger step; at least 10, of its first step 20, and 60 while no instance has ended a step)",
+        metavar="S",
     )
-    instance_timeout: float = field(
-        default=1.0,
-        metadata={"help": "seconds of silence after which an instance is taken for dead", "metavar": "S"},
+    cluster: str | None = flag(
+        None,
+        "have Ray place the instances and start them again: auto starts a Ray of this machine, HOST:PORT joins "
+        "that of a cluster's head",
+        metavar="auto|HOST:PORT",
     )
-    stall_timeout: float | None = field(
-        default=None,
-        metadata={"help": "seconds for which an instance may beat and compute nothing although it has work; then its "
-                          "requests go on elsewhere, and it is started again (default: ten times the longest step that "
-                          "any instance has ended, more for a larger step; at least 10, of its first step 20, and 60 "
-                          "while no instance has ended a step)", "metavar": "S"},
-    )  # fmt: skip
-    cluster: str | None = field(
-        default=None,
-        metadata={"help": "have Ray place the instances and start them again: auto starts a Ray of this machine, "
-                          "HOST:PORT joins that of a cluster's head", "metavar": "auto|HOST:PORT"},
-    )  # fmt: skip
-    instance_cpus: int | None = field(
-        default=None,
-        metadata={"help": "CPUs that Ray reserves for an instance, and its threads (default: this machine's, shared "
-                          "out)", "metavar": "N"},
-    )  # fmt: skip
+    instance_cpus: int | None = flag(
+        None,
+        "CPUs that Ray reserves for an instance, and its threads (default: this machine's, shared out)",
+        metavar="N",
+    )
 
-    pipeline: bool = field(
-        default=False,
-        metadata={"help": "let the instances be the stages of one pipeline: each holds some layers, and has their KV "
-                          "and that of what it does not hold as its pool"},
-    )  # fmt: skip
-    microbatches: str = field(
-        default="even",
-        metadata={"help": "how a pipeline divides work: into parts of equal cost, by halving it, or by tokens",
-                  "choices": SPLITS},
-    )  # fmt: skip
-    step_profile: Path | None = field(
-        default=None,
-        metadata={"help": "what a pipeline's work costs, from floodplain profile step (default: by the model's shape)",
-                  "metavar": "FILE"},
-    )  # fmt: skip
-
-    relief: str = field(
-        default="none",
-        metadata={"help": "what instances do about an overload beside taking turns: none; manual: they can drop "
-                          "layers, and floodplain cluster tells them to; drop: they do when KV memory is short; auto: "
-                          "only if that pays (for these, matrices are not packed on CPUs); migrate: running requests "
-                          "move with their KV to an instance that has room",
-                  "choices": RELIEFS},
-    )  # fmt: skip
-    most_stages: int = field(
-        default=MOST_STAGES,
-        metadata={"help": "instances that share one copy of the layers, at most, with --relief drop or auto"},
+    pipeline: bool = flag(
+        False,
+        "let the instances be the stages of one pipeline: each holds some layers, and has their KV and that of "
+        "what it does not hold as its pool",
     )
-    autoscale_webhook: str | None = field(
-        default=None,
-        metadata={"help": "address that is posted to when memory is short and no more layers can be dropped, with "
-                          "--relief drop or auto",
-                  "metavar": "URL"},
-    )  # fmt: skip
-    backstop: Path | None = field(
-        default=None,
-        metadata={"help": "folder for the copy of the layers from which dropped ones are restored if no instance has "
-                          "them (default: in the user's cache)",
-                  "metavar": "FOLDER"},
-    )  # fmt: skip
+    microbatches: str = flag(
+        "even", "how a pipeline divides work: into parts of equal cost, by halving it, or by tokens", choices=SPLITS
+    )
+    step_profile: Path | None = flag(
+        None,
+        "what a pipeline's work costs, from floodplain profile step (default: by the model's shape)",
+        metavar="FILE",
+    )
+
+    relief: str = flag(
+        "none",
+        "what instances do about an overload beside taking turns: none; manual: they can drop layers, and "
+        "floodplain cluster tells them to; drop: they do when KV memory is short; auto: only if that pays (for "
+        "these, matrices are not packed on CPUs); migrate: running requests move with their KV to an instance "
+        "that has room",
+        choices=RELIEFS,
+    )
+    most_stages: int = flag(
+        MOST_STAGES, "instances that share one copy of the layers, at most, with --relief drop or auto"
+    )
+    autoscale_webhook: str | None = flag(
+        None,
+        "address that is posted to when memory is short and no more layers can be dropped, with --relief drop or auto",
+        metavar="URL",
+    )
+    backstop: Path | None = flag(
+        None,
+        "folder for the copy of the layers from which dropped ones are restored if no instance has them (default:"
+        " in the user's cache)",
+        metavar="FOLDER",
+    )
 
     def __post_init__(self) -> None:
         if self.relief not in RELIEFS:
@@ -141,8 +131,8 @@ class ClusterConfig:
             return
         if self.pipeline and self.instances == 1:
             raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
-        for flag in [] if self.pipeline else self._find_given("microbatches", "step_profile"):
-            raise UserError(f"{flag} needs --pipeline: nothing else has microbatches")
+        for given in [] if self.pipeline else self._find_given("microbatches", "step_profile"):
+            raise UserError(f"{given} needs --pipeline: nothing else has microbatches")
         self._check_relief()
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
@@ -209,50 +199,33 @@ class ClusterConfig:
             "instance_cpus",
         )  # fmt: skip
         places = self._find_given("instance_address", "instance_token_file", "instance_timeout", "stall_timeout")
-        for flag in given + [flag.partition(" ")[0] for flag in places]:
-            raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
+        for one in given + [place.partition(" ")[0] for place in places]:
+            raise UserError(f"{one} needs --instances: without it there is one engine, in this process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceConfig:
     """The flags of one instance. Raises ``UserError``, which names the flag, for a wrong value."""
 
-    join: str = field(
-        metadata={"help": "where the router listens: its --instance-address", "metavar": "HOST:PORT"},
+    join: str = flag(MISSING, "where the router listens: its --instance-address", metavar="HOST:PORT")
+    instance_token_file: str = flag(
+        MISSING,
+        "the router's token, in a file of mode 0600; -: the first line of standard input, whose end ends the instance",
+        metavar="FILE",
     )
-    instance_token_file: str = field(
-        metadata={
-            "help": "the router's token, in a file of mode 0600; -: the first line of standard input, "
-            "whose end ends the instance",
-            "metavar": "FILE",
-        },
+    stage: str | None = flag(
+        None,
+        "of the router's own instances: which stage of its pipeline this is, from 0, of how many",
+        metavar="STAGE/STAGES",
     )
-    stage: str | None = field(
-        default=None,
-        metadata={"help": "of the router's own instances: which stage of its pipeline this is, from 0, of how many",
-                  "metavar": "STAGE/STAGES"},
-    )  # fmt: skip
-    microbatches: str = field(
-        default="even",
-        metadata={"help": "of the router's own instances: how the first stage divides work", "choices": SPLITS},
+    microbatches: str = flag("even", "of the router's own instances: how the first stage divides work", choices=SPLITS)
+    step_profile: Path | None = flag(
+        None, "of the router's own instances: what the first stage takes work to cost", metavar="FILE"
     )
-    step_profile: Path | None = field(
-        default=None,
-        metadata={"help": "of the router's own instances: what the first stage takes work to cost", "metavar": "FILE"},
-    )
-    droppable: bool = field(
-        default=False, metadata={"help": "let the router have this instance drop layers, as its --relief says"}
-    )
-    movable: bool = field(
-        default=False, metadata={"help": "let the router move this instance's requests, as its --relief migrate says"}
-    )
-    backstop: Path | None = field(
-        default=None,
-        metadata={"help": "folder for the copy of the layers of a --droppable instance", "metavar": "FOLDER"},
-    )
-    drain_timeout: float = field(
-        default=30.0, metadata={"help": "seconds that running requests get when the instance stops", "metavar": "S"}
-    )
+    droppable: bool = flag(False, "let the router have this instance drop layers, as its --relief says")
+    movable: bool = flag(False, "let the router move this instance's requests, as its --relief migrate says")
+    backstop: Path | None = flag(None, "folder for the copy of the layers of a --droppable instance", metavar="FOLDER")
+    drain_timeout: float = flag(30.0, "seconds that running requests get when the instance stops", metavar="S")
 
     def __post_init__(self) -> None:
         split_address(self.join, "--join")

@@ -90,7 +90,7 @@ class DeviceLink:
         self._group.send(x)
 
     def recv(self) -> Frame:
-        """The next frame, its tensor on this device. ``PeerLost`` if the link, a transfer or the shape is bad."""
+        """The next frame, its tensor on this device. ``PeerLost`` if the link or a transfer failed, or it is wrong."""
         frame = self._link.recv()
         shape = frame.body.pop("tensor", None)
         if shape is None:
