@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from floodplain import __version__
@@ -25,35 +25,22 @@ class Latencies:
     """TTFT and TPOT of the last ``MOST_LATENCIES`` requests that ended."""
 
     def __init__(self) -> None:
-        self._ttft_s: deque[float] = deque(maxlen=MOST_LATENCIES)
-        self._tpot_s: deque[float] = deque(maxlen=MOST_LATENCIES)
-        self._num_seen, self._num_shown = 0, -1
-        self._shown: Mapping[str, float | int | None] = {}
+        self._values_s: dict[str, deque[float]] = {name: deque(maxlen=MOST_LATENCIES) for name in ("ttft", "tpot")}
 
     def observe(self, ended: EndedRequest) -> None:
         """Add a request that has ended."""
-        self._num_seen += 1
-        for values, value in ((self._ttft_s, ended.lifecycle.ttft_s), (self._tpot_s, ended.lifecycle.tpot_s)):
+        for name, value in (("ttft", ended.lifecycle.ttft_s), ("tpot", ended.lifecycle.tpot_s)):
             if value is not None:
-                values.append(value)
+                self._values_s[name].append(value)
 
-    def summary(self) -> Mapping[str, float | int | None]:
-        """Medians and 99th percentiles in seconds, None without a value; sorted only if a request has ended since."""
-        if self._num_shown != self._num_seen:
-            self._num_shown = self._num_seen
-            self._shown = {
-                **_percentiles("ttft", self._ttft_s),
-                **_percentiles("tpot", self._tpot_s),
-                "num_requests": len(self._ttft_s),
-            }
-        return self._shown
-
-
-def _percentiles(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
-    ordered = sorted(values_s)
-    return {
-        f"{name}_p{round(100 * part)}_s": round(quantile(ordered, part), 6) if ordered else None for part in (0.5, 0.99)
-    }
+    def summary(self) -> dict[str, float | int | None]:
+        """Medians and 99th percentiles in seconds; None without a value."""
+        found: dict[str, float | int | None] = {}
+        for name, values_s in self._values_s.items():
+            ordered = sorted(values_s)
+            for part in (0.5, 0.99):
+                found[f"{name}_p{round(100 * part)}_s"] = round(quantile(ordered, part), 6) if ordered else None
+        return found | {"num_requests": len(self._values_s["ttft"])}
 
 
 def memory_of(stats: EngineStats, *, dropped_bytes: int = 0) -> dict[str, int]:
