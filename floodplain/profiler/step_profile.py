@@ -202,14 +202,6 @@ def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], ob
         )
     finally:
         engine.close()
-    return make_profile(config, grid, steps)
-
-
-def make_profile(config: EngineConfig, grid: StepGrid, steps: Sequence[RecordedStep]) -> Profile:
-    """The profile of steps that were measured on an engine with this configuration.
-
-    Raises UserError if the steps leave a part of their time undetermined.
-    """
     rows = [StepRow(step.shape.work, step.seconds) for step in steps]
     fit, line = fit_steps(rows, seed=config.seed), fit_steps(rows, LINE_PARTS, seed=config.seed)
     return Profile(
