@@ -290,15 +290,13 @@ class Roster:
             self.end(name)
         return dead
 
-    def forget_ended(self, now: float) -> list[str]:
-        """Forget members that ended long ago and have no leases left; return their names."""
+    def forget_ended(self, now: float) -> None:
+        """Forget members that ended long ago and have no leases left."""
         for name in self.table.members.keys() - self._seen_s.keys() - self._ended_s.keys():
             self._ended_s[name] = now
-        long_ago = [name for name, ended_s in self._ended_s.items() if now - ended_s >= self.limits.forget_after_s]
-        forgotten = [name for name in long_ago if self.table.owes_nothing(name)]
-        for name in forgotten:
-            self._forget(name)
-        return forgotten
+        for name, ended_s in list(self._ended_s.items()):
+            if now - ended_s >= self.limits.forget_after_s and self.table.owes_nothing(name):
+                self._forget(name)
 
     def end(self, name: str, *, is_last: bool = False) -> None:
         """End a life: what the member borrowed is owed, and its unleased offer is withdrawn.

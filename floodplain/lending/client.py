@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
-from floodplain.core.codec import WireError
+from floodplain.core.codec import WireError, from_json
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
@@ -27,7 +27,6 @@ from floodplain.lending.wire import (
     News,
     check_listing,
     decode_answer,
-    decode_news,
     decode_reply,
     encode_message,
 )
@@ -87,7 +86,7 @@ class CoordinatorClient:
         """
         query = urlencode({"member": name, "mark": mark, "wait_s": wait_s})
         body = self._ask("GET", f"/v1/changes?{query}", wait_s=wait_s)
-        return _understood(lambda: decode_news(body))
+        return _understood(lambda: from_json(News, body, "the news", is_open=True))
 
     def list_leases(self) -> Mapping[str, Any]:
         """Return all members and leases that the coordinator knows, as the JSON of a ``Listing``."""

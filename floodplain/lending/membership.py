@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -246,13 +247,9 @@ class Membership:
 
     def lease_bytes(self) -> Mapping[tuple[str, str], int]:
         """Return bytes of leases that have not ended, by (``producer`` or ``consumer``, the other end)."""
-        total: dict[tuple[str, str], int] = {}
-        with self._lock:
-            ends = [(("producer", lease.consumer), lease) for lease in self._side.lent()]
-            ends += [(("consumer", lease.producer), lease) for lease in self._side.borrowed()]
-        for end, lease in ends:
-            if not lease.has_ended:  # an ended one stays known until the next list arrives
-                total[end] = total.get(end, 0) + lease.num_bytes
+        total: Counter[tuple[str, str]] = Counter()
+        for role, peer, num_bytes, _ in self.list_leases():
+            total[role, peer] += num_bytes
         return total
 
     def list_leases(self) -> list[tuple[str, str, int, float | None]]:
@@ -262,7 +259,7 @@ class Membership:
         """
         with self._lock:
             now, known = self._clock(), list(self._side.known.values())
-        leases = []
+        leases = []  # without ended ones, which stay known until the next list arrives
         for lease, due_s in ((one.lease, one.due_s) for one in known if not one.lease.has_ended):
             is_ours = lease.producer == self.name
             role, peer = ("producer", lease.consumer) if is_ours else ("consumer", lease.producer)

@@ -127,11 +127,6 @@ def decode_reply(value: object) -> Reply:
     return from_json(Reply, value, "a reply", is_open=True)
 
 
-def decode_news(value: object) -> News:
-    """Return encoded news as a value; WireError if they are malformed."""
-    return from_json(News, value, "the news", is_open=True)
-
-
 def check_listing(value: object) -> Mapping[str, Any]:
     """Return the same value, if it is a ``Listing``; WireError otherwise."""
     from_json(Listing, value, "the listing", is_open=True)
