@@ -79,12 +79,7 @@ class Process:
 
 
 class Cluster:
-    """A coordinator behind a faulty network, a producer and a consumer. A context manager by ``close``.
-
-    Args:
-        folder: For the store.
-        seed: Of the network's faults.
-    """
+    """A coordinator behind a faulty network, a producer and a consumer. A context manager by ``close``."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder

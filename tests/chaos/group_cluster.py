@@ -26,13 +26,7 @@ HEADER_BYTES = 4096
 
 
 class GroupCluster:
-    """See the module. ``close`` it.
-
-    Args:
-        folder: For the log, the backstop, and the control files of patched processes.
-        num_instances: Of the router.
-        known: Requests of the load.
-    """
+    """See the module. ``close`` it. ``folder`` has the log, the backstop, and control files of patched processes."""
 
     def __init__(self, folder: Path, num_instances: int, known: Sequence[Known]) -> None:
         self.control, self._backstops = folder / "control", folder / "backstops"

@@ -56,11 +56,7 @@ def read(folder: Path, name: str) -> Any:
 
 
 class Gate:
-    """A gate at which one process waits until the run opens it.
-
-    Args:
-        folder: The shared one.
-    """
+    """A gate at which one process waits until the run opens it, by files in the shared folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -59,11 +59,7 @@ def known_requests(model: str, flags: dict[str, Any], seed: int) -> list[Known]:
 
 @contextmanager
 def least_margin() -> Iterator[Callable[[], float]]:
-    """While the context is open, record what separated each random draw of this process from the next token.
-
-    Yields:
-        Returns the least of these differences of probability; infinite if no draw was random.
-    """
+    """Yield a function: the least difference of probability that decided a random draw meanwhile; inf without one."""
     least, invert = [math.inf], sampler._invert
 
     def recording(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -78,17 +74,8 @@ def least_margin() -> Iterator[Callable[[], float]]:
 class Load:
     """Repeats the known requests on its own event loop. ``start`` it, and ``close`` it.
 
-    Args:
-        url: Of the router.
-        model: The served model.
-        known: The requests.
-        num_streams: Concurrent streams.
-
-    Attributes:
-        num_tokens: Tokens of each stream, over all of its requests.
-        num_checked: Requests with the tokens of one engine.
-        num_hung_up: Requests that their client aborted.
-        wrong: Problems of other requests.
+    ``num_tokens`` are those of each stream, over all of its requests; ``num_checked`` counts requests with the tokens
+    of one engine, ``num_hung_up`` those that their client aborted, and ``wrong`` has the problems of others.
     """
 
     def __init__(self, url: str, model: str, known: Sequence[Known], num_streams: int) -> None:

@@ -29,10 +29,7 @@ PARTS = {"groups": (STORIES, (2, 3)), "merges": (MERGES, (3, 4))}
 def deal(part: str, seed: int, num_faults: int | None) -> list[tuple[int, list[tuple[int, Story]]]]:
     """Return the number of instances and the numbered stories, in an order by seed, for each router of a part.
 
-    Args:
-        part: Of ``PARTS``.
-        seed: See above.
-        num_faults: Stories of the part, repeated after the last; None: each once.
+    ``num_faults`` stories, repeated after the last; None: each once.
     """
     found, routers = PARTS[part]
     stories = Random(seed).sample(found, len(found))

@@ -42,15 +42,10 @@ class Story:
 
 
 class Scene:
-    """One story: a group is brought to the story's state, which lasts until ``let_go``.
+    """One story: a group is brought to the story's state, which lasts until ``let_go``. The cluster is in calm.
 
-    Args:
-        cluster: In calm.
-        story: The story. In a merge all instances are members: a pair and a single one, or two pairs.
-        random: Makes all free choices.
-
-    Attributes:
-        pids: Of the members, once the group has been requested: the leader's first.
+    In a merge all instances are members: a pair and a single one, or two pairs. ``pids`` are those of the members, once
+    the group has been requested, the leader's first.
     """
 
     def __init__(self, cluster: GroupCluster, story: Story, random: Random) -> None:

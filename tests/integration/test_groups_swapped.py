@@ -62,12 +62,7 @@ SIGN = -(2**31)
 
 
 def damage(one: Ring, where: tuple[int | slice, ...] = (7, 5)) -> None:
-    """Flip the sign of a word in a slot that requests will need, in each member, once its engine is at rest.
-
-    Args:
-        one: The members.
-        where: (layer, word), or slices of them.
-    """
+    """Flip a sign in a slot that requests will need, in each member, once its engine rests: of (layer, word)."""
 
     def flip(swap: SwapStore, address: str) -> None:
         plan = one.group_controller.plan_of(1)

@@ -44,12 +44,7 @@ OUTSIDE = "outside-secret"
 
 @dataclass
 class Moving:
-    """A router and two instances.
-
-    Attributes:
-        members: Instances by epoch.
-        lives: The tasks that run them.
-    """
+    """A router and two instances, ``members`` by epoch, and the tasks that run them."""
 
     router: Router
     sock: Any

@@ -33,11 +33,7 @@ PROMPTS = [[3 + index, *PROMPT] for index in range(2)]
 
 
 class Nodes:
-    """A Ray cluster with a head and one other node, which may be replaced.
-
-    Args:
-        folder: Where its token and log are.
-    """
+    """A Ray cluster with a head and one other node, which may be replaced. Its token and log are in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         token = folder / "ray-token"

@@ -54,10 +54,7 @@ class Process:
 class World:
     """At most three instances; messages keep their order within a connection, not between connections.
 
-    Args:
-        table: The table under test.
-        seed: Of all random choices.
-        reached: Counts how migrations ended.
+    ``reached`` counts how migrations ended.
     """
 
     def __init__(self, table: MigrationTable, seed: int, reached: Counter[str]) -> None:

@@ -29,15 +29,7 @@ START_TIMEOUT_S = 120.0
 
 
 class RouterProcess:
-    """A router of some instances.
-
-    Args:
-        folder: For its log.
-        model: As on the command line.
-        flags: Of ``serve``.
-        num_instances: Number of instances that it starts.
-        environment: More variables for all processes.
-    """
+    """A router that starts instances; its log is in ``folder``, and ``environment`` are more variables."""
 
     def __init__(
         self,

@@ -37,12 +37,7 @@ NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
 
 
 class Router:
-    """A router whose first instances are a serving group; requests are placed on its leader.
-
-    Args:
-        num_members: Of the group, epochs from 1.
-        num_others: Further instances, without requests.
-    """
+    """A router whose first instances, epochs from 1, are a serving group with the requests; then some others."""
 
     def __init__(self, num_members: int = 2, num_others: int = 0) -> None:
         self.sent: list[GroupOrder] = []
