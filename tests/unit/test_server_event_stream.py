@@ -37,6 +37,12 @@ class Play:
             await self.num_sent.acquire()
         return self.sent
 
+    async def end(self) -> list[bytes | str]:
+        """What was sent when the stream has ended, which leaves no task."""
+        await self.task
+        assert len(asyncio.all_tasks()) == 1
+        return self.sent
+
     async def _source(self) -> AsyncGenerator[bytes, None]:
         try:
             while (event := await self._events.get()) is not None:
@@ -63,9 +69,7 @@ async def test_the_head_is_sent_at_acceptance_and_events_follow() -> None:
     assert await one.until(1) == ["head"]
     for event in (b"a", b"b", None):
         one.put(event)
-    await one.task
-    assert one.sent == ["head", b"a", b"b", b"$"]
-    assert len(asyncio.all_tasks()) == 1
+    assert await one.end() == ["head", b"a", b"b", b"$"]
 
 
 @pytest.mark.parametrize("ping_s", [0.0, FOREVER_S])
@@ -77,19 +81,16 @@ async def test_events_that_are_there_at_once_have_one_head_before_them(events: l
             one.accepted.set()
         for event in events:
             one.put(event)
-        await one.task
         end = FAILED + b"$" if isinstance(events[-1], Exception) else b"$"
-        assert one.sent == ["head", *events[:-1], end]
-    assert len(asyncio.all_tasks()) == 1
+        assert await one.end() == ["head", *events[:-1], end]
 
 
 async def test_a_refusal_before_acceptance_is_raised_and_nothing_is_sent() -> None:
     one = Play()
     one.put(KeyError("refused"))
     with pytest.raises(KeyError, match="refused"):
-        await one.task
-    assert (one.sent, one.is_closed) == ([], True)
-    assert len(asyncio.all_tasks()) == 1
+        await one.end()
+    assert (one.sent, one.is_closed, len(asyncio.all_tasks())) == ([], True, 1)
 
 
 async def test_a_failure_while_the_head_is_on_its_way_is_an_event() -> None:
@@ -103,9 +104,7 @@ async def test_a_failure_while_the_head_is_on_its_way_is_an_event() -> None:
     while not one.is_closed:
         await asyncio.sleep(0)
     one.gate.set()
-    await one.task
-    assert one.sent == ["head", FAILED + b"$"]
-    assert len(asyncio.all_tasks()) == 1
+    assert await one.end() == ["head", FAILED + b"$"]
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
@@ -120,9 +119,7 @@ async def test_silences_have_comments_before_and_between_events(is_accepted: boo
         await one.until(1)
     assert (await one.until(2))[-2:] == [PING, PING]
     one.put(KeyError())
-    await one.task
-    assert one.sent[-1] == FAILED + b"$"
-    assert len(asyncio.all_tasks()) == 1
+    assert (await one.end())[-1] == FAILED + b"$"
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
@@ -138,9 +135,8 @@ async def test_a_hang_up_closes_the_events(is_accepted: bool, is_held: bool) -> 
         one.put(b"a")
     await asyncio.sleep(0)
     one.has_hung_up.set()
-    await one.task
+    await one.end()
     assert one.is_closed
-    assert len(asyncio.all_tasks()) == 1
 
 
 def test_requests_of_several_prompts_are_accepted_together() -> None:
