@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -102,11 +103,10 @@ class Answering:
         self._trace_headers = TRACE_HEADERS if is_traced else frozenset()
         self._groups = count(1)
 
-    def reader(self, request: Request) -> PromptReader:
-        """What reads the prompts of a request's body."""
-        return PromptReader(
-            self._engine.tokenizer, PromptLimit(self._engine.max_model_len), is_long=is_large_body(request)
-        )
+    def reader(self, request: Request, *, is_limited: bool = True) -> PromptReader:
+        """What reads the prompts of a request's body; without a limit, so that clients can count tokens of any text."""
+        limit = PromptLimit(self._engine.max_model_len if is_limited else sys.maxsize)
+        return PromptReader(self._engine.tokenizer, limit, is_long=is_large_body(request))
 
     async def answer(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,17 +14,16 @@ from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.answering import ERRORS, STREAMED, Answering, name_of, while_connected
 from floodplain.server.fields import Body, IgnoredFields, Off
-from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import ChatReply, CompletionReply
-from floodplain.server.requests import ChatRequest, CompletionRequest, Message, PromptLimit, TokenId, templated
+from floodplain.server.requests import ChatRequest, CompletionRequest, Message, TokenId, templated
 from floodplain.server.response_reply import ResponseReply
 from floodplain.server.response_requests import ResponseRequest
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.tool_parsers import BARE_LIST, CallParser, ForcedCall, form_of
 from floodplain.server.tools import MAX_TOOLS, Tool
 from floodplain.server.turns import Turn
-from floodplain.web.bodies import JsonRoute, is_large_body
+from floodplain.web.bodies import JsonRoute
 from floodplain.web.errors import ApiError
 
 
@@ -147,7 +145,7 @@ class OpenAIRoutes:
         self._check_model(body.model or self._names[0])
         if (body.prompt is None) == (body.messages is None):
             raise UserError("prompt or messages: give one of them")
-        reader = self._reader(request)
+        reader = self._answering.reader(request, is_limited=False)
         if body.messages is not None:
             if body.add_special_tokens:
                 raise UserError("add_special_tokens: the chat template writes special tokens itself: leave it out")
@@ -165,7 +163,7 @@ class OpenAIRoutes:
         if too_high:
             last = self._engine.vocab_size - 1
             raise UserError(f"tokens: {too_high[0]} is not in the vocabulary: ids go from 0 to {last}")
-        (text,) = await self._reader(request).write_texts([body.tokens])
+        (text,) = await self._answering.reader(request, is_limited=False).write_texts([body.tokens])
         return Detokenized(prompt=text)
 
     async def embed(self) -> Any:
@@ -205,7 +203,3 @@ class OpenAIRoutes:
         if name not in self._names:
             message = f"there is no model {name!r} here: use {' or '.join(map(repr, self._names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _reader(self, request: Request) -> PromptReader:
-        """A reader without a limit: clients count the tokens of texts that are too long."""
-        return PromptReader(self._engine.tokenizer, PromptLimit(sys.maxsize), is_long=is_large_body(request))
