@@ -184,8 +184,6 @@ def _plan_merges(
 
 
 def _gain(parts: Sequence[GroupLoad], sizes: DropSizes) -> int:
-    if len(parts) == 1:
-        return 0
     pool_blocks = [blocks for part in parts for blocks in part.pool_blocks]
     return sizes.group_blocks(pool_blocks) - sum(sizes.group_blocks(part.pool_blocks) for part in parts)
 
