@@ -18,7 +18,7 @@ from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.ranking import Ranking, live_rows
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings
-from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
+from tests.support.views import host, make_view, stream, swapped, waiting
 
 SLICE = 4
 MARK = Decision(decodes=(SeqId(42),))
@@ -46,11 +46,6 @@ def is_open(*rows: SequenceView, **fields: object) -> bool:
     return ask(*rows, **fields) is MARK
 
 
-def test_it_is_closed_while_all_requests_fit() -> None:
-    assert not is_open()
-    assert not is_open(stream(0), prompt(1), waiting(2))
-
-
 def test_it_opens_when_prompts_take_too_long_for_the_policy() -> None:
     class Impatient(Marked):
         def has_long_prompts(self, view: View) -> bool:
@@ -64,35 +59,6 @@ def test_it_opens_when_prompts_take_too_long_for_the_policy() -> None:
 def test_it_opens_when_a_newcomer_does_not_fit_with_a_slice_of_growth() -> None:
     assert not is_open(stream(0), waiting(1, 8), num_available_blocks=4)  # 12 tokens are 3 blocks, and one to grow
     assert is_open(stream(0), waiting(1, 8), num_available_blocks=3)
-
-
-def test_what_is_shared_is_not_needed_twice() -> None:
-    assert not is_open(stream(0), waiting(1, 8, num_shared_blocks=1), num_available_blocks=3)
-
-
-def test_it_opens_a_slice_before_streams_outgrow_the_pool() -> None:
-    assert not is_open(stream(0, block_due_step=104), num_available_blocks=0)
-    assert is_open(stream(0, block_due_step=103), num_available_blocks=0)
-    assert not is_open(stream(0, block_due_step=103, end_step=103), num_available_blocks=0)
-
-
-def test_a_prompt_needs_room_for_all_of_it() -> None:
-    assert not is_open(prompt(0, 30, 8), num_available_blocks=7)  # 34 tokens are 9 blocks, of which it has 2
-    assert is_open(prompt(0, 30, 8), num_available_blocks=6)
-
-
-def test_a_loading_request_needs_room_to_grow() -> None:
-    assert not is_open(loading(0), num_available_blocks=1)  # 12 tokens and a slice are 4 blocks, of which it has 3
-    assert is_open(loading(0), num_available_blocks=0)
-    assert is_open(loading(0), max_num_seqs=0)
-
-
-def test_it_is_open_while_a_request_is_swapped() -> None:
-    assert is_open(swapped(0))
-
-
-def test_it_opens_when_more_wait_than_it_can_see() -> None:
-    assert is_open(waiting(0), num_waiting=2)
 
 
 def test_it_opens_when_there_are_too_few_places() -> None:
