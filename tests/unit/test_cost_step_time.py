@@ -15,7 +15,6 @@ from floodplain.core.request import SeqId
 from floodplain.cost.fit import StepRow, fit_steps
 from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, read_cost
 from floodplain.policy.registry import POLICIES, make_policy
-from floodplain.sim.instance import StepLine
 from tests.support.bursts import LINE, Machine, begin, make_burst
 from tests.support.examples import examples
 
@@ -135,7 +134,6 @@ def test_with_the_parts_of_a_line_it_is_that_line() -> None:
     line = begin(Machine(), make_policy("paced"), make_burst(40, interval_s=0.005))
     line.environment.run()
     assert run.elapsed_s == pytest.approx(line.elapsed_s)
-    assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, prefills=(chunk(A, 9, 1),))) == pytest.approx(1.1)
 
 
 LINE_OF = {"base_s": 0.5, "decode_s": 0.25, "prefill_token_s": 0.125}
