@@ -207,17 +207,6 @@ def test_a_grant_recalled_during_its_allocation_is_returned_next(street: Street)
     assert street.state() is LeaseState.RELEASED
 
 
-def test_a_grant_recalled_before_its_allocation_is_requested_again(street: Street) -> None:
-    street.grant()
-    street.recall()
-    assert street.pool.respond() == PageMoves()
-    assert street.client.pending()
-    street.producer.lend(3)
-    for _ in range(3):
-        street.grant()
-    assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
-
-
 def test_a_grant_that_comes_after_the_close_is_given_back(street: Street) -> None:
     street.grant()
     street.pool.close()
