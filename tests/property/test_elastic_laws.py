@@ -55,7 +55,7 @@ class ElasticMachine(RuleBasedStateMachine):
         directory = Path(self.opened.enter_context(tempfile.TemporaryDirectory()))
         self.coordinator = Coordinator(Clock())
         self.producers = [Producer(self.coordinator, name, NUM_PAGES, directory) for name in ("p0", "p1")]
-        self.visitors = [attach_device(producer.side.name, directory) for producer in self.producers]
+        self.visitors = [attach_device(producer.name, directory) for producer in self.producers]
         for device in (*self.visitors, *(producer.device for producer in self.producers)):
             self.opened.enter_context(device)
         self.stolen: list[list[Page]] = [[], []]
@@ -159,7 +159,7 @@ class ElasticMachine(RuleBasedStateMachine):
             for which in range(2):
                 self.lend(which, NUM_PAGES, 0.0)
             self.respond(beats=True)
-        room = max(self.coordinator.book.rows.unleased_bytes(producer.side.name) for producer in self.producers)
+        room = max(self.coordinator.book.rows.unleased_bytes(producer.name) for producer in self.producers)
         for elastic in self.shadows:
             assert elastic.location is Tier.PEER or elastic.num_bytes > room, "a tensor waits in vain"
 
@@ -174,7 +174,7 @@ class ElasticMachine(RuleBasedStateMachine):
     def what_is_taken_is_leased(self) -> None:
         for which, producer in enumerate(self.producers):
             rows = self.coordinator.book.rows
-            leased = rows.leased_bytes(producer.side.name)
+            leased = rows.leased_bytes(producer.name)
             assert self._num_taken(which) * PAGE_BYTES <= leased, "more is taken than leased"
 
     def teardown(self) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from floodplain.leases.book import LeaseBook
-from floodplain.leases.member import Lender, MemberSide
-from floodplain.leases.messages import Message
 from floodplain.leases.states import LeaseId
-from floodplain.lending.membership import Membership
+from floodplain.lending.membership import LentDevice, Membership
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.host_devices import open_device
@@ -34,12 +32,15 @@ class Coordinator:
         self.clock = clock
         self.book = LeaseBook(TTL_S, clock.now)
 
-    def tell(self, side: MemberSide, message: Message) -> None:
-        """Handle a message and learn its reply; no two messages are sent at one time."""
-        self.clock.now += 1e-3
-        reply = self.book.handle(message, self.clock.now)
-        self.book.rows.check_integrity()
-        side.learn(message, reply, self.clock.now, self.clock.now)
+    def exchange(self, member: Membership) -> None:
+        """Exchange messages with a member until an answer brings no news; no two are sent at one time."""
+        is_new = True
+        while is_new:
+            self.clock.now += 1e-3
+            messages, now = member.collect()
+            replies = self.book.handle_all(messages, now)
+            self.book.rows.check_integrity()
+            is_new = member.learn(messages, replies, TTL_S, now)
 
     def pass_time(self, seconds: float) -> list[str]:
         """Advance the clock; return the members that are now dead, after a TTL of silence."""
@@ -56,14 +57,8 @@ class InProcessClient(Membership):
         self.refusals: list[str] = []
 
     def beat(self) -> None:
-        """Exchange messages with the coordinator until an answer brings no news."""
-        is_new = True
-        while is_new:
-            self.coordinator.clock.now += 1e-3
-            messages, now = self.collect()
-            replies = self.coordinator.book.handle_all(messages, now)
-            self.coordinator.book.rows.check_integrity()
-            is_new = self.learn(messages, replies, TTL_S, now)
+        """Exchange messages with the coordinator."""
+        self.coordinator.exchange(self)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
         self.refusals.append(reason)
@@ -74,11 +69,15 @@ class Producer:
     """An engine whose pool takes all of its device except lent pages."""
 
     def __init__(self, coordinator: Coordinator, name: str, num_pages: int, directory: Path) -> None:
-        self.coordinator = coordinator
-        self.side = MemberSide(name, f"{name}-1", TTL_S)
-        self.lender = Lender(self.side, num_pages * PAGE_BYTES, DEADLINE_S)
-        self.num_pages = num_pages
+        self.coordinator, self.name, self.num_pages = coordinator, name, num_pages
         self.device = open_device(name, num_pages * PAGE_BYTES, directory)
+        lent = LentDevice(
+            capacity_bytes=num_pages * PAGE_BYTES,
+            foreign_bytes=lambda: self.num_foreign_pages * PAGE_BYTES,
+            deadline_s=DEADLINE_S,
+        )
+        self._member = Membership(name, f"{name}-1", lent, lambda: coordinator.clock.now)
+        self._num_own = num_pages
         self.pages: list[Page] = []
         self.was_refused = False
 
@@ -89,25 +88,21 @@ class Producer:
 
     def lend(self, num_pages: int) -> None:
         """Set the pages to lend from now on."""
-        self.lender.target_bytes = num_pages * PAGE_BYTES
+        self._num_own = self.num_pages - num_pages
+        self._member.lend(num_pages * PAGE_BYTES)
 
     def beat(self) -> None:
         """Resize the pool, exchange messages with the coordinator, and follow its replies."""
         self.was_refused = False
         self._resize()
-        self.coordinator.tell(self.side, self.side.greeting())
-        for _ in range(3):  # recall, observe, offer
-            message = self.lender.say(len(self.pages) * PAGE_BYTES, self.num_foreign_pages * PAGE_BYTES)
-            if message is not None:
-                self.coordinator.tell(self.side, message)
+        self.coordinator.exchange(self._member)
         self._resize()
 
     def _resize(self) -> None:
-        lent = self.lender.target_bytes // PAGE_BYTES
-        room = self.num_pages - max(lent, self.lender.promised_bytes // PAGE_BYTES)
-        self.device.release(self.pages[self.num_pages - lent :])
-        del self.pages[self.num_pages - lent :]
-        if room > len(self.pages):
-            fresh = self.device.allocate(room - len(self.pages))
+        self.device.release(self.pages[self._num_own :])
+        del self.pages[self._num_own :]
+        num_own = self._member.claim(self._num_own * PAGE_BYTES, len(self.pages) * PAGE_BYTES) // PAGE_BYTES
+        if num_own > len(self.pages):
+            fresh = self.device.allocate(num_own - len(self.pages))
             self.was_refused |= fresh is None
             self.pages += fresh or []
