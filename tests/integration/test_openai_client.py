@@ -179,17 +179,9 @@ def test_chat_logprobs_hold_bytes_and_alternatives(client: openai.OpenAI) -> Non
 def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
     server.engine.forget()
     ours = {
-        "priority": 3,
-        "cache_salt": "tenant",
-        "session_id": "agent 7",
-        "prompt_cache_key": "app",
-        "ttft_goal_ms": 500,
-        "tpot_goal_ms": 125,
-        "ignore_eos": True,
-        "top_k": 5,
-        "min_tokens": 1,
-        "stop_token_ids": [7],
-    }
+        "priority": 3, "cache_salt": "tenant", "session_id": "agent 7", "prompt_cache_key": "app", "ttft_goal_ms": 500,
+        "tpot_goal_ms": 125, "ignore_eos": True, "top_k": 5, "min_tokens": 1, "stop_token_ids": [7],
+    }  # fmt: skip
     client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
     seen = server.engine.submitted.get(timeout=HANG_S)
     params = seen.params

@@ -31,25 +31,35 @@ PROMISED = {
 """Types and labels of all metrics by name, as they are documented."""
 
 
+SEEN = EngineStats(
+    num_swapped=4,
+    kv_blocks={"free": 1},
+    kv_bytes={"local": 100, "host": 30},
+    cached_bytes={"host": 20},
+    swap_bytes={("out", "host"): 7, ("in", "host"): 5},
+    backup_bytes=2,
+    swap_stall_s=0.25,
+    failed_transfers={"digest_mismatch": 3},
+    limited_steps={"crowded": 4},
+    pinned_bytes={"host": 9},
+    swap_capacity_bytes={"host": 60},
+    session_returns={"pinned": 8, "unpinned": 1},
+    unpinned_blocks={"expired": 11, "evicted": 12},
+    lease_bytes={("producer", "b"): 5, ("consumer", "c"): 7},
+    num_failed_growths=1,
+    borrowed_leases={"granted": 8, "forced": 2},
+    failed_exchanges={"unreachable": 3},
+    pipeline_s=5.0,
+    stage_busy_s={"0": 4.0, "1": 1.5},
+)
+
+
 def test_the_names_types_and_labels_are_the_documented_ones() -> None:
-    stats = EngineStats(
-        kv_blocks={"free": 1},
-        kv_bytes={"local": 2},
-        cached_bytes={"host": 3},
-        pinned_bytes={"host": 1},
-        swap_capacity_bytes={"host": 8},
-        failed_transfers={"not_copied": 0},
-        limited_steps={"crowded": 0},
-        lease_bytes={("producer", "b"): 5},
-        borrowed_leases={"forced": 0},
-        failed_exchanges={"malformed": 0},
-        stage_busy_s={"0": 1.0},
-    )
     counts = RequestCounts()
     counts.refused["429"] += 1
     assert len(PROMISED) > 30
     found = {}
-    for family in ServingMetrics("m", lambda: stats, counts).collect():
+    for family in ServingMetrics("m", lambda: SEEN, counts).collect():
         labels = {name for sample in family.samples for name in sample.labels} - {"model_name", "le"}
         name = family.name.removeprefix("floodplain_") + "_total" * (family.type == "counter")
         found[name] = family.type, labels
@@ -79,28 +89,6 @@ def test_a_status_that_is_new_during_a_scrape_does_not_end_it() -> None:
     counts = RequestCounts()
     counts.refused = Growing({"429": 1})
     assert samples(ServingMetrics("m", EngineStats, counts))["requests_refused_total 429"] == 1
-
-
-SEEN = EngineStats(
-    num_swapped=4,
-    kv_bytes={"local": 100, "host": 30},
-    cached_bytes={"host": 20},
-    swap_bytes={("out", "host"): 7, ("in", "host"): 5},
-    backup_bytes=2,
-    swap_stall_s=0.25,
-    failed_transfers={"digest_mismatch": 3},
-    limited_steps={"crowded": 4},
-    pinned_bytes={"host": 9},
-    swap_capacity_bytes={"host": 60},
-    session_returns={"pinned": 8, "unpinned": 1},
-    unpinned_blocks={"expired": 11, "evicted": 12},
-    lease_bytes={("producer", "b"): 5, ("consumer", "c"): 7},
-    num_failed_growths=1,
-    borrowed_leases={"granted": 8, "forced": 2},
-    failed_exchanges={"unreachable": 3},
-    pipeline_s=5.0,
-    stage_busy_s={"0": 4.0, "1": 1.5},
-)
 
 
 def test_swaps_leases_and_stages_are_seen_by_their_labels() -> None:

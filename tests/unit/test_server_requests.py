@@ -21,7 +21,13 @@ from floodplain.web.bodies import MAX_PARTS
 from floodplain.web.errors import error_body
 
 ROOT = Path(__file__).parent.parent.parent
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+CHAT = {"model": "m", **said("c")}
 COMPLETION = {"model": "m", "prompt": "p"}
 PART = {"type": "image_url", "image_url": {"url": "x"}}
 OTHER_VALUES: list[Any] = [True, False, 0, 1, 2, -0.5, "x", "none", "auto", [], ["x"], [1], {}, {"type": "json_object"}]
@@ -139,20 +145,10 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content should be a string or a"),
-        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "not 5"),
-        (
-            ChatRequest,
-            {"messages": [{"role": "user", "content": [PART]}]},
-            "content.0.type should be 'text'",
-        ),
-        (ChatRequest, {"messages": [{"role": "user", "content": [PART]}]}, "not 'image_url'"),
-        (
-            ChatRequest,
-            {"messages": [{"role": "user", "content": []}]},
-            "0.content should have at least 1 item",
-        ),
-        (ChatRequest, {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 should be"),
+        (ChatRequest, said(5), "messages.0.content should be a string or a list of text parts, not 5"),
+        (ChatRequest, said([PART]), "content.0.type should be 'text', not 'image_url'"),
+        (ChatRequest, said([]), "0.content should have at least 1 item"),
+        (ChatRequest, said(["a"]), "messages.0.content.0 should be"),
         (ChatRequest, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role should be 'system'"),
         (ChatRequest, {"messages": [5]}, "messages.0 should be an object, not 5"),
         (ChatRequest, {"messages": "hi"}, "messages should be a valid list, not 'hi'"),
@@ -171,11 +167,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         (ChatRequest, {"temperature": "hot"}, "temperature should be a valid number, not 'hot'"),
         (ChatRequest, {"stream": 1}, "stream should be a valid boolean"),
         (ChatRequest, {"stop_token_ids": [1, -1]}, "stop_token_ids.1 should be greater than or equal to 0, not -1"),
-        (
-            ChatRequest,
-            {"stream_options": {"include_usage": 1}},
-            "stream_options.include_usage should be a",
-        ),
+        (ChatRequest, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage should be a"),
         (ChatRequest, {"request_id": "a b"}, "request_id should match pattern"),
         (CompletionRequest, {"prompt": ["a"] * 257}, "prompt should have at most 256 items, not 257"),
         (CompletionRequest, {"prompt": [[1]] * 257}, "prompt should have at most 256 items, not 257"),
