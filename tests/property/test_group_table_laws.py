@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from floodplain.cluster.groups.table import Change, Fetches, Group, GroupTable, Outcome
+from floodplain.cluster.groups.table import Change, Fetch, Fetches, Group, GroupTable
 from floodplain.cluster.wire import group_messages as wire
 from floodplain.cluster.wire.group_messages import STEPS, Answer
 from floodplain.core.errors import InvariantError, UserError
@@ -353,12 +353,12 @@ def test_an_old_group_that_is_forgotten_is_found() -> None:
 def test_blocks_freed_under_a_copy_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Fetches.answer
 
-    def answer_at_once(self: Fetches, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
-        answered = answer(self, request, epoch, is_ok=is_ok)
-        if answered is None or answered[0] is not None:
-            return answered
-        del self._fetches[request]
-        return Outcome.LOST, answered[1]
+    def answer_at_once(self: Fetches, request: int, epoch: int, *, is_ok: bool) -> Fetch | None:
+        fetch = answer(self, request, epoch, is_ok=is_ok)
+        if fetch is not None and fetch.epochs:
+            del self._fetches[request]
+            return Fetch(set(), fetch.to, has_failed=True)
+        return fetch
 
     monkeypatch.setattr(Fetches, "answer", answer_at_once)
     with pytest.raises(AssertionError, match="a copy is under way"):

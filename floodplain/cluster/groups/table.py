@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire import group_messages as wire
@@ -18,16 +17,10 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupEvent, GroupState, advance
 
 
-class Outcome(StrEnum):
-    """The outcome of a request's copies."""
-
-    ADOPT = "adopt"
-    LOST = "lost"
-    ABORTED = "aborted"
-
-
 @dataclass(slots=True)
-class _Fetch:
+class Fetch:
+    """The copies of one request's KV that are due by the members ``epochs``; the member ``to`` resumes it."""
+
     epochs: set[int]
     to: int
     has_failed: bool = False
@@ -42,7 +35,7 @@ class Fetches:
     """
 
     def __init__(self, sources: Mapping[int, tuple[set[int], int]]) -> None:
-        self._fetches = {request: _Fetch(set(epochs), to) for request, (epochs, to) in sources.items()}
+        self._fetches = {request: Fetch(set(epochs), to) for request, (epochs, to) in sources.items()}
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -63,19 +56,16 @@ class Fetches:
             fetch.is_wanted = False
         return fetch is not None
 
-    def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
-        """A member has copied a request's KV, or not. (outcome, if all have; who resumes it); None if it is stale."""
+    def answer(self, request: int, epoch: int, *, is_ok: bool) -> Fetch | None:
+        """A member has copied a request's KV, or failed to; None if this answer was not awaited."""
         fetch = self._fetches.get(request)
         if fetch is None or epoch not in fetch.epochs:
             return None
         fetch.epochs.remove(epoch)
         fetch.has_failed = fetch.has_failed or not is_ok
-        if fetch.epochs:
-            return None, fetch.to
-        del self._fetches[request]
-        if not fetch.is_wanted:
-            return Outcome.ABORTED, fetch.to
-        return (Outcome.LOST if fetch.has_failed else Outcome.ADOPT), fetch.to
+        if not fetch.epochs:
+            del self._fetches[request]
+        return fetch
 
 
 class Group:
@@ -276,15 +266,14 @@ class GroupTable:
         group = self._groups.get(number)
         if group is None or REQUEST_ANSWERS.get(group.state) is not answer:
             return None
-        answered = group.fetches.answer(request, epoch, is_ok=is_ok)
-        if answered is None:
+        fetch = group.fetches.answer(request, epoch, is_ok=is_ok)
+        if fetch is None:
             return None
-        outcome, owner = answered
-        if outcome is None:
+        if fetch.epochs:  # others have still to answer
             return Change(group)
-        order = group.order(owner, wire.Adopt if outcome is Outcome.ADOPT else wire.Release, (request,))
-        change = self._end_fetches(group, order)
-        return replace(change, lost=(request,)) if outcome is Outcome.LOST else change
+        kind = wire.Adopt if fetch.is_wanted and not fetch.has_failed else wire.Release
+        change = self._end_fetches(group, group.order(fetch.to, kind, (request,)))
+        return replace(change, lost=(request,)) if fetch.is_wanted and fetch.has_failed else change
 
     def end(self, epoch: int) -> Change | None:
         """A session has ended: its group ends too. Call until None: an old group may exist beside a new one."""
