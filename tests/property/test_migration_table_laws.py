@@ -306,6 +306,13 @@ def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
     assert reached["answer finishing: moved"] > 20
 
 
+def test_each_state_awaits_one_answer_of_one_instance() -> None:
+    one, _ = MigrationTable().begin(Entry(REQUEST, 1), 1, 2, 0.0)
+    for state, awaited in zip(MigrationState, ((1, "hold"), (2, "pull"), (1, "stop"), (2, "pull")), strict=True):
+        one.state = state
+        assert [(n, kind) for n in (1, 2, 3) for kind in AWAITING if one.awaits(n, *AWAITING[kind])] == [awaited]
+
+
 class _ReleasesEarly(MigrationTable):
     """Frees the source's blocks when the target begins to copy the last ones."""
 

@@ -38,7 +38,7 @@ from floodplain.cluster.settings import (
 from floodplain.cluster.state.request_table import RequestTable
 from floodplain.cluster.state.roster import PrefixMemory, Roster
 from floodplain.cluster.sums import StatsTable, since
-from floodplain.cluster.wire.messages import Abort, InstanceFacts, KvHeld, Welcome
+from floodplain.cluster.wire.messages import Abort, InstanceFacts, KvHeld, KvPulled, Welcome
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
 from floodplain.engine.config import EngineConfig
@@ -272,6 +272,14 @@ def test_a_migration_that_expires_leaves_a_request_that_was_given_back_where_it_
     (target,) = set(epochs) - {source}
     number = controller.move_one(source or 0, target)
     controller.take(KvHeld(source or 0, number, True, "h:1"), ())
+    num_sent = len(sent)
+    for late in (
+        KvHeld(source or 0, number, True, "h:1"),
+        KvHeld(target, number, True, "h:1"),
+        KvPulled(target, number, True),
+    ):
+        controller.take(late, (1,))  # sent twice, or not awaited
+    assert len(sent) == num_sent
     assert [one.state for one in controller.migrations] == [MigrationState.STOPPING]
     assert table.give_back(entry) and table.place() == [entry]
     placement = entry.epoch, entry.ticket
