@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +245,22 @@ def test_real_runs_under_load_are_predicted(
     for name in ("ttft", "tpot", "e2e"):
         assert abs(errors[name]["mean"]) < 5 and abs(errors[name]["p50"]) < 6 and abs(errors[name]["p99"]) < 10
     assert abs(errors["makespan"]) < 3 and abs(errors["kv_blocks"] or 0.0) < 2
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_the_processes_of_a_sweep_end_with_the_command(ending: signal.Signals) -> None:
+    """Ctrl-C reaches all of them while they start; a kill reaches the command alone. They hold standard error open."""
+    command = [sys.executable, "-m", "floodplain", "simulate", str(EXAMPLE), "--sweep", "workload.seed=1,2,3,4,5,6"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stderr is not None
+        try:
+            said = b""
+            while b"0/6" not in said:  # the first processes have been started
+                said += process.stderr.read1()
+            (os.killpg if ending == signal.SIGINT else os.kill)(process.pid, ending)
+            _, rest = process.communicate(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == (130 if ending == signal.SIGINT else -ending)
+    assert ending != signal.SIGINT or b"Traceback" not in rest
