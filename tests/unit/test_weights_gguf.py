@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from floodplain.core.errors import UserError
 from floodplain.model.network.config import RopeConfig
 from floodplain.model.network.hf_rope import yarn_attention
 from floodplain.model.weights.gguf_file import GgufFile
-from floodplain.model.weights.gguf_header import read_header
+from floodplain.model.weights.gguf_header import MAX_HEADER_BYTES, read_header
 from floodplain.model.weights.open_model import packaged_smollm2
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_gguf
@@ -213,6 +214,34 @@ def test_headers_are_read_as_by_the_packages_own_reader(tmp_path: Path) -> None:
             (one.name, one.shape.tolist()[::-1], one.tensor_type.name, one.data_offset, one.n_bytes)
             for one in own.tensors
         ]
+
+
+def test_text_that_is_not_utf8_is_refused_where_it_is_read(tmp_path: Path) -> None:
+    for key, is_read in (("general.author", False), ("general.architecture", True)):
+        path = write_gguf(tmp_path / "m.gguf", general__author="Jose")
+        data = path.read_bytes()
+        begin = data.index(b"Jose" if not is_read else b"llama", data.index(key.encode()))
+        path.write_bytes(data[:begin] + b"\xe9" + data[begin + 1 :])
+        if is_read:
+            assert "general.architecture=b'" in refusal(path)
+        else:
+            assert logits_of(GgufFile(path, "m")).equal(logits_of(GgufFile(write_gguf(path), "m")))
+
+
+def test_a_header_is_bounded(tmp_path: Path) -> None:
+    path, num_bytes = tmp_path / "m.gguf", MAX_HEADER_BYTES
+    begin = b"GGUF" + struct.pack("<IQQQ14sIQ", 3, 0, 1, 14, b"general.author", 8, num_bytes)
+    path.write_bytes(begin)
+    os.truncate(path, len(begin) + num_bytes)  # sparse
+    assert f"its header has more than {num_bytes} bytes" in refusal(path)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_one_line(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    model = GgufFile(path, "m")
+    os.truncate(path, path.stat().st_size - 5000)
+    with pytest.raises(UserError, match=r"m\.gguf: "):
+        logits_of(model)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _expand(name: str, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.float3
     with parsing(f"{tensor.file}: {name}"):  # read, not mapped: mapped pages would stay in memory
         stored = np.fromfile(tensor.file, np.uint8, num_bytes, offset=tensor.begin)
         weights = dequantize(stored.reshape(num_rows, -1), GGMLQuantizationType[tensor.kind])
-    return np.asarray(weights, dtype=np.float32).reshape(tensor.shape)
+        return np.asarray(weights, dtype=np.float32).reshape(tensor.shape)
 
 
 def _few_rows(shape: tuple[int, ...]) -> int:

@@ -24,6 +24,8 @@ from floodplain.model.weights.checkpoint import StoredTensor
 
 MAX_ELEMENTS = 2**22
 """Most elements of all arrays together: three times a vocabulary of 262,144 tokens with scores, types and merges."""
+MAX_HEADER_BYTES = 2**28
+"""Most bytes of a header: twenty times the largest vocabularies with their merges."""
 MAX_DEPTH = 4
 MAX_DIMENSIONS = 4
 """Most dimensions of a tensor, as in ggml."""
@@ -148,7 +150,7 @@ class _Reader:
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         keys: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self._text()
+            key = self._bytes().decode()
             if key in keys:
                 raise ValueError(f"its key {key[:120]!r} occurs twice")
             keys[key] = self._value(self._number("I"), depth=0)
@@ -161,7 +163,7 @@ class _Reader:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape with rows first, type and offset of a tensor."""
-        name, num_dimensions = self._text(), self._number("I")
+        name, num_dimensions = self._bytes().decode(), self._number("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {num_dimensions} dimensions")
         sizes = [self._number("Q") for _ in range(num_dimensions)]
@@ -183,18 +185,24 @@ class _Reader:
         self._position += struct.calcsize(f"<{form}")
         return value
 
-    def _text(self) -> str:
+    def _bytes(self) -> bytes:
         begin = self._position + _LENGTH.size
         self._position = begin + _LENGTH.unpack_from(self._data, self._position)[0]
         if self._position > len(self._data):
             raise ValueError(_ENDS)
-        return self._data[begin : self._position].decode()
+        if self._position > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
+        return self._data[begin : self._position]
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
-            return self._text()
+            text = self._bytes()
+            try:
+                return text.decode()
+            except UnicodeDecodeError:
+                return text  # refused where it is read, for it is no text; an author in Latin-1 is passed over
         if kind != _ARRAY:
             raise ValueError(f"a value has the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
