@@ -91,15 +91,20 @@ def warn_if_foreign(path: Path, profile: Profile, model: str, machine: str | Non
 
     Of a model's path only the last part counts, since its folder may be elsewhere. A dummy has its model's costs.
     """
-    is_foreign = _name_of(profile.subject) != _name_of(model) or machine not in (None, profile.machine)
-    if is_foreign:
+    if _name_of(profile.subject) != _name_of(model) or _is_elsewhere(profile.machine, machine):
         here = model if machine is None else f"{model} on {machine}"
         words = "%s was measured for %s on %s, and is used for %s: its numbers may be wrong here"
         logger.warning(words, path, profile.subject, profile.machine, here)
 
 
+def _is_elsewhere(measured: str, machine: str | None) -> bool:
+    """Whether a profile was ``measured`` on another machine: an address of a server does not say on which."""
+    with_links = f" on {machine}"  # after the names of emulated links
+    return machine is not None and "://" not in measured and machine != measured and not measured.endswith(with_links)
+
+
 def _name_of(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].removeprefix("dummy:")
+    return model.rstrip("/").rpartition("/")[2].removeprefix("dummy:").lower()
 
 
 def _check(profile: Profile, path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,7 @@ def test_it_is_read_as_it_was_written(kind: str, tmp_path: Path) -> None:
     [
         ("smollm2", "a laptop", False),
         ("/models/smollm2/", "a laptop", False),
+        ("org/SmolLM2", "a laptop", False),
         ("dummy:smollm2", None, False),
         ("smollm2", "a server", True),
         ("smollm3", None, True),
@@ -184,6 +186,15 @@ def test_a_profile_of_another_model_or_machine_is_one_warning_with_both(
     here = model if machine is None else f"{model} on {machine}"
     told = f"p.json was measured for smollm2 on a laptop, and is used for {here}: its numbers may be wrong here"
     assert caplog.messages == [told] * is_foreign
+
+
+@pytest.mark.parametrize("measured", ["http://127.0.0.1:8000", "emulated-pcie4 on a laptop", "a, b on a laptop"])
+def test_servers_and_emulated_links_are_no_other_machine(measured: str, caplog: pytest.LogCaptureFixture) -> None:
+    profile = replace(make_profile(), machine=measured)
+    warn_if_foreign(Path("p.json"), profile, "smollm2", "a laptop")
+    assert not caplog.messages
+    warn_if_foreign(Path("p.json"), profile, "smollm2", "laptop")
+    assert bool(caplog.messages) is (" on " in measured)
 
 
 @given(st.integers(0, 2**62), st.integers(0, 2**62))
