@@ -32,7 +32,7 @@ Places = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """Unmapped ``pages``, now the caller's, and blocks ``moved``, old to new, for all block tables before the next."""
+    """Unmapped ``pages``, now the caller's, and blocks ``moved``, old to new, to be put into all block tables."""
 
     pages: list[Page]
     moved: dict[BlockId, BlockId]
@@ -62,7 +62,7 @@ class KVPool:
         shape, words = (self.max_blocks, *layout.block_shape), (self.max_blocks, layout.layer_block_words)
         self.words = self._own_words = tuple(arena.tensor(torch.int32, words) for arena in self._arenas)
         self._placed: dict[int, torch.Tensor] = {}
-        self.mapped_layers = tuple(range(layout.num_layers))
+        self._set_mapped(range(layout.num_layers))
         self._tensors = [arena.tensor(layout.dtype, shape) for arena in self._arenas]
         self.layers = LayerTensors(layout.num_layers, self._tensor_of)
 
@@ -156,7 +156,7 @@ class KVPool:
         if not self._placed.keys() >= {*layers}:
             raise InvariantError(f"layers {list(layers)} cannot go: the blocks of some are nowhere else")
         pages = self._unmap(layers, self._backed_places())
-        self.mapped_layers = tuple(sorted(left))
+        self._set_mapped(left)
         return pages
 
     def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
@@ -164,7 +164,7 @@ class KVPool:
         if len({*layers} - {*self.mapped_layers}) < len(layers):
             raise InvariantError(f"layers {list(layers)} are not all unmapped")
         self._map(layers, self._backed_places(), pages)
-        self.mapped_layers = tuple(sorted({*self.mapped_layers, *layers}))
+        self._set_mapped({*self.mapped_layers, *layers})
 
     def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
         """Set where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
@@ -187,9 +187,9 @@ class KVPool:
     # -- shrinking -------------------------------------------------------------------------------------------------
 
     def shrink(self, ledger: BlockLedger, target_blocks: int) -> Shrunk:
-        """Shrink to the fewest quanta that hold ``target_blocks`` and all used blocks, which move together.
+        """Shrink to the fewest quanta that hold ``target_blocks`` and all used blocks, which move into these.
 
-        Cached blocks there are dropped, and quanta that a copy in flight touches stay.
+        Cached blocks in the other quanta are dropped. Quanta that a copy in flight touches stay.
         """
         self._expect_own(ledger)
         plan = plan_shrink(ledger, target_blocks)
@@ -283,8 +283,12 @@ class KVPool:
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
 
+    def _set_mapped(self, layers: Iterable[int]) -> None:
+        self.mapped_layers = tuple(sorted(layers))
+        self._mapped = frozenset(layers)  # looked up for each layer of each step
+
     def _tensor_of(self, layer: int) -> torch.Tensor:
-        if layer not in self.mapped_layers:
+        if layer not in self._mapped:
             raise InvariantError(f"the KV of layer {layer} is not mapped")
         return self._tensors[layer]
 

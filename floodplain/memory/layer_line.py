@@ -9,8 +9,7 @@ on a GPU two streams do, which wait for each other's events.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from operator import add
+from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
 import numpy as np
@@ -36,7 +35,13 @@ class LineStats:
     near_written_bytes: int = 0
 
     def __add__(self, more: LineStats) -> LineStats:
-        return LineStats(*map(add, astuple(self), astuple(more)))
+        return LineStats(  # for each copy: ``astuple`` takes twenty times as long
+            self.loaded_bytes + more.loaded_bytes,
+            self.load_s + more.load_s,
+            self.written_bytes + more.written_bytes,
+            self.near_loaded_bytes + more.near_loaded_bytes,
+            self.near_written_bytes + more.near_written_bytes,
+        )
 
 
 class LayerLine(Protocol):
