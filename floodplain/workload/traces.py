@@ -164,13 +164,14 @@ def load_trace(path: Path) -> Trace:
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
-    start_s, units = usable[0].arrival_s, f"They are read as {clock.unit}"
+    start_s = usable[0].arrival_s
+    units = f": are its times in another unit? They are read as {clock.unit}" if clock.has_numbers else ""
     if not usable[-1].arrival_s - start_s <= MAX_SPAN_S:
-        raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds: are its times in another unit? {units}")
+        raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds{units}")
     if abs(start_s) > MAX_TIME_S:
-        raise UserError(f"{path} begins at {start_s:g} seconds: are its times in another unit? {units}")
+        raise UserError(f"{path} begins at {start_s:g} seconds{units}")
     if clock.has_numbers and (doubt := _find_doubt(usable, clock)):
-        logger.warning("%s %s: are its times in another unit? %s", path, doubt, units)
+        logger.warning("%s %s%s", path, doubt, units)
     shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in usable)
     return Trace(shifted, num_skipped=len(rows) - len(usable))
 

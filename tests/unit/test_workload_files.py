@@ -212,6 +212,12 @@ def test_a_bad_trace_gets_one_line_that_names_the_problem(
     assert all(needle in message for needle in needles), message
 
 
+def test_dates_have_no_unit_to_doubt(tmp_path: Path) -> None:
+    text = "timestamp,prompt_tokens,output_tokens\n1970-01-01,1,1\n9999-12-31,1,1\n"
+    with pytest.raises(UserError, match=r"spans more than 1e[+]09 seconds$"):
+        load_trace(write(tmp_path, "x.csv", text))
+
+
 @pytest.mark.parametrize(
     ("suffix", "times", "doubt"),
     [
