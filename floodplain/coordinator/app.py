@@ -77,7 +77,7 @@ class LeaseRoutes:
 
     async def take_messages(self, batch: MessageBatch) -> Response:
         """Handle members' messages in their order; answer after the commit."""
-        raise NotImplementedError("MessageRoute answers it: this documents it")
+        raise ApiError(404, "messages are sent to /v1/messages")  # ``MessageRoute`` has answered those
 
     async def list_leases(self, request: Request) -> Response:
         """List all members and leases."""

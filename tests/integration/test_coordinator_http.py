@@ -138,6 +138,13 @@ def test_wrong_paths_methods_and_names_have_an_error_body(
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_path_like_that_of_messages_takes_none(running: RunningCoordinator) -> None:
+    body = {"messages": [{"kind": "heartbeat", "name": "a", "generation": 1}]}
+    assert httpx.post(f"{running.url}/v1/messages", json=body).status_code == 200
+    response = httpx.post(f"{running.url}/v1/messages%0A", json=body)
+    assert (response.status_code, error_of(response)["message"]) == (404, "messages are sent to /v1/messages")
+
+
 # -- access ------------------------------------------------------------------------------------------------------------
 
 
