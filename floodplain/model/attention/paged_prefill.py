@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,17 +78,28 @@ def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
     return shape.group_size * tiles * _MAX_TILE_ROWS * (shape.head_dim + 1) * 4 + alignment
 
 
-def page_segments(
-    segments: Sequence[PrefillSegment], block_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The S segments of a batch in FlashInfer's format, int32. Does not block on the device.
+class PagedSegments(NamedTuple):
+    """The S segments of a batch in FlashInfer's format, int32, in the order of its ``plan``. It reads all but the
+    blocks on the host.
 
-    The first row of each segment among the rows of all, then the number of rows, [S + 1]; the same for blocks; on the
-    device, the blocks of each context in turn; tokens in its last block, [S]. Planning reads the rest on the host.
+    Attributes:
+        row_begins: The first row of each segment among the rows of all, then the number of rows, [S + 1].
+        block_begins: The same for blocks.
+        blocks: On the device, the blocks of each context in turn.
+        num_last_tokens: Tokens in the last block of each context, [S].
     """
+
+    row_begins: torch.Tensor
+    block_begins: torch.Tensor
+    blocks: torch.Tensor
+    num_last_tokens: torch.Tensor
+
+
+def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> PagedSegments:
+    """The segments of a batch for FlashInfer. Does not block on the device."""
     counts = [-(-segment.context_len // block_tokens) for segment in segments]
     tables = [segment.block_table[:count] for segment, count in zip(segments, counts, strict=True)]
-    return (
+    return PagedSegments(
         _host_int32(accumulate((segment.num_tokens for segment in segments), initial=0)),
         _host_int32(accumulate(counts, initial=0)),
         torch.cat(tables).to(torch.int32),
@@ -110,7 +121,7 @@ class FlashInferPrefill:
     def plan(self, segments: Sequence[PrefillSegment]) -> None:
         """Prepare the prefills of a step, at least one; the previous plan cannot be run any more."""
         paged = page_segments(segments, self._shape.block_tokens)
-        with torch.cuda.device_of(paged[2]):  # type: ignore[no-untyped-call]  # as for Triton
+        with torch.cuda.device_of(paged.blocks):  # type: ignore[no-untyped-call]  # as for Triton
             if self._planned is not None:
                 # A plan is copied from one pinned buffer, which must not change before the last copy is done. A step
                 # that samples nothing ends without waiting for the device, so that copy may still be under way.
