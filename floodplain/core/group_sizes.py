@@ -181,7 +181,10 @@ def _holders_of(reports: Sequence[MemberReport]) -> list[int]:
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
-    """The group's ids of blocks of a member's ``used`` quanta, which begin at the group's quantum ``first``."""
+    """The group's ids of blocks of a member's ``used`` quanta, which begin at the group's quantum ``first``.
+
+    Raises InvariantError if a block is in none of these quanta.
+    """
     places = {quantum: (first + index) * quantum_blocks for index, quantum in enumerate(used)}
     if not {block // quantum_blocks for block in blocks} <= places.keys():
         raise InvariantError("a block is in a quantum that no request keeps")

@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """The bytes that ``text`` means, if bare in bytes. UserError if they are not 1 to ``MAX_SIZE_BYTES``."""
+    """The bytes that ``text`` means; a number without unit is bytes. UserError unless 1 to ``MAX_SIZE_BYTES``."""
     match = _SIZE.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:

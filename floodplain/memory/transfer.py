@@ -89,7 +89,10 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
 def judge_copy(
     transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
 ) -> CopyResult:
-    """Result of a copy: a block is lost if its slot was empty or had no memory, or another digest was ``expected``."""
+    """Result of a copy. An outbound block is lost if its slot had no memory: ``EMPTY_DIGEST`` was found.
+
+    An inbound block is lost if its slot was empty, or its digest is not the stored one, ``expected``.
+    """
     is_outbound = direction is Direction.OUTBOUND
     is_empty = (found if is_outbound else expected) == EMPTY_DIGEST
     lost = tuple(np.flatnonzero(is_empty if is_outbound else is_empty | (expected != found)).tolist())

@@ -76,9 +76,10 @@ def chosen_by(kind_of: Callable[[Any], str | None], message: str) -> Discriminat
 
 
 class Body(BoundedModel):
-    """A body, or a part of one. Fields of ``ignores``, and of ``off`` at an accepted value, are left out.
+    """A body, or a part of one.
 
-    Of other unknown fields the first is refused; if ``ignores_others`` all are ignored, as ``OTHERS``.
+    Fields in ``ignores`` are left out, and so are those in ``off`` at a value that it accepts. Of all other unknown
+    fields the first is refused, or with ``ignores_others`` all are ignored, as ``OTHERS``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

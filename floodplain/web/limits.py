@@ -56,7 +56,10 @@ class ConnectionLimits:
 def limit_connections(
     asked: int | None, keep_alive_s: float = KEEP_ALIVE_S, *, num_reserved: int = 0
 ) -> ConnectionLimits:
-    """Limits of a service: ``asked`` connections, or as many as open files leave. UserError if these are too few."""
+    """Limits of a service: ``asked`` connections, or as many as open files leave. UserError if these are too few.
+
+    ``num_reserved`` files are for other uses of the service.
+    """
     num_reserved += RESERVED_FILES
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = MOST_BY_DEFAULT if num_files == resource.RLIM_INFINITY else num_files - num_reserved

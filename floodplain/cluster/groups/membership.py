@@ -78,7 +78,7 @@ class Membership:
     async def drop(self, order: Drop, integers: Sequence[int], on_left: Callable[[], None]) -> None:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
 
-        ``on_left`` is called when the pipeline of the old group, if any, has ended. ``PeerLost`` if no neighbour links.
+        ``on_left`` is called when the pipeline of the old group, if any, has ended. ``PeerLost`` if one does not link.
         """
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)

@@ -77,7 +77,10 @@ class Child:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], token: str, folder: Path | None = None
     ) -> Child:
-        """Start a process with only these variables; its first line of input is ``token``. ``OSError`` if it cannot."""
+        """Start a process with only these variables, in ``folder``; its first line of input is ``token``.
+
+        Raises ``OSError`` if it cannot be started.
+        """
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=PIPE,

@@ -234,8 +234,8 @@ class RouterWatch:
     def _why(self) -> str | None:
         num_unplaced = self._router.table.num_unplaced
         if num_unplaced:
-            no_room = any(one.takes_requests for one in self._router.table.roster)
-            return "no instance has room" if no_room else "no instance serves now"
+            is_served = any(one.takes_requests for one in self._router.table.roster)
+            return "no instance can take them now" if is_served else "no instance serves now"
         waiting = self._router.sums.total().num_waiting
         return f"their instances are full: {waiting} requests wait there" if waiting else None
 
