@@ -1,8 +1,7 @@
 """A fake machine with GPUs: the driver's calls on virtual memory, over pages of this machine.
 
-Addresses are real, and mapped memory has real bytes: a copy to unmapped memory crashes the process, as on a GPU. Calls
-that the driver refuses are refused: a device without rights, memory that is mapped or released twice, an address range
-that is still in use.
+Addresses are real, and mapped memory has real bytes: a copy to unmapped memory crashes the process, as on a GPU. What
+the driver refuses is refused: a device without rights, memory that is mapped or released twice, a range still in use.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
 
 @dataclass
 class Gpu:
-    """One device.
-
-    Attributes:
-        uuid: 16 bytes.
-        num_pages: Its memory.
-        peers: UUIDs of the devices whose memory it reaches.
-    """
+    """One device with a UUID of 16 bytes, and its ``peers``: UUIDs of the devices whose memory it reaches."""
 
     uuid: bytes
     num_pages: int = 64
@@ -74,10 +67,7 @@ class _Mapping:
 class FakeDriver:
     """The machine as one process sees it. Use it with ``install``.
 
-    Attributes:
-        gpus: In the order of this process's indices.
-        refusals: Calls that fail with this status.
-        copies: (target, source, bytes, stream) of every copy.
+    ``refusals`` are calls that fail with a status; ``copies`` has (target, source, bytes, stream) of every copy.
     """
 
     def __init__(self, *gpus: Gpu) -> None:

@@ -31,15 +31,7 @@ TOLERANCE = 1e-3
 
 
 class EditedFolder:
-    """A model of transformers with random weights, and the ``config.json`` that ``save_pretrained`` wrote.
-
-    Args:
-        folder: Where it is saved.
-        config: The model's configuration.
-
-    Attributes:
-        config: The mapping that was written.
-    """
+    """A model of transformers with random weights, and the ``config`` that ``save_pretrained`` wrote in ``folder``."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         torch.manual_seed(7)
@@ -52,11 +44,9 @@ class EditedFolder:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
 
     def fault_of(self, changes: Mapping[str, Any], name: str) -> str | None:
-        """Return the fault of our logits for changed keys; None if they equal transformers' or a refusal has ``name``.
+        """The fault of our logits for changed keys; None if they equal transformers' or a refusal has ``name``.
 
-        Args:
-            changes: Keys by path (``rope_parameters.factor``), with their new values.
-            name: The key that a refusal must name.
+        ``changes`` are keys by path (``rope_parameters.factor``), with their new values.
         """
         (self._folder / "config.json").write_text(json.dumps(_edited(self.config, changes)))
         ours = self._ours()

@@ -1,9 +1,9 @@
 """200 requests under all faults at once have the tokens of a calm run.
 
-The model is tiny, random and in fp32, so that a wrong byte in a context shows in logprobs of later tokens (how well:
-test_swap_forged.py). The policy does anything that a view allows, also in the middle of prompts. Swap space is too
-small, its link is slow and uneven (results are late; in test_swap_late.py the bytes are), every fifth copy fails, bits
-flip in slots, clients disconnect, and texts end at stop strings.
+The model is tiny, random and in fp32: a wrong byte in a context shows in logprobs of later tokens
+(test_swap_forged.py). The policy does anything that a view allows. Swap space is too small, its link is slow and uneven
+(results are late; in test_swap_late.py the bytes are), every fifth copy fails, bits flip in slots, clients disconnect,
+and texts end at stop strings.
 """
 
 from __future__ import annotations
@@ -70,13 +70,7 @@ class UnevenLink(EmulatedLink):
 
 
 class DamagingTransferEngine(FaultyTransferEngine):
-    """Damages the first slot of every ``DAMAGE_EVERY``-th inbound copy before the copy, while ``is_on()``.
-
-    Args:
-        engine: Makes the copies.
-        damage: Flips a bit of a slot.
-        is_on: Whether to damage.
-    """
+    """Damages the first slot of every ``DAMAGE_EVERY``-th inbound copy before the copy, while ``is_on()``."""
 
     def __init__(self, engine: CopyEngine[Any], damage: Callable[[int], None], is_on: Callable[[], bool]) -> None:
         super().__init__(engine, failing=range(0, 1_000_000, 5))

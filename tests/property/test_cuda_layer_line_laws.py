@@ -1,8 +1,4 @@
-"""The line of a GPU without one: with streams in any order that events allow, every layer is whole in time.
-
-The streams are fakes in random order (``Machine``). The line is tested alone, then under
-``LayerSlots``.
-"""
+"""The line of a GPU without one: with streams in any order that events allow, every layer is whole in time."""
 
 from __future__ import annotations
 
@@ -41,13 +37,10 @@ class Op:
 
 
 class Machine:
-    """All streams of a GPU. Use it with ``install``.
+    """All streams of a GPU, in random order. Use it with ``install``.
 
-    Attributes:
-        compute: The stream that is current at first.
-        may_block: Whether the host may wait now.
-        now_s: Seconds of the device's clock: one for each operation.
-        deaf: Streams that wait for no event: for controls.
+    ``compute`` is current at first; ``may_block``: whether the host may wait now. Each operation takes a second of
+    ``now_s``. ``deaf`` streams wait for no event: for controls.
     """
 
     def __init__(self, seed: int) -> None:
@@ -174,10 +167,8 @@ def memory() -> torch.Tensor:
 class Story:
     """Layers that pass through places in any order, and the expected content of each piece.
 
-    Attributes:
-        visits: place -> the layer in it, and which of its pieces were loaded.
-        last: place -> the last copy from or to it.
-        gone: Near copies that were taken away, and now belong to other engines.
+    ``visits``: place -> the layer in it, and which of its pieces were loaded; ``last``: place -> the last copy from or
+    to it; ``gone``: near copies that were taken away.
     """
 
     def __init__(self, machine: Machine, line: CudaLayerLine) -> None:

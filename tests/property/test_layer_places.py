@@ -24,11 +24,7 @@ def places(draw: st.DrawFn) -> LayerPlaces:
 
 
 def run_step(where: LayerPlaces, versions: dict[int, int], *, writes: bool = True, keeps_order: bool = True) -> None:
-    """Run one step over a line that runs each job as late as possible; ``versions`` are those in the layers' copies.
-
-    Raises:
-        AssertionError: A layer computes on content that is not its latest.
-    """
+    """Run one step over a line that runs each job as late as possible; a layer must compute on its latest content."""
     slots: list[tuple[int, int] | None] = [None] * where.num_slots
     jobs: deque[tuple[str, int]] = deque(("load", layer) for layer in where.first)
 

@@ -77,12 +77,9 @@ def make_problem(
 def moved_attention(
     device: Any, backend: Callable[[AttentionShape], AttentionBackend], forgets: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention over a layer's blocks in a pool, and after their pages moved to a group's memory.
+    """Attention over a layer's blocks in a pool, and after their pages moved to a group's memory.
 
-    Args:
-        device: Provides the pages: some 30 of 2 MiB.
-        backend: The backend to run.
-        forgets: Whether block ids stay those of before the drop: a fault.
+    ``device`` provides some 30 pages of 2 MiB. With ``forgets``, block ids stay those of before the drop: a fault.
     """
     shape = AttentionShape(32, 8, 128, 16)
     problem = make_problem(shape, [300, 17, 64], [(50, 130)], device=str(device.torch_device))

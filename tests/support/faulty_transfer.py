@@ -11,12 +11,7 @@ from floodplain.memory.transfer import BlockCopy, CopyEngine, CopyResult
 
 
 class FaultyTransferEngine:
-    """A decorator: the n-th copies (from 0) fail without moving anything.
-
-    Args:
-        engine: Does the other copies.
-        failing: Numbers of the failing copies.
-    """
+    """A decorator: copies with the numbers ``failing`` (from 0) fail without moving anything."""
 
     def __init__(self, engine: CopyEngine[Any], failing: Sequence[int]) -> None:
         self._engine = engine
@@ -50,11 +45,7 @@ class FaultyTransferEngine:
 
 
 class HeldTransferEngine:
-    """A decorator: copies end once ``release`` is called, from any thread, and not before.
-
-    Args:
-        engine: Does the copies.
-    """
+    """A decorator: copies end once ``release`` is called, from any thread, and not before."""
 
     def __init__(self, engine: CopyEngine[Any]) -> None:
         self._engine = engine

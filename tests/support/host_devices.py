@@ -13,13 +13,7 @@ from floodplain.memory.host.device_file import PAGE_BYTES
 def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
     """Attach to the machine's device ``name`` as a visitor, or create it; it exists while a process has it open.
 
-    Args:
-        name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
-        capacity_bytes: Its size, rounded down to whole pages; the same for all that attach.
-        directory: Of the file; None is /dev/shm, or the temporary folder if there is none.
-
-    Raises:
-        UserError: The name is bad, or the file is another user's, of another size or no device.
+    Raises ``UserError`` if the name is bad, or the file is another user's, of another size or no device.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     fd, found_pages = device_file.attach_or_create(path, num_pages)

@@ -21,17 +21,9 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, check_copy
 class LateTransferEngine:
     """See ``CopyEngine``. Targets of a copy are overwritten with garbage at once: they must not be read any more.
 
-    Args:
-        pool: Its blocks are copied.
-        slots: The other end of copies.
-        dice: Decide when a copy ends, and how.
-        haste: The probability that the next copy ends, at each poll.
-        failing: The probability that a copy fails, after half of its blocks or none.
-
-    Attributes:
-        pool: See above.
-        longest_wait: The most polls before a copy ended.
-        num_interrupted: Copies that failed after some of their blocks had moved.
+    ``dice`` decide: ``haste`` is the probability that the next copy ends, at each poll, ``failing`` that it fails,
+    after half of its blocks or none. ``longest_wait`` counts polls, ``num_interrupted`` copies that failed in the
+    middle.
     """
 
     def __init__(

@@ -16,14 +16,9 @@ Job = Callable[[], None]
 
 
 class OrderedLine(HostClock):
-    """See ``LayerLine``: copies run in their order, in the thread that waits for them.
+    """See ``LayerLine``: copies run in their order, in the thread that waits for them, or at once unless ``is_late``.
 
-    Args:
-        num_layers: Of the model.
-        is_late: Whether each copy runs when its ticket is waited for; else at once.
-
-    Attributes:
-        pool: A load first overwrites its blocks in a place: reads of anything not loaded fail. None: no overwriting.
+    With a ``pool``, a load first overwrites its blocks in a place: reads of anything not loaded fail.
     """
 
     def __init__(self, num_layers: int, *, is_late: bool = True) -> None:

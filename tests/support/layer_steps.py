@@ -12,12 +12,9 @@ from floodplain.core.tiers import Direction
 
 @dataclass(frozen=True, slots=True)
 class LayerLink:
-    """The path between the device and the memory that layers stream from.
+    """The path between the device and the memory that layers stream from, with bytes per second each way.
 
-    Attributes:
-        inbound_bandwidth: Bytes per second towards the device, and
-        outbound_bandwidth: away from it, while nothing is copied the other way.
-        shares_duplex: Whether copies of both directions at the same time run at half their speed each.
+    With ``shares_duplex``, copies of both directions at the same time run at half their speed each.
     """
 
     inbound_bandwidth: float
@@ -41,15 +38,7 @@ class LayerCopy:
 
 
 class LayerSchedule:
-    """Back-to-back steps, and copies beside them. Copies of one direction start in the order of ``copy``.
-
-    Args:
-        link: The link of the copies.
-
-    Attributes:
-        now: Seconds of virtual time.
-        num_bytes: Bytes of all copies so far, by direction.
-    """
+    """Back-to-back steps, and copies beside them. Copies of one direction start in the order of ``copy``."""
 
     def __init__(self, link: LayerLink) -> None:
         self.now = 0.0
