@@ -116,7 +116,7 @@ def test_streams_cross_a_drop_and_a_restore_with_their_kv(router: RouterProcess,
     wait_solo(router)
 
 
-def test_idle_instances_that_drop_layers_serve_what_comes(router: RouterProcess) -> None:
+def test_idle_instances_that_drop_layers_serve_what_comes(router: RouterProcess, capsys: Any) -> None:
     """Idle instances have no KV to exchange."""
     wait_solo(router)
     assert verb(router, "drop", "0", "1") == 0
@@ -126,6 +126,8 @@ def test_idle_instances_that_drop_layers_serve_what_comes(router: RouterProcess)
     )
     assert answer.choices[0].token_ids == expected(20)[0]  # type: ignore[attr-defined]
     assert {row["state"] for row in router.rows()} == {"leading", "grouped"}
+    assert verb(router, "drop", "0", "1") == 1
+    assert "floodplain: instances 0, 1 are group " in capsys.readouterr().err  # the names that were given, not epochs
     assert verb(router, "restore", "0") == 0
     wait_solo(router)
 

@@ -91,7 +91,7 @@ class GroupController:
         end: Callable[[int, str], None],
         place: Callable[[], None],
     ) -> None:
-        self.groups = GroupTable()
+        self.groups = GroupTable(table.roster.name_of)
         self.counts = GroupCounts()
         self._table, self._shape = table, shape
         self._send, self._end, self._place = send, end, place

@@ -7,7 +7,7 @@ live on beside it until it drops layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from floodplain.cluster.state.roster import Roster
@@ -157,9 +157,13 @@ def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -
 
 
 class GroupTable:
-    """All groups. Every call that changes something returns a ``Change``; None: the message is stale."""
+    """All groups. Every call that changes something returns a ``Change``; None: the message is stale.
 
-    def __init__(self) -> None:
+    ``name_of`` is an instance's name in errors, by its epoch.
+    """
+
+    def __init__(self, name_of: Callable[[int], str] = str) -> None:
+        self._name_of = name_of
         self._groups: dict[int, Group] = {}
         self._next_number = 1
 
@@ -184,10 +188,13 @@ class GroupTable:
             if group.state is not GroupState.PIPELINED:
                 raise UserError(f"group {group.number} is {group.state}: try again when it is {GroupState.PIPELINED}")
             if not set(group.epochs) < set(epochs):
-                rest = sorted(set(group.epochs) - set(epochs))
-                more = f"instances {rest}, too" if rest else "other instances beside them"
-                raise UserError(f"instances {sorted(group.epochs)} are group {group.number}: name {more}")
+                rest = [epoch for epoch in group.epochs if epoch not in epochs]
+                more = f"instances {self._list(rest)}, too" if rest else "other instances beside them"
+                raise UserError(f"instances {self._list(group.epochs)} are group {group.number}: name {more}")
         return list(found.values())
+
+    def _list(self, epochs: Sequence[int]) -> str:
+        return ", ".join(map(self._name_of, epochs))
 
     # -- the caller decides ----------------------------------------------------------------------------------------
 
