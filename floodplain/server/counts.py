@@ -46,11 +46,25 @@ class RefusalCounter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and look at the status of its answer."""
+        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS:
+            await self._app(scope, receive, send)
+            return
+        is_answered = False
 
         async def send_counted(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._counts.refused[str(message["status"])] += 1
+            nonlocal is_answered
+            if message["type"] == "http.response.start":
+                is_answered = True
+                self._count(message["status"])
             await send(message)
 
-        is_counted = scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS
-        await self._app(scope, receive, send_counted if is_counted else send)
+        try:
+            await self._app(scope, receive, send_counted)
+        except Exception:  # raised again; the error handler outside answers with 500
+            if not is_answered:
+                self._count(500)
+            raise
+
+    def _count(self, status: int) -> None:
+        if status >= 400:
+            self._counts.refused[str(status)] += 1

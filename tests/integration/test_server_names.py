@@ -87,6 +87,14 @@ def test_ends_and_refusals_are_counted() -> None:
         assert f"floodplain_{line}" in shown
 
 
+def test_a_failure_of_the_server_is_counted_as_what_its_client_gets() -> None:
+    engine = FakeEngine()
+    engine.generate = None  # type: ignore[method-assign, assignment]
+    with serving(engine) as running:
+        assert post(running, "/v1/completions", model="fake", prompt="a").status_code == 500
+        assert 'requests_refused_total{model_name="fake",status="500"} 1.0' in httpx.get(f"{running.url}/metrics").text
+
+
 def test_only_allowed_origins_get_their_headers(server: RunningServer) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     url = f"{server.url}/v1/completions"
