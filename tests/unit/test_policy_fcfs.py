@@ -13,7 +13,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import make_policy
-from tests.support.driver import Driver, computed
+from tests.support.driver import Driver
 from tests.support.loops import make_loop, make_request
 from tests.support.views import NEVER, loading, make_view, prompt, stream, waiting
 
@@ -111,23 +111,6 @@ def test_ties_break_by_the_order_of_submission() -> None:
     for number in range(4):
         driver.submit_request(make_request(str(number), (number, 1), arrival_s=0.0, max_tokens=1))
     assert [chunk.seq_id for _ in range(4) for chunk in driver.step().prefills] == [0, 1, 2, 3]
-
-
-def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
-    driver = Driver(make_loop(num_blocks=32, max_batched_tokens=6, block_tokens=4))
-    talker = driver.submit([1, 2], max_tokens=9, ignore_eos=True)
-    driver.step()
-    long = driver.submit(range(14), max_tokens=3, ignore_eos=True)
-    steps = [computed(driver.step()) for _ in range(4)]
-    assert steps == [{talker: 1, long: 5}, {talker: 1, long: 5}, {talker: 1, long: 4}, {talker: 1, long: 1}]
-    driver.run()
-
-
-def test_no_more_sequences_run_than_there_are_places() -> None:
-    driver = Driver(make_loop(num_blocks=32, max_num_seqs=3))
-    for number in range(9):
-        driver.submit([number, 2], max_tokens=4, ignore_eos=True)
-    assert max(len(computed(plan)) for plan in driver.run()) == 3
 
 
 def test_policies_have_names() -> None:
