@@ -124,7 +124,8 @@ class CoordinatorClient:
                 self.close()
                 raise NotACoordinator(f"{_NONE}: {_shown(self._urls[0])} sends too much") from None
             except (OSError, http.client.HTTPException) as error:
-                problem = f"{_shown(self._urls[0])} does not answer: {error or type(error).__name__}"
+                reason = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+                problem = f"{_shown(self._urls[0])} does not answer: {reason}"
             else:
                 if status == 200:
                     return _read(text)

@@ -310,7 +310,7 @@ def test_an_address_that_is_none_is_refused_in_one_line(urls: str) -> None:
     "url", ["http://127.0.0.1:1", "http://127.0.0.1:1/", " http://127.0.0.1:1 ", "HTTP://127.0.0.1:1"]
 )
 def test_an_address_may_have_spaces_around_it_and_a_slash_behind(url: str) -> None:
-    with pytest.raises(CoordinatorUnreachable, match=r"http://127\.0\.0\.1:1 does not answer: .*refused"):
+    with pytest.raises(CoordinatorUnreachable, match=r"http://127\.0\.0\.1:1 does not answer: Connection refused"):
         CoordinatorClient(url).list_leases()
 
 
