@@ -43,8 +43,11 @@ _ABSENT, _FREE, _OWNED, _CACHED, _LOADING, _DRAINING = range(len(_STATES))
 class BlockLedger:
     """Owner of the states of all blocks of one KV pool. Pure bookkeeping: no bytes move here.
 
-    The pages of ``quantum_blocks`` are unmapped together: the pool shrinks by whole quanta. ``caches_prefixes``:
-    whether freed blocks keep their content for later prefixes.
+    Args:
+        num_blocks: Blocks that have memory now.
+        block_tokens: Tokens in a block.
+        quantum_blocks: Blocks whose pages are unmapped together; the pool shrinks by whole quanta.
+        caches_prefixes: Whether freed blocks keep their content for later prefixes.
     """
 
     def __init__(
@@ -59,10 +62,6 @@ class BlockLedger:
         """Contents that appeared, vanished, or became or ceased to be merely cached."""
         self.settled_quanta: set[int] = set()
         """Quanta in which a use of a block has ended, until a reader clears it: some memory there may be idle."""
-        self.num_blocks = 0
-        """Blocks that have memory."""
-        self.num_draining = 0
-        """Blocks with refcount 0 that an outbound copy still reads."""
         self.sharing_version = 0
         """Counts changes to which blocks are shared: after one, preemptions may free other numbers of blocks."""
         self._free = FreeBlocks(quantum_blocks)
@@ -73,10 +72,15 @@ class BlockLedger:
         self._index: dict[BlockKey, BlockId] = {}
         self._cached: OrderedDict[BlockId, int] = OrderedDict()  # least recently used first; its place in that order
         self._going: dict[BlockId, int] = {}  # draining blocks that were cached, and return to their place
-        self._num_loading = self._last_place = 0
+        self._num_present = self._num_loading = self._num_draining = self._last_place = 0
         self.add_memory(range(num_blocks))
 
     # -- queries ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have memory."""
+        return self._num_present
 
     @property
     def num_available(self) -> int:
@@ -87,6 +91,11 @@ class BlockLedger:
     def num_cached(self) -> int:
         """Number of cached blocks."""
         return len(self._cached)
+
+    @property
+    def num_draining(self) -> int:
+        """Blocks with refcount 0 that an outbound copy still reads."""
+        return self._num_draining
 
     @property
     def num_indexed_blocks(self) -> int:
@@ -142,11 +151,11 @@ class BlockLedger:
     def count_states(self) -> dict[BlockState, int]:
         """Number of blocks in each state, in constant time. Approximate on another thread than the step's."""
         counts = {
-            BlockState.ABSENT: len(self._states) - self.num_blocks,
+            BlockState.ABSENT: len(self._states) - self._num_present,
             BlockState.FREE: len(self._free),
             BlockState.CACHED: len(self._cached),
             BlockState.LOADING: self._num_loading,
-            BlockState.DRAINING: self.num_draining,
+            BlockState.DRAINING: self._num_draining,
         }
         return {**counts, BlockState.OWNED: max(0, len(self._states) - sum(counts.values()))}
 
@@ -197,7 +206,7 @@ class BlockLedger:
             return None
         if self._states[block] != _OWNED:
             self._cached.pop(block, None)
-            self.num_draining -= self._states[block] == _DRAINING
+            self._num_draining -= self._states[block] == _DRAINING
             self._states[block] = _OWNED
             self._going.pop(block, None)
             self.changed_keys.add(key)
@@ -250,7 +259,7 @@ class BlockLedger:
             if num_pins > 1:
                 self._pins[block] = num_pins - 1
             elif self._states[block] == _DRAINING:
-                self.num_draining -= 1
+                self._num_draining -= 1
                 self._settle(block)
         if returning:
             self._put_back(returning)
@@ -284,7 +293,7 @@ class BlockLedger:
                 raise InvariantError(f"some of the blocks {run.start} to {run.stop - 1} have memory already")
             self._states[run.start : run.stop] = bytes((_FREE,)) * len(run)
             self._free.add_run(run)
-            self.num_blocks += len(run)
+            self._num_present += len(run)
 
     def retire(self, block: BlockId) -> None:
         """Make a free or cached block absent: its memory is about to be unmapped."""
@@ -293,7 +302,7 @@ class BlockLedger:
         self._expect(block, _FREE)
         self._free.remove(block)
         self._states[block] = _ABSENT
-        self.num_blocks -= 1
+        self._num_present -= 1
 
     def empty_quantum(self, quantum: int) -> bool:
         """If no block of a quantum is in use or touched by a copy, evict its cached blocks; return whether so."""
@@ -345,9 +354,9 @@ class BlockLedger:
                 raise InvariantError(f"block {block} is {_STATES[state].value} but its fields disagree")
         if any(self._keys.get(block) != key for key, block in self._index.items()):
             raise InvariantError("the index names a block that holds other content")
-        if self.num_blocks != len(self._states) - self._states.count(_ABSENT):
+        if self._num_present != len(self._states) - self._states.count(_ABSENT):
             raise InvariantError("the number of present blocks is wrong")
-        for state, number in ((_DRAINING, self.num_draining), (_LOADING, self._num_loading)):
+        for state, number in ((_DRAINING, self._num_draining), (_LOADING, self._num_loading)):
             if number != self._states.count(state):
                 raise InvariantError(f"the number of {_STATES[state].value} blocks is wrong")
 
@@ -388,7 +397,7 @@ class BlockLedger:
         self.settled_quanta.add(block // self.quantum_blocks)
         if block in self._pins:
             self._states[block] = _DRAINING
-            self.num_draining += 1
+            self._num_draining += 1
         elif self.caches_prefixes and (key := self._keys.get(block)) is not None:
             self._states[block] = _CACHED
             self._last_place += 1

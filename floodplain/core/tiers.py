@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -75,8 +75,7 @@ class SlotLedger:
         self._there: range | set[int] = self._fresh
         self.settled: set[int] = set()
         """Slots that were freed, or whose content became merely retained, until a reader clears it."""
-        self.taken: set[int] = set()
-        """The allocated slots."""
+        self._taken: set[int] = set()
         self._leaving: set[int] = set()  # taken, and removed when they are freed
 
     @property
@@ -92,13 +91,18 @@ class SlotLedger:
     @property
     def num_taken(self) -> int:
         """Number of allocated slots."""
-        return len(self.taken)
+        return len(self._taken)
+
+    @property
+    def taken(self) -> Set[int]:
+        """The allocated slots; a live view, not a copy."""
+        return self._taken
 
     def add(self, slots: Iterable[int]) -> None:
         """Add slots; InvariantError if the tier has one of them already."""
         new = sorted(slots, reverse=True)
         there = self._list_slots()
-        if not (there | self.taken).isdisjoint(new):
+        if not (there | self._taken).isdisjoint(new):
             raise InvariantError(f"{self.tier} has some of the slots {new[-1]} to {new[0]} already")
         self._free += new
         there.update(new)
@@ -107,12 +111,12 @@ class SlotLedger:
         """Remove slots: free ones at once, taken ones when they are freed; none is allocated again."""
         gone, there = set(slots), self._list_slots()
         self._free = [slot for slot in self._free if slot not in gone]
-        self._leaving |= self.taken & gone
+        self._leaving |= self._taken & gone
         there -= gone
 
     def count_taken(self, slots: Collection[int]) -> int:
         """How many of these slots are allocated."""
-        return sum(slot in slots for slot in self.taken)
+        return sum(slot in slots for slot in self._taken)
 
     def is_leaving(self, location: Location) -> bool:
         """Whether a slot is taken and retired, so that it is removed when it is freed."""
@@ -126,14 +130,14 @@ class SlotLedger:
         num_fresh = num_slots - len(slots)
         slots += self._fresh[:num_fresh]
         self._fresh = self._fresh[num_fresh:]
-        self.taken.update(slots)
+        self._taken.update(slots)
         return [Location(self.tier, slot) for slot in slots]
 
     def free(self, location: Location) -> None:
         """Free one slot; InvariantError if it is not taken."""
-        if location.tier is not self.tier or location.slot not in self.taken:
+        if location.tier is not self.tier or location.slot not in self._taken:
             raise InvariantError(f"{location} is freed but not taken")
-        self.taken.remove(location.slot)
+        self._taken.remove(location.slot)
         self.settled.add(location.slot)
         if location.slot in self._leaving:
             self._leaving.remove(location.slot)
@@ -142,7 +146,7 @@ class SlotLedger:
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless every slot is either free or taken."""
-        if sorted([*self._free, *self._fresh, *(self.taken - self._leaving)]) != sorted(self._there):
+        if sorted([*self._free, *self._fresh, *(self._taken - self._leaving)]) != sorted(self._there):
             raise InvariantError(f"{self.tier} lost or doubled a slot")
 
     def _list_slots(self) -> set[int]:

@@ -47,11 +47,22 @@ class DemandMeter:
     def __init__(self) -> None:
         self._outputs, self._prompts = Recent(NUM_RECENT), Recent(NUM_RECENT)
         self._mean_output = self._token_rate = self._longest_wait_s = self._step_s = 0.0
-        self.now = Demand()
+        self._demand = Demand()
+
+    @property
+    def now(self) -> Demand:
         """The demand after the last event; the same object until the next one."""
+        return self._demand
 
     def arrive(self, num_prompt: int, num_waiting: int, num_paused: int, live_outputs: Iterable[int]) -> None:
-        """Note an arrival: ``num_waiting`` requests wait, itself included, and ``num_paused`` are in swap space."""
+        """Note the arrival of a request.
+
+        Args:
+            num_prompt: Tokens of its prompt.
+            num_waiting: Requests that wait, itself included.
+            num_paused: Requests in swap space.
+            live_outputs: Output tokens of each live stream so far.
+        """
         self._prompts.add(num_prompt)
         self._mean_output = mean_length(self._outputs.sorted, sorted(number for number in live_outputs if number))
         if self._end_rate:
@@ -81,7 +92,7 @@ class DemandMeter:
     def _publish(self) -> None:
         prompts = self._prompts.sorted
         median_prompt = prompts[len(prompts) // 2] if prompts else 0
-        self.now = Demand(self._mean_output, median_prompt, self._end_rate, self._longest_wait_s, self._step_s)
+        self._demand = Demand(self._mean_output, median_prompt, self._end_rate, self._longest_wait_s, self._step_s)
 
 
 def mean_length(ended: Sequence[int], live: Sequence[int]) -> float:

@@ -99,8 +99,12 @@ class StepPrices:
         self._has_prefill = False
         self._num_prompt_tokens = 0.0  # of recently ended requests
         self._num_output_tokens = 0.0  # of all requests in that time, without first tokens
-        self.now = Prices()
+        self._prices = Prices()
+
+    @property
+    def now(self) -> Prices:
         """The prices as of the last completed step; the same object until they change."""
+        return self._prices
 
     def learn(self, num_decodes: int, num_prefill: int, duration_s: float, *, has_copies: bool = False) -> None:
         """Learn from the time of a step; ``has_copies``: copies ran beside it."""
@@ -117,7 +121,7 @@ class StepPrices:
             mean = num_decodes if self._num_decodes is None else self._num_decodes
             self._num_decodes = mean + _SMOOTHING * (num_decodes - mean)
         self._has_prefill = self._has_prefill or num_prefill > 0
-        self.now = self._price(self._line.weights)
+        self._prices = self._price(self._line.weights)
 
     def learn_end(self, num_prompt: int) -> None:
         """Count the computed prompt tokens of a request that ended."""

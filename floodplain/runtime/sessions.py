@@ -94,8 +94,7 @@ class SessionBook:
         self._waits = GapCounts(_ALL_GAPS)
         self._due: list[tuple[float, int, _Session]] = []  # when gaps and waits outlast their bins
         self._serials = count(1)
-        self.price = 0.0
-        """What a slot costs now, in expected returns per second."""
+        self._price = 0.0
         self._priced_s = 0.0
 
     def arrive(self, name: str, tenant: str, prompt_keys: Sequence[BlockKey], now: float) -> int:
@@ -185,6 +184,11 @@ class SessionBook:
             elif session.wait_bin < NUM_BINS:
                 self._await_edge(session)
 
+    @property
+    def price(self) -> float:
+        """What a slot costs now, in expected returns per second."""
+        return self._price
+
     def check_integrity(self) -> None:
         """Raise InvariantError unless every pin is that of one session, and tenants' numbers of sessions are right."""
         pins = {session.pin for session in self._sessions.values()}
@@ -264,7 +268,7 @@ class SessionBook:
             (self._waits.hazards(), session.wait_bin) if waits else (self._hazards(session), session.gap_bin)
         )
         session.pin.worth = worth(hazards, index)
-        if session.pin.worth <= self.price:
+        if session.pin.worth <= self._price:
             self.counts.num_expired_blocks += len(session.pin.keys)
             self._unpin(session)
 
@@ -282,5 +286,5 @@ class SessionBook:
     def _update_price(self, now: float) -> None:
         """The worth of what was given up since the last call is the price; without any, the price falls."""
         idle = self._backups.idle
-        self.price = idle.price or self.price * 0.5 ** ((now - self._priced_s) / _PRICE_HALVES_S)
+        self._price = idle.price or self._price * 0.5 ** ((now - self._priced_s) / _PRICE_HALVES_S)
         idle.price, self._priced_s = 0.0, now
