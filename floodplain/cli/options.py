@@ -99,6 +99,8 @@ def _resolve_own(
     bundled = [token for token in argv if is_bundled(token)]
     typed, unknown = ({}, bundled) if bundled else _given(parser, actions, _without_model_flag(actions, argv))
     if unknown:
+        if not unknown[0].startswith("-"):  # argparse takes no word of an argument that has too few
+            _require(parser, [action for action in required if not action.option_strings], typed)
         known = {option for action in actions.values() for option in action.option_strings}
         wrong = unknown[0].partition("=")[0]  # the value may be a secret
         where = _where_rest_goes(parser, wrong)
@@ -108,15 +110,19 @@ def _resolve_own(
     path = typed.get("config", from_environment.get("config"))
     from_file = _from_file(parser, actions, Path(path)) if path else {}
     values = from_file | from_environment | typed
-    for action in required:
-        if action.dest not in values:
-            raise UserError(f"{parser.prog} needs {'/'.join(_names_of(action))}: {action.help}")
+    _require(parser, required, values)
     names = dict.fromkeys(from_file, str(path)) | {dest: variable_of(dest) for dest in from_environment}
     sources = [
         Source(name, _names_of(actions[dest]), str(values[dest])) for dest, name in names.items() if dest not in typed
     ]
     resolved = {dest: values.get(dest, action.default) for dest, action in actions.items()}
     return argparse.Namespace(**resolved, sources=sources)
+
+
+def _require(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action], values: Mapping[str, Any]) -> None:
+    for action in actions:
+        if action.dest not in values:
+            raise UserError(f"{parser.prog} needs {'/'.join(_names_of(action))}: {action.help}")
 
 
 def _without_model_flag(actions: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
@@ -202,7 +208,8 @@ def _read(
 
 
 def _names_of(action: argparse.Action) -> tuple[str, ...]:
-    return tuple(action.option_strings) or (str(action.metavar or action.dest),)
+    number = action.nargs if isinstance(action.nargs, int) else 1
+    return tuple(action.option_strings) or (" ".join([str(action.metavar or action.dest)] * number),)
 
 
 def _is_switch(action: argparse.Action) -> bool:

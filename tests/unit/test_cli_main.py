@@ -70,6 +70,9 @@ def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> 
     [
         (["demo"], "floodplain demo needs one of: quick"),
         (["serve"], "floodplain serve needs MODEL"),
+        (["cluster", "migrate"], "floodplain cluster migrate needs INSTANCE INSTANCE: "),
+        (["cluster", "migrate", "0"], "floodplain cluster migrate needs INSTANCE INSTANCE: "),
+        (["cluster", "migrate", "0", "1", "2"], "unknown argument 2"),
         (["serve", "m", "--port", "99999"], "--port must be between 0 and 65535, not 99999"),
         (["serve", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: give --api-key-file"),
         (["serve", "m", "--api-key-file", "/nonexistent"], "cannot read the API key file /nonexistent"),
