@@ -53,7 +53,7 @@ async def _messages(client: HttpClient) -> AsyncGenerator[str]:
     try:
         async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
             if exchange.status == 404:
-                raise NoAnswer("it has no live data: it was started with --no-page, or is not a Floodplain service")
+                raise NoAnswer("it was started with --no-page, or is not a Floodplain service")
             if exchange.status == 401:
                 raise KeyRefused("the key is missing or wrong")
             if exchange.status != 200:

@@ -65,7 +65,8 @@ def test_a_coordinator_is_shown_with_its_token_file(tmp_path: Path, capsys: pyte
 def test_services_without_live_data_are_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEngine(), config=ServerConfig(page=False)) as running:
         assert main(["top", running.url]) == 1
-        assert "started with --no-page" in capsys.readouterr().err
+        why = "it was started with --no-page, or is not a Floodplain service"
+        assert capsys.readouterr().err == f"floodplain: no live data at {running.url}: {why}\n"
     assert main(["top", running.url]) == 1
     assert capsys.readouterr().err.startswith(f"floodplain: no server at {running.url}")
     headless = b'data: {"type": "whole", "head": {"service": "server"}, "rows": []}\n\n'
