@@ -38,7 +38,8 @@ def install(argv: Sequence[str]) -> None:
     elif "serve" in argv:
         from floodplain.cluster.launch import launcher
 
-        launcher.CALM_S = 0.0  # a hundred kills in a row must not delay restarts
+        # Faults come several a second: they must not delay restarts, nor count as failed starts.
+        launcher.CALM_S = launcher.SETTLED_S = 0.0
 
 
 def write(folder: Path, name: str, content: object) -> None:
