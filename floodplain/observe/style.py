@@ -262,7 +262,7 @@ def finding(
     known = [(value * factor, name) for name, result in runs if (value := lookup(result, key)) is not None]
     if len(known) > MOST_NAMED:
         known = [min(known), max(known)]
-    values = [f"{name} {form(value)} {unit}" for value, name in known]
+    values = [f"{name} {form(value)}\N{NO-BREAK SPACE}{unit}" for value, name in known]  # not at the end of a line
     return f"{what}: {', '.join(values)}" if values else what
 
 

@@ -186,11 +186,13 @@ def test_ways_have_one_colour_in_all_pictures() -> None:
 # -- words and places --------------------------------------------------------------------------------------------------
 
 
-def test_a_title_has_the_numbers_of_the_runs() -> None:
+def test_a_title_has_the_numbers_of_the_runs_which_no_line_separates_from_their_unit() -> None:
     runs = [(name, {"value": number}) for name, number in (("a", 1000.0), ("b", 250.0))]
-    assert finding("TTFT p99", "value", 1e-3, "s", runs) == "TTFT p99: a 1 s, b 0.25 s"
+    assert (
+        finding("TTFT p99", "value", 1e-3, "s", runs) == "TTFT p99: a 1\N{NO-BREAK SPACE}s, b 0.25\N{NO-BREAK SPACE}s"
+    )
     many = [(str(number), {"value": float(number)}) for number in range(1, 9)]
-    assert finding("x", "value", 1.0, "s", many) == "x: 1 1 s, 8 8 s"
+    assert finding("x", "value", 1.0, "s", many) == "x: 1 1\N{NO-BREAK SPACE}s, 8 8\N{NO-BREAK SPACE}s"
     assert finding("x", "other", 1.0, "s", many) == "x"
 
 
