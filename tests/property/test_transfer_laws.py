@@ -23,7 +23,7 @@ from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy
 from tests.support.examples import examples
 
@@ -148,6 +148,35 @@ def test_a_bug_in_the_copy_thread_reaches_the_caller(broken: HostTransferEngine)
         broken.wait()
     with pytest.raises(InvariantError):
         broken.submit(1, BlockCopy(IN, (1,), (1,)))
+
+
+class DetachedSlots(SwapSlots):
+    """Slots whose memory cannot be reached once ``is_detached`` is set."""
+
+    is_detached = False
+
+    def part(self, first: int, count: int) -> torch.Tensor:
+        if self.is_detached:
+            raise OSError("detached")
+        return super().part(first, count)
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        if self.is_detached:
+            raise OSError("detached")
+        return super().addresses(slots)
+
+
+def test_a_slot_whose_new_copy_failed_holds_no_block(bench: Bench) -> None:
+    slots = DetachedSlots(LAYOUT, 2)
+    engine = HostTransferEngine(bench.pool, slots).start()
+    engine.submit(0, BlockCopy(OUT, (0, 1), (0, 1)))
+    assert all(result.is_whole for result in engine.wait())
+    slots.is_detached = True
+    engine.submit(1, BlockCopy(OUT, (2,), (1,)))
+    with pytest.raises(InvariantError, match="detached"):
+        engine.wait()
+    engine.close()
+    assert (slots.digests == EMPTY_DIGEST).tolist() == [False, True]
 
 
 def test_an_unread_failure_of_the_copy_thread_is_in_the_log(

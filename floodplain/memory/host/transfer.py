@@ -161,7 +161,7 @@ class HostLane:
         with self._slots.use(slots) as is_there:
             expected = digests[slots]
             if is_outbound:
-                digests[slots] = EMPTY_DIGEST
+                digests[slots] = EMPTY_DIGEST  # until the copy has ended: if it fails, the slots hold no whole block
             found = np.full(len(blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
             if is_there.any():
                 found[is_there] = self._mover.move(self._direction, blocks[is_there], slots[is_there])
