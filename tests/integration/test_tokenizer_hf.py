@@ -34,6 +34,8 @@ CORPUS = [
     "def f(x):\n    return x + 1\n",
 ] * 3
 SPECIAL = ["<s>", "</s>", "<|turn|>"]
+BROKEN_END = "a\ufffd"
+"""A token that ends like an incomplete character. Llama 2's vocabulary has U+FFFD too."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
     "<|turn|>{{ m.content }}{% endfor %}"
@@ -65,6 +67,7 @@ def _sentencepiece_like() -> Backend:
     )
     content = json.loads(backend.to_str())
     content["added_tokens"] = content["added_tokens"][: len(SPECIAL)]  # the bytes are ordinary tokens
+    content["model"]["vocab"][BROKEN_END] = len(content["model"]["vocab"])
     return Backend.from_str(json.dumps(content))
 
 
@@ -259,6 +262,14 @@ def test_byte_tokens_are_characters_or_one_broken_character_each(
     number = tokenizer._tokenizer.backend.token_to_id
     tokens = [[number("t"), *(number(f"<0x{b:02X}>") for b in some)] for some in (prompt, output)]
     assert streamed(tokenizer, tokens[0], tokens[1][1:]) == text
+
+
+@pytest.mark.parametrize("after", [b"\xff", b"\xc3", b"\xc3\xa9"])
+def test_a_token_that_ends_with_a_broken_character_keeps_its_text_before_bytes(after: bytes) -> None:
+    tokenizer = tokenizer_of("sentencepiece")
+    number = tokenizer._tokenizer.backend.token_to_id
+    tokens = [number(BROKEN_END), *(number(f"<0x{byte:02X}>") for byte in after)]
+    assert streamed(tokenizer, [], tokens) == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("end", [[0] * 300, "\u6cb3" * 200, "the plain"])
