@@ -282,13 +282,15 @@ class World:
                 assert self.places[request] == epoch or request in ends
 
     def end_well(self) -> None:
-        """Deliver all messages: no migration is left, and no instance holds anything."""
+        """Deliver all messages: no migration is left, no instance holds anything, and placed requests are computed."""
         while any(one.inbox or one.outbox for one in self.processes.values()):
             for epoch, one in self.processes.items():
                 self.obey(one)
                 self.hear(epoch)
         assert not len(self.table) and LIFTED not in self.places.values()
         assert all(one.is_at_rest for one in self.processes.values())
+        for request, place in self.places.items():
+            assert place not in self.processes or request in self.processes[place].requests
 
 
 def test_a_request_is_in_one_place_and_all_blocks_are_freed() -> None:
