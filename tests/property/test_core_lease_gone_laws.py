@@ -67,6 +67,7 @@ class Town:
 
     def check(self) -> None:
         self.book.rows.check_integrity()
+        assert self.book.roster.heard <= set(self.book.roster.living), "an ended member still offers"
         for lease in self.leases:
             is_gone = self.book.rows.members[lease.producer].is_gone
             assert not (lease.is_owed and is_gone), "no lender will ever look there"
