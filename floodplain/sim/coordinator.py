@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.choice import AllowedPairs
-from floodplain.leases.messages import Heartbeat, Message
+from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, concerned
 from floodplain.leases.table import Changes
@@ -82,60 +82,36 @@ class LeaseTotals:
 class VirtualCoordinator:
     """A lease book that survives in the rows of a store, and the agents that send it messages.
 
-    Without ``beats``, messages that cannot change anything are not sent: heartbeats of members with nothing to say.
-    Members count as alive until they die. Then ticks of the book run until it has noticed, and before each of them
-    every living member sends a heartbeat. A request that waits is sent again when a lender offers more.
-
     Args:
         ttl_s: Seconds of silence after which a member is considered dead.
         may_borrow_from: Who may borrow from whom; None if all may borrow from all.
-        beats: Whether every heartbeat is sent.
-        sample_s: Seconds between two samples of lent bytes.
 
     Attributes:
         agents: Of living members, by name.
         is_over: Set when the simulation shall end: no more beats and ticks.
         num_messages: Messages that were answered, by kind.
-        per_second: Messages other than heartbeats, by the second in which they were answered.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        ttl_s: float,
-        may_borrow_from: AllowedPairs | None = None,
-        *,
-        beats: bool = True,
-        sample_s: float = 1.0,
-    ) -> None:
-        self.environment, self.ttl_s, self.beats = environment, ttl_s, beats
+    def __init__(self, environment: Environment, ttl_s: float, may_borrow_from: AllowedPairs | None = None) -> None:
+        self.environment, self.ttl_s = environment, ttl_s
         self.agents: dict[str, VirtualAgent] = {}
-        self.totals = LeaseTotals(sample_s)
+        self.totals = LeaseTotals()
         self.is_up, self.is_over = True, False
         self.num_messages: Counter[str] = Counter()
-        self.per_second: Counter[int] = Counter()
         self._may_borrow_from = may_borrow_from
-        self._borrowers: defaultdict[str, list[str]] = defaultdict(list)
-        for consumer, producers in (may_borrow_from or {}).items():
-            for producer in producers:
-                self._borrowers[producer].append(consumer)
         self._members: dict[str, Member] = {}
         self._leases: dict[LeaseId, Lease] = {}
         self._floor = 0
         self._unreported: list[str] = []
-        self._is_ticking = False
         self.book = self._open_book()
-        if beats:
-            self._arrange_tick()
+        self._arrange_tick()
 
     def answer(self, messages: Sequence[Message]) -> list[Reply] | None:
         """Handle messages and commit their changes; None if no coordinator answers."""
         if not self.is_up:
             return None
         replies = self.book.handle_all(messages, self.environment.now)
-        kinds = [type(message).__name__.lower() for message in messages]
-        self.num_messages.update(kinds)
-        self.per_second[int(self.environment.now)] += sum(kind not in ("heartbeat", "join") for kind in kinds)
+        self.num_messages.update(type(message).__name__.lower() for message in messages)
         self._commit()
         return replies
 
@@ -153,7 +129,6 @@ class VirtualCoordinator:
         agents = list(self.agents.values())
         for place, agent in enumerate(agents):
             agent.arrange(self.environment.now + BEAT_S * place / len(agents))
-        self._watch()
 
     def report_lost(self, name: str) -> None:
         """Report, as an operator, that a device and the bytes on it are lost; while it is down, when it is up again."""
@@ -164,11 +139,12 @@ class VirtualCoordinator:
             self._unreported.append(name)
 
     def lose(self, name: str) -> None:
-        """Hear no more of a member; its last heartbeat has just come."""
-        if not self.beats and self.is_up:
-            self.book.handle_all(self._heartbeats([name]), self.environment.now)
+        """Hear no more of a member."""
         del self.agents[name]
-        self._watch()
+
+    def arrange_beat(self, agent: VirtualAgent) -> None:
+        """Have an agent whose exchange has just ended begin the next one in time."""
+        agent.arrange(self.environment.now + pause_s(agent.membership, self.ttl_s))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -178,50 +154,24 @@ class VirtualCoordinator:
         book.may_borrow_from = self._may_borrow_from
         return book
 
-    def _watch(self) -> None:
-        """Tick until the book has noticed all deaths; with ``beats`` it always ticks."""
-        if not self.beats and not self._is_ticking and self._has_unnoticed():
-            self._arrange_tick()
-
     def _arrange_tick(self) -> None:
-        self._is_ticking = True
-        self.environment.schedule(self.environment.now + (TICK_S if self.beats else self.ttl_s / 4), self._tick)
+        self.environment.schedule(self.environment.now + TICK_S, self._tick)
 
     def _tick(self) -> None:
-        self._is_ticking = False
         if self.is_up and not self.is_over:
-            if not self.beats:
-                self.book.handle_all(self._heartbeats(self.agents), self.environment.now)
             self.book.tick(self.environment.now)
             self._commit()
-        if not self.is_over and (self.beats or (self.is_up and self._has_unnoticed())):
+        if not self.is_over:
             self._arrange_tick()
 
-    def _heartbeats(self, names: Iterable[str]) -> list[Message]:
-        rows = ((name, self._members.get(name)) for name in names)
-        return [
-            Heartbeat(name, row.generation)
-            for name, row in rows
-            if row is not None and row.instance == self.agents[name].instance
-        ]
-
-    def _has_unnoticed(self) -> bool:
-        """Whether a member is dead that the book considers alive, or leases of a dead lender wait to be settled."""
-        rows = self.book.rows
-        return any(
-            name not in self.agents or self.agents[name].instance != rows.members[name].instance
-            for name in self.book.roster.living
-        ) or any(not rows.members[lease.producer].instance for lease in rows.freed.values())
-
-    def _commit(self) -> None:
+    def _commit(self) -> Changes:
         changes = self.book.take_changes()
         self._store(changes)
         self.totals.note(changes.leases, self.environment.now)
         for name in sorted(concerned(changes.leases)):
             if name in self.agents:
                 self.agents[name].wake()
-        if not self.beats:
-            self._call_waiting(changes)
+        return changes
 
     def _store(self, changes: Changes) -> None:
         self._floor = changes.floor
@@ -234,15 +184,6 @@ class VirtualCoordinator:
             else:
                 self._leases[lease.lease_id] = lease
 
-    def _call_waiting(self, changes: Changes) -> None:
-        """Have the members whose requests wait for one of these lenders send them again within a beat."""
-        for member in changes.members:
-            if member.name in self.book.rows.lenders and self.book.rows.unleased_bytes(member.name) > 0:
-                names = self.agents if self._may_borrow_from is None else self._borrowers[member.name]
-                for name in names:
-                    if name in self.agents and self.agents[name].has_requests:
-                        self.agents[name].arrange(self.environment.now + BEAT_S)
-
 
 class VirtualAgent:
     """Sends a member's messages and applies the answers, at the times of ``lending.agent.LeaseAgent``.
@@ -250,7 +191,6 @@ class VirtualAgent:
     Attributes:
         instance: The member's process: another life of its name has another one.
         can_offer: Whether the last exchange was answered.
-        has_requests: Whether requests of the last exchange were not granted.
     """
 
     def __init__(
@@ -258,7 +198,7 @@ class VirtualAgent:
     ) -> None:
         self.membership = Membership(name, instance, device, lambda: coordinator.environment.now)
         self.instance = instance
-        self.can_offer = self.has_requests = False
+        self.can_offer = False
         self._coordinator, self._environment = coordinator, coordinator.environment
         self.is_dead = False
         self._due_s, self._last_s = float("inf"), float("-inf")
@@ -292,10 +232,8 @@ class VirtualAgent:
     def _settle(self, messages: list[Message], sent_s: float) -> None:
         if self.is_dead:
             return
-        replies, ttl_s = self._coordinator.answer(messages), self._coordinator.ttl_s
+        replies = self._coordinator.answer(messages)
         self.can_offer = replies is not None
-        if replies is not None and self.membership.learn(messages, replies, ttl_s, sent_s):
+        if replies is not None and self.membership.learn(messages, replies, self._coordinator.ttl_s, sent_s):
             self.wake()
-        self.has_requests = bool(self.membership.pending())
-        if self._coordinator.beats or not self.membership.has_joined:
-            self.arrange(self._environment.now + pause_s(self.membership, ttl_s))
+        self._coordinator.arrange_beat(self)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from examples.simulate.planning.quiet import QuietCoordinator
+from examples.simulate.planning.signals import PoolSignal, SignalMembers, SignalSettings
 from floodplain.sim.coordinator import VirtualCoordinator
 from floodplain.sim.environment import Environment
-from floodplain.sim.signals import PoolSignal, SignalMembers, SignalSettings
 
 MIB, GIB = 2**20, 2**30
 SETTINGS = SignalSettings(
@@ -44,7 +45,7 @@ def need_at(now: float) -> int:
 
 def run(*faults: Fault, beats: bool = False, settings: SignalSettings = SETTINGS) -> SignalMembers:
     environment = Environment()
-    coordinator = VirtualCoordinator(environment, 10.0, PAIRS, beats=beats)
+    coordinator = (VirtualCoordinator if beats else QuietCoordinator)(environment, 10.0, PAIRS)
     members = SignalMembers(coordinator, settings)
     for place in range(NUM_PAIRS):
         members.lend(f"l{place}", pool_at)
@@ -90,7 +91,7 @@ def test_bursts_of_lenders_recall_and_borrowers_return_what_is_idle() -> None:
 def test_a_borrower_that_needs_nothing_keeps_nothing() -> None:
     """The control: what it leased before it knew that goes back."""
     environment = Environment()
-    members = SignalMembers(VirtualCoordinator(environment, 10.0, PAIRS, beats=False), SETTINGS)
+    members = SignalMembers(QuietCoordinator(environment, 10.0, PAIRS), SETTINGS)
     members.lend("l0", lambda now: PoolSignal(1_000, 0, int(now)))
     members.borrow("b0", lambda _: 0)
     environment.run(END_S)

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from examples.simulate.planning.day import SLOT_S
 from examples.simulate.planning.gpus import BORROWER, HERE, LENDER, Gpus
+from examples.simulate.planning.quiet import QuietCoordinator
+from examples.simulate.planning.signals import PoolSignal, SignalMembers, SignalSettings
 from examples.simulate.planning.windows import Window
-from floodplain.sim.coordinator import VirtualCoordinator
 from floodplain.sim.environment import Environment
 from floodplain.sim.machine import resolve_machine
 from floodplain.sim.scenario import make_scenario
-from floodplain.sim.signals import PoolSignal, SignalMembers, SignalSettings
 
 LOOK_S, SAMPLE_S = 30.0, 60.0
 """Seconds between two looks of a GPU at its load, and between two samples of lent bytes."""
@@ -30,7 +30,7 @@ def simulate_leases(
 ) -> dict[str, Any]:
     """Leases and messages of all GPUs; each has the signal of the window whose load is nearest to its own."""
     environment = Environment()
-    coordinator = VirtualCoordinator(environment, 10.0, gpus.pairs, beats=False, sample_s=SAMPLE_S)
+    coordinator = QuietCoordinator(environment, 10.0, gpus.pairs, SAMPLE_S)
     members = SignalMembers(coordinator, _settings(content))
     offsets = np.random.default_rng(seed)
     start = {}
