@@ -17,12 +17,9 @@ import torch
 from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Device, Page
 from floodplain.memory.group_places import GroupPlaces, LayerPages, expect_group, place_pages, sort_pages
-from floodplain.memory.kv_layout import KVLayout, LayerTensors
+from floodplain.memory.kv_layout import KVLayout, LayerTensors, move_blocks, read_blocks, write_blocks
 from floodplain.memory.paged_buffer import DroppedParameters, PagedBuffer
 from floodplain.memory.runs import find_runs
-
-_BLOCKS_PER_MOVE = 256
-"""Blocks that one copy moves; bounds the copy's temporary."""
 
 
 class GroupArena:
@@ -45,7 +42,7 @@ class GroupArena:
         return self._arena.tensor(self._layout.dtype, (self._num_blocks, *self._layout.block_shape))
 
     @cached_property
-    def _words(self) -> torch.Tensor:
+    def words(self) -> torch.Tensor:
         """For copies: int32 [num_blocks, layer_block_words]."""
         return self._arena.tensor(torch.int32, (self._num_blocks, self._layout.layer_block_words))
 
@@ -65,7 +62,7 @@ class GroupArena:
             raise
         self.pages.update({quantum: list(each) for quantum, each in pages.items()})
         if pages:
-            _ = self.tensor, self._words  # a GPU's tensors are made while pages are there, and stay
+            _ = self.tensor, self.words  # a GPU's tensors are made while pages are there, and stay
 
     def unmap(self, quanta: Sequence[int]) -> dict[int, list[Page]]:
         """Take the pages from behind group quanta; they keep their bytes."""
@@ -86,34 +83,12 @@ class GroupArena:
         """A copy of backed blocks: uint8 [n, layer_block_bytes]."""
         if not blocks:
             return np.empty((0, self._layout.layer_block_bytes), dtype=np.uint8)
-        rows = self._rows(blocks)
-        if self._words.is_cpu:
-            words: np.ndarray = self._words.numpy()[rows]
-        else:
-            words = self._words[torch.from_numpy(rows).to(self._words.device)].cpu().numpy()
-        return words.view(np.uint8)
+        return read_blocks(self.words, self._rows(blocks))
 
     def write(self, blocks: Sequence[int], data: np.ndarray) -> None:
         """Write backed blocks from uint8 [n, layer_block_bytes]."""
-        if data.dtype != np.uint8 or data.shape != (len(blocks), self._layout.layer_block_bytes):
-            raise InvariantError(
-                f"{data.dtype} {data.shape} for {len(blocks)} blocks of {self._layout.layer_block_bytes}"
-            )
-        if not blocks:
-            return
-        rows, words = self._rows(blocks), np.ascontiguousarray(data).view(np.int32)
-        if self._words.is_cpu:
-            self._words.numpy()[rows] = words
-        else:
-            device = self._words.device
-            self._words[torch.from_numpy(rows).to(device)] = torch.tensor(words, device=device)
-
-    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to others, pair by pair: (source, destination). No destination is a source."""
-        for start in range(0, len(moves), _BLOCKS_PER_MOVE):
-            rows = self._rows([block for move in moves[start : start + _BLOCKS_PER_MOVE] for block in move])
-            source, target = torch.from_numpy(rows.reshape(-1, 2).T.copy()).to(self._words.device)
-            self._words[target] = self._words[source]
+        if blocks:
+            write_blocks(self.words, self._rows(blocks), data)
 
     def empty(self) -> list[Page]:
         """Unmap and return all pages, and release the range; no tensor over it is used any more."""
@@ -178,10 +153,8 @@ class GroupKV:
         blocks = [block for move in moves for block in move]
         if not all(arena.is_backed(blocks) for arena in self.arenas.values()):
             raise InvariantError("blocks of a group move that have no memory")
-        if len({*blocks}) < len(blocks):
-            raise InvariantError("a block is moved twice, or onto another that moves")
-        for arena in self.arenas.values():
-            arena.move_blocks(moves)
+        if moves:
+            move_blocks([arena.words for arena in self.arenas.values()], moves)
         unmapped = [arena.unmap(quanta) for arena in self.arenas.values()]
         return [page for each in unmapped for pages in each.values() for page in pages]
 

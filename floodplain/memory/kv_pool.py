@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import cast
 
 import torch
@@ -21,10 +21,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.shrink import abort_shrink, commit_shrink, plan_shrink
 from floodplain.memory.arena import Arena, Device, Page
-from floodplain.memory.kv_layout import KVLayout, LayerTensors
-
-_BLOCKS_PER_MOVE = 256
-"""Blocks that one copy inside the pool moves; bounds the copy's temporary."""
+from floodplain.memory.kv_layout import KVLayout, LayerTensors, move_blocks
 
 Places = Sequence[tuple[int, int]]
 """(first page, number of pages) of stretches, the same in each arena."""
@@ -203,17 +200,8 @@ class KVPool:
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to others (source, destination) in all layers. No destination is a source."""
-        sources, destinations = [s for s, _ in moves], [d for _, d in moves]
-        self.expect_backed(sources + destinations)
-        if len({*sources, *destinations}) < 2 * len(moves):
-            raise InvariantError("a block is moved twice, or onto another that moves")
-        for start in range(0, len(sources), _BLOCKS_PER_MOVE):
-            part = slice(start, start + _BLOCKS_PER_MOVE)
-            for device, on_device in groupby(self.words, lambda words: words.device):
-                origin = torch.tensor(sources[part], device=device)
-                target = torch.tensor(destinations[part], device=device)
-                for words in on_device:
-                    words[target] = words[origin]
+        self.expect_backed(block for move in moves for block in move)
+        move_blocks(self.words, moves)
 
     def unmap_quanta(self, quanta: Sequence[int]) -> list[Page]:
         """Take the pages from behind these quanta, layer by layer in the order that ``grow`` takes them."""

@@ -17,6 +17,7 @@ from floodplain.core.errors import PeerLost
 from floodplain.core.tiers import find_slot
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.group_memory import GroupMemory
+from floodplain.memory.kv_layout import read_blocks, write_blocks
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
@@ -170,8 +171,7 @@ def write_pool(pool: KVPool) -> Writer:
     def write(layer: int, blocks: Sequence[int], data: ByteArray) -> bool:
         if not all(pool.is_backed(block) for block in blocks):
             return False
-        words = torch.from_numpy(data.view(np.int32))
-        pool.words[layer][torch.tensor(blocks, device=pool.words[layer].device)] = words.to(pool.words[layer].device)
+        write_blocks(pool.words[layer], blocks, data)
         return True
 
     return write
@@ -211,8 +211,7 @@ class SwapStore:
         is_there = 0 <= part < self._slots.layout.num_layers and all(0 <= s < self._slots.num_slots for s in slots)
         if not is_there or not self._prove(slots):
             raise NotServed(f"swap space has not layer {part} of slots {slots[:8]}, or not as it was written")
-        words: IntArray = self._slots.words[torch.from_numpy(indices), part].numpy()
-        return words.view(np.uint8)
+        return read_blocks(self._slots.words[:, part], indices)
 
     def _prove(self, slots: Iterable[int]) -> bool:
         with self._lock:

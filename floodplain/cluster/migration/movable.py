@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from floodplain.cluster.bulk.kv_copies import KV, Puller, RequestCopy, write_pool
 from floodplain.cluster.bulk.server import BulkServer, NotServed
@@ -29,6 +28,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import open_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
+from floodplain.memory.kv_layout import read_blocks
 from floodplain.memory.kv_pool import KVPool
 from floodplain.runtime.handover import Incoming, Outgoing, Stopped
 from floodplain.web.address import bind
@@ -60,8 +60,7 @@ class HeldKvStore:
         with self._lock:
             if not all(block in self._held for block in blocks):
                 raise NotServed("blocks are not held for a migration")
-            words = self._pool.words[part]
-            return words[torch.tensor(blocks, device=words.device)].cpu().numpy().view(np.uint8)
+            return read_blocks(self._pool.words[part], blocks)
 
 
 def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future[T]:
