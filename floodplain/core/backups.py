@@ -1,8 +1,7 @@
-"""Backups: copies of block contents in swap space.
+"""Backups: copies of block contents in swap space, keyed by content, so that a shared prefix is saved once.
 
-Backups are keyed by content, so a prefix that many sequences share is saved and restored once. A backup is *whole* only
-after its copy was committed; a lost one is never found again. After the last sequence releases it, a whole one stays
-for later requests with the same prefix until its slot is needed (AQUA, section 8).
+A backup is *whole* only after its copy was committed; a lost one is never found again. After the last sequence releases
+it, a whole one stays for later requests with the same prefix until its slot is needed (AQUA, section 8).
 """
 
 from __future__ import annotations

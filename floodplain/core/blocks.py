@@ -240,10 +240,7 @@ class BlockLedger:
             self._settle(block)
 
     def pin_contents(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """Pin the readable blocks of contents that an outbound copy begins to read, and return them.
-
-        Of those without references it is a use: they are evicted last.
-        """
+        """Pin the readable blocks of contents that an outbound copy begins to read; return them. Evicted last."""
         blocks = [block for key in keys if (block := self.share(key)) is not None]
         self.pin(blocks)
         self.free(blocks)

@@ -1,16 +1,10 @@
-"""Exceptions: user errors, which say what to change; lost peers or results; bugs, never caught.
-
-Scarcity (no free block, no free page) is no exception: it is a value that the caller must handle.
-"""
+"""Exceptions: user errors, which say what to change; lost peers or results; bugs, never caught. Scarcity is a value."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad usage or bad input. The message is one line that says what to change.
-
-    The command line prints it and exits with status 2; the server answers 400 with it.
-    """
+    """Bad usage or input. One line that says what to change: printed with exit status 2, or answered with 400."""
 
 
 class SettingRefused(UserError):

@@ -1,7 +1,7 @@
-"""Free KV blocks, allocated from the fullest quantum first.
+"""Free KV blocks, allocated from the fullest quantum first, in constant time.
 
 A *quantum* is the smallest run of blocks whose pages can be unmapped together. Filling the fullest first keeps the
-others whole, so that shrinking the pool has little to move. All operations take constant time.
+others whole, so that shrinking the pool has little to move.
 """
 
 from __future__ import annotations

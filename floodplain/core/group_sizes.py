@@ -181,10 +181,7 @@ def _holders_of(reports: Sequence[MemberReport]) -> list[int]:
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
-    """The group's ids of blocks of a member's ``used`` quanta, which begin at the group's quantum ``first``.
-
-    Raises InvariantError if a block is in none of these quanta.
-    """
+    """The group's ids of blocks of a member's ``used`` quanta, from quantum ``first`` on; else InvariantError."""
     places = {quantum: (first + index) * quantum_blocks for index, quantum in enumerate(used)}
     if not {block // quantum_blocks for block in blocks} <= places.keys():
         raise InvariantError("a block is in a quantum that no request keeps")
@@ -217,8 +214,8 @@ class MergeCut:
 def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
     """Cut the layers of merged groups: the first cut that minimizes the most layers of any member; None without one.
 
-    A member has no parameters of dropped layers, so it can only keep some of those that it has (``held``). For two
-    groups of two equal halves each, the members alternate: first of A, first of B, second of A, second of B.
+    A member can only keep some of the layers that it has (``held``). For two groups of two equal halves each, the
+    members alternate: first of A, first of B, second of A, second of B.
     """
     best: MergeCut | None = None
     for order in permutations(range(len(held))):

@@ -1,7 +1,7 @@
 """States of a group of instances that share one copy of the parameters: one transition table. Pure.
 
-Nothing is unmapped before ``DROP``, which takes place only when every member has confirmed what it keeps: before it,
-a member that exits or refuses costs the others a pause. After it, the exit of any member ends all members.
+Nothing is unmapped before ``DROP``, when every member has confirmed what it keeps: before it, a member that exits or
+refuses costs the others a pause. After it, the exit of any member ends all members.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The place of each layer's KV while some layers stream: on the device, or in which slot. Pure.
 
 Of n layers, m *stream*: each has a complete copy off the device, and is on it only while it is needed. They share S
-*slots*, each as large as one layer; so r = n - m + S layers' worth of device memory serve n layers, and the same
-memory holds e = n / r times as many blocks (*expansion*).
-
-In one step the streamed layers use the slots in turn. When a layer has computed, its new rows are written to its copy,
-and behind that its slot is loaded with the layer that is S places further on: the layer's *follower*.
+*slots*, each as large as one layer; so r = n - m + S layers' worth of device memory hold e = n / r times as many blocks
+(*expansion*). When a layer has computed, its slot is loaded with its *follower*, S streamed layers further on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The event list of a request. TTFT, TPOT, ITL and E2E are derived here and nowhere else.
+"""The event list of a request. TTFT, TPOT, ITL and E2E (``docs/metrics.md``) are derived here and nowhere else.
 
-Definitions are those of ``docs/metrics.md``. All times are seconds on one monotonic clock.
+All times are seconds on one monotonic clock.
 """
 
 from __future__ import annotations

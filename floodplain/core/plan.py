@@ -1,8 +1,4 @@
-"""Messages of the step loop: a policy's decision, an executor's plan, and its result.
-
-A ``Decision`` names sequences and token counts; the loop turns it into a ``StepPlan``, which names blocks. There is
-nothing else between a policy and an executor.
-"""
+"""Messages of the step loop: a policy's decision (sequences), an executor's plan (blocks), and its result."""
 
 from __future__ import annotations
 
@@ -95,8 +91,7 @@ class BackupOrder:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBackupOrder:
-    """Of the ``num_at_risk`` cached blocks that are evicted next, back up to ``num_blocks`` without a backup in
-    ``tier``."""
+    """Back up to ``num_blocks``, in ``tier``, of the ``num_at_risk`` cached blocks that are evicted next."""
 
     num_at_risk: int
     num_blocks: int

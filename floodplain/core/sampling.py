@@ -65,9 +65,7 @@ Penalty = Annotated[float, Range(-2.0, 2.0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling fields of a request, with vLLM's names and defaults.
-
-    UserError, which names it, for one out of range.
+    """The sampling fields of a request, with vLLM's names and defaults. UserError names one out of range.
 
     Attributes:
         n: Choices: answers to the same prompt, each with a seed of its own.

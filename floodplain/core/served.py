@@ -83,8 +83,7 @@ class RequestAccount(Generic[_Choice]):
 class KeyAccounts:
     """Served work of each API key, ended requests included, and the keys' places in line.
 
-    ``credits`` maps each key with live requests to its lift and the work of its ended requests. It is replaced, not
-    changed.
+    ``credits``: each key with live requests, its lift and the work of its ended requests; replaced, not changed.
     """
 
     def __init__(self) -> None:

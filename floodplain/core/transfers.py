@@ -1,7 +1,7 @@
 """The ledger of transfers in flight between device and swap space: each begins, then commits or aborts its backups.
 
-The step loop and the plug-in of vLLM both keep their transfers here. They hold device blocks in different ways (pins
-in ``core.blocks``, references in vLLM's block pool), so each adds to an entry what it must know when the copy ends.
+The step loop and the plug-in of vLLM both keep their transfers here. They hold device blocks in different ways (pins in
+``core.blocks``, references in vLLM's block pool), so each adds to an entry what it needs when the copy ends.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class TransferLedger(Generic[T]):
     def end(self, transfer_id: int, lost: Sequence[int]) -> tuple[InFlight[T], tuple[Backup, ...]]:
         """End a transfer: written backups are whole, but those at the places ``lost`` are lost, read or written.
 
-        Returns (the transfer, the lost backups); their sequences must release these. InvariantError if it is not in
-        flight.
+        Returns (the transfer, the lost backups, which their sequences must release). InvariantError if not in flight.
         """
         move = self._in_flight.pop(transfer_id, None)
         if move is None:

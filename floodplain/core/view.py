@@ -1,8 +1,7 @@
 """The input of policies: frozen rows and counts, never the loop's own objects.
 
-A view is immutable but incremental. A row is replaced only when it changed, and the steady state of decoding (one
-token in every step) is not a change: a decoding row says *from which step on* it needs a block or has nothing to run,
-so that one row serves for a whole block of tokens.
+A view is immutable but incremental: a row is replaced only when it changed. A token in every step is not a change: a
+decoding row says *from which step on* it needs a block or has nothing to run, so it serves for a whole block of tokens.
 """
 
 from __future__ import annotations

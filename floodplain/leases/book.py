@@ -1,11 +1,9 @@
 """The coordinator's rules: which member lends how many bytes to which consumer. Sans-IO.
 
 Times are arguments, in seconds of a monotonic clock. A new book considers every member alive, so after a restart
-nothing expires for one whole TTL.
-
-After every call: the bytes leased on a device, owed bytes included, are at most what its owner offers. A recalled or
-owed byte is leased again only after it was offered anew; before that, its owner has seen it free, or the owner has
-ended and the consumer has freed it.
+nothing expires for one whole TTL. After every call: the bytes leased on a device, owed bytes included, are at most what
+its owner offers. A recalled or owed byte is leased again only after it was offered anew; before that, its owner has
+seen it free, or the owner has ended and the consumer has freed it.
 """
 
 from __future__ import annotations
@@ -68,12 +66,11 @@ class LeaseBook:
     def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker | None = None) -> list[Reply]:
         """Apply messages in their order at ``now``; return a reply for each.
 
-        Nothing that a member offers is granted before this book has received a message from the member: the member's
-        first batch contains what it withdrew while no coordinator answered.
+        Nothing that a member offers is granted before this book has received a message from the member: its first batch
+        contains what it withdrew while no coordinator answered.
 
         The reply to a join or heartbeat lists the member's leases as they are after all of the messages. Replies to one
-        member share one tuple of leases, and so do copies of a request. ``speaker`` is what the sender may do; None if
-        tokens are not checked.
+        member share one tuple of leases, and so do copies of a request. ``speaker`` None: tokens are not checked.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
         changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
@@ -120,7 +117,7 @@ class LeaseBook:
     def allow(self, pairs: AllowedPairs | None, now: float, deadline_s: float) -> list[Lease]:
         """Grant only along these pairs from now on; recall the leases that they do not allow, and return them.
 
-        The offers stay: the producer learns of the recall, and takes the bytes back once they are free.
+        The offers stay: the producer takes the bytes back once they are free.
         """
         self.may_borrow_from = pairs
         disallowed = choose_disallowed(self.rows.leases.values(), pairs)
@@ -204,8 +201,8 @@ class LeaseBook:
 def _confirms_offer(message: Message, reply: Reply, changing: Collection[str]) -> bool:
     """Whether the reply confirms that the sender still offers what its row says.
 
-    A member that wants bytes back sends heartbeat and recall together. If the recall is stale, its offer is unknown; so
-    ``changing`` names the members whose offers change in the batch.
+    If a recall sent with a heartbeat is stale, the sender's offer is unknown: ``changing`` names members whose offers
+    change in the batch.
     """
     says_so = isinstance(message, Offer | Recall) or (
         isinstance(message, Join | Heartbeat) and message.name not in changing
@@ -223,7 +220,7 @@ class Roster:
     ``now`` is the clock; later, if living members were promised a longer life than ``ttl_s``.
 
     Attributes:
-        heard: Living members that have said since ``now`` what they offer: those bytes may be granted.
+        heard: Living members whose offers were received since ``now``: those bytes may be granted.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
@@ -244,10 +241,10 @@ class Roster:
         return (*self.table.on_device(name), *self.table.of_consumer(name))
 
     def join(self, message: Join, now: float, *, is_lender: bool = False) -> Reply:
-        """Start a member's life; joining twice with one instance is joining once.
+        """Start a member's life; joining twice with one instance is joining once. ``is_lender``: by a producer's token.
 
         While an older process of that name may live, a new one is DEFERRED: the old one may be about to allocate what
-        it was granted. ``is_lender`` says whether the sender's token is a producer's.
+        it was granted.
         """
         name, known = message.name, self.table.members.get(message.name)
         if known is None:

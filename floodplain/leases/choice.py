@@ -10,10 +10,9 @@ from floodplain.leases.states import Lease, LeaseState
 
 
 def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> list[str] | None:
-    """Return a device for every shard, or None if not all of them fit.
+    """Return a device for every shard, or None if not all of them fit. A shard that names its device fits only there.
 
-    A shard that names its device fits only there. ``free_bytes`` has the unleased bytes of the producers that the
-    consumer may borrow from; among equals, the first is preferred.
+    ``free_bytes``: unleased bytes of producers that the consumer may borrow from; among equals, the first is preferred.
     """
     left = dict(free_bytes)
     chosen: dict[int, str] = {}
@@ -38,8 +37,7 @@ def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> 
 def choose_recalls(leases: Iterable[Lease], num_bytes: int) -> list[Lease]:
     """Return granted or held leases that add up to ``num_bytes``; all of them if they are too few.
 
-    Leases that are not allocated yet go first, because they cost nothing; then the smallest one that is enough, or else
-    the largest ones.
+    Unallocated leases go first, because they cost nothing; then the smallest one that is enough, or else the largest.
     """
     left = [lease for lease in leases if lease.state in (LeaseState.GRANTED, LeaseState.HELD)]
     chosen: list[Lease] = []

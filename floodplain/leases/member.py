@@ -1,4 +1,4 @@
-"""A member's side of the lease protocol: what it knows of itself and of its leases. Sans-IO.
+"""A member's side of the lease protocol: its row and its leases as far as it has learned. Sans-IO.
 
 The caller sends ``greeting`` and the messages of ``Lender`` and ``Borrower`` every few seconds, and passes every answer
 to ``learn``. Answers may be lost: what was not confirmed is sent again.
@@ -72,8 +72,7 @@ class MemberSide:
         """Apply an answer that arrived at ``now`` to a message sent at ``sent_s``; it may be late or a duplicate.
 
         A late answer must not bring back a lease that has ended and is forgotten, or it would be allocated twice. So
-        unknown leases are accepted only from lists requested after the last such list arrived: of two lists that were
-        under way together, this side cannot know which one the coordinator wrote first.
+        unknown leases are accepted only from lists requested after the last such list arrived.
         """
         self._learn_row(reply.member)
         is_news = self._learn_life(message, reply, sent_s, now) or (
@@ -161,10 +160,8 @@ class Lender:
         """Return the next message: recall bytes, else observe bytes free, else offer bytes; None if there is none.
 
         An offer without an answer may still arrive. If less is to be lent by now, the present offer is sent again: the
-        one of the two that arrives second is stale.
-
-        ``own_bytes`` of the device are its own pool's; others hold ``foreign_bytes``, read after the last answer
-        arrived.
+        one of the two that arrives second is stale. ``own_bytes`` of the device are its own pool's; others hold
+        ``foreign_bytes``, read after the last answer arrived.
         """
         row = self.member.row
         if row is None or not self.member.has_joined:
@@ -227,8 +224,7 @@ _TO_SAY = {
 class Borrower:
     """Tracks the requests and leases of one consumer process.
 
-    A lease is allocated once and freed once. In between the engine uses the bytes as it likes; after a recall it has
-    until ``due_s`` to copy away what it needs.
+    A lease is allocated once and freed once. After a recall the engine has until ``due_s`` to copy away what it needs.
     """
 
     def __init__(self, member: MemberSide) -> None:
@@ -240,8 +236,8 @@ class Borrower:
     def ask(self, shards: Sequence[Shard]) -> int:
         """Request all of these shards until granted or cancelled; return the request's number.
 
-        A later request may be granted before one that waits for more room. Then the earlier one ends (it leaves the
-        member's ``open_requests``), and must be asked again: numbers that are granted only rise.
+        If a later request is granted first, the earlier one ends (it leaves the member's ``open_requests``), and must
+        be requested again: numbers that are granted only rise.
         """
         self._last_number += 1
         self.member.open_requests[self._last_number] = tuple(shards)
@@ -270,10 +266,7 @@ class Borrower:
         return [lease_id for lease_id, (event, _) in self._done.items() if event is LeaseEvent.HOLD]
 
     def allocated(self, lease_id: LeaseId, now: float) -> bool:
-        """Record that the bytes were allocated at ``now``; False if they must be freed (``to_free`` has the lease).
-
-        A process can be paused between reading the clock and allocating, and the lease can expire meanwhile.
-        """
+        """Record that the bytes were allocated at ``now``; False if the lease has expired meanwhile: then free them."""
         self._done[lease_id] = (LeaseEvent.HOLD, "")
         if not self.member.is_surely_alive(now):
             self._too_late.add(lease_id)

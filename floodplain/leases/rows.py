@@ -21,7 +21,7 @@ class Member:
         offered_bytes: Leased bytes included.
         last_request: The number of its last request that was granted, in this generation.
         is_gone: The last process of that name has ended, and its device is gone: what is owed there is settled at once.
-        is_lender: This life began with a producer's token, or has offered bytes: a consumer may not speak for it.
+        is_lender: This life began with a producer's token, or has offered bytes: a consumer may not send its messages.
         hidden_bytes: The most bytes that consumers may still hold under ended leases: expired ones that an observation
             settled while their bytes were attributed to another consumer, which was dead or had not reported yet.
     """

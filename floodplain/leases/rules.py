@@ -1,9 +1,9 @@
 """The rules by which messages of producers and consumers, and a lender's end, change the rows.
 
-**A lender's end.** No lender observes its bytes any more, so the reports of their consumers settle them. A consumer
-that reports a lease as freed, or as never allocated, holds nothing under it. So others hold bytes of the device only
-under leases without such a report and, at most ``Member.hidden_bytes``, under leases that have ended. That many bytes
-stay leased, so law 2 of docs/design/005-leases.md holds.
+**A lender's end.** The reports of its consumers settle its bytes. A consumer that reports a lease as freed, or as never
+allocated, holds nothing under it. So others hold bytes of the device only under leases without such a report and, at
+most ``Member.hidden_bytes``, under leases that have ended. That many bytes stay leased, so law 2 of
+docs/design/005-leases.md holds.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[
 def lose(table: LeaseTable, name: str) -> Reply:
     """End allocated and owed leases of a device that is gone. The member's row stays, so generations go on from it.
 
-    Leases that a consumer may still allocate are recalled instead, and stay leased until the consumer knows or is dead:
-    there may already be another device under that name, on which it would allocate.
+    Leases that a consumer may still allocate are recalled instead, and stay leased until the consumer has learned it or
+    is dead: there may already be another device under that name, on which it would allocate.
     """
     leases = table.on_device(name)
     lost = [lease.after(LeaseEvent.LOSE) for lease in leases if lease.held_bytes or lease.is_owed]
@@ -139,10 +139,9 @@ SAID_BY_CONSUMERS = frozenset({LeaseEvent.HOLD, LeaseEvent.REFUSE, LeaseEvent.RE
 def request(
     table: LeaseTable, message: Request, free_bytes: Mapping[str, int], limits: LeaseLimits = DEFAULT_LIMITS
 ) -> Reply:
-    """Grant all of the shards, or none (DEFERRED: ask again).
+    """Grant all of the shards, or none (DEFERRED: request again). A copy whose leases have ended is stale.
 
-    A copy that arrives after its leases have ended is stale. ``free_bytes`` has the unleased bytes of each producer
-    that the consumer may borrow from, best first.
+    ``free_bytes`` has the unleased bytes of each producer that the consumer may borrow from, best first.
     """
     known = table.members[message.name]
     granted = table.of_request(message.name, message.generation, message.number)

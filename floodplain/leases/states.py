@@ -40,7 +40,7 @@ class LeaseState(StrEnum):
     HELD = "held"
     """The consumer has allocated the bytes."""
     RECALLED = "recalled"
-    """The producer wants them back by a deadline."""
+    """The producer recalls the bytes by a deadline."""
     REFUSED = "refused"
     """The consumer could not allocate them. Owed."""
     RELEASED = "released"
@@ -161,11 +161,7 @@ class Lease:
         return event in TRANSITIONS[self.state]
 
     def after(self, event: LeaseEvent, *, deadline_s: float | None = None, reason: str = "") -> Lease:
-        """Return the lease after ``event``, one revision on.
-
-        Raises:
-            InvariantError: The state does not allow the event.
-        """
+        """Return the lease after ``event``, one revision on; InvariantError if the state does not allow it."""
         state = TRANSITIONS[self.state].get(event)
         if state is None:
             raise InvariantError(f"lease {self.lease_id} is {self.state.value}: {event.value} cannot happen to it")
@@ -189,9 +185,9 @@ def judge(stamp: Stamp, known: Stamp) -> Outcome:
 
 
 def judge_copy(told: Lease, known: Lease) -> Outcome:
-    """Whether a received copy of a lease replaces the ``known`` one; APPLIED if so.
+    """Whether a received copy of a lease, maybe late or repeated, replaces the ``known`` one; APPLIED if so.
 
-    Copies may arrive twice, late, and in any order. Two different rows with one revision have two authors: CONFLICT.
+    Two different rows with one revision have two authors: CONFLICT.
     """
     if told.revision == known.revision:
         return Outcome.STALE if told == known else Outcome.CONFLICT
@@ -211,8 +207,5 @@ _HAS_NEWS: Mapping[LeaseState, tuple[str, ...]] = {
 
 
 def concerned(leases: Iterable[Lease]) -> set[str]:
-    """Return names of the members that should ask for their leases now, not at the next heartbeat.
-
-    One must free bytes, or one waits to see bytes free.
-    """
+    """Return names of the members that should request their leases now: to free bytes, or to see bytes free."""
     return {getattr(lease, end) for lease in leases for end in _HAS_NEWS[lease.state]}

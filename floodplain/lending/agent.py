@@ -1,8 +1,7 @@
-"""The threads that talk to the coordinator, so that no other thread waits for the network.
+"""The threads that exchange messages with the coordinator, so that no other thread waits for the network.
 
-One sends heartbeats and its process's messages, and applies the answers; the other waits for news of its leases, so
-that a recall is known before the next beat. While no coordinator answers, nothing new is borrowed, what is held is
-kept, and recalls wait.
+One sends heartbeats and its process's messages, and applies the answers; the other waits for news of its leases. While
+no coordinator answers, nothing new is borrowed, what is held is kept, and recalls wait.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class LeaseAgent:
         is_last: No process will have that name after this one: when it has ended, nothing stays owed to it.
 
     Attributes:
-        membership: What the process wants, has and may do.
+        membership: What the process requests, has and may do.
         problem: Why the coordinator did not answer last; empty if it did.
         failures: Failed exchanges by problem: ``unreachable``, ``refused`` (a token, a message), or ``malformed``.
     """
@@ -88,8 +87,7 @@ class LeaseAgent:
     def start(self) -> None:
         """Join, and go on in the background; without an answer in ``START_S``, it goes on trying.
 
-        Raises:
-            UserError: The coordinator refuses: the token is wrong, or the name.
+        UserError if the coordinator refuses the token or the name.
         """
         self._thread.start()
         try:
@@ -254,7 +252,7 @@ CLOSING_S = 1.0
 
 
 class NewsWatch:
-    """The thread that long-polls for news of a member's leases. It starts when first wanted, and ``close`` ends it.
+    """The thread that long-polls for news of a member's leases. It starts at the first ``want``, and ``close`` ends it.
 
     ``on_news`` is called on the thread. Without news, for example from an older coordinator, everything arrives with
     the next beat. The client is its own from now on.

@@ -49,14 +49,11 @@ class NotACoordinator(UserError):
 class CoordinatorClient:
     """Sends requests to the coordinator that leads. The connection is kept between requests.
 
-    ``urls`` are of all coordinators on one store, with commas between them. ``timeout_s`` is that of a whole exchange
-    with one of them.
+    ``urls`` are of all coordinators on one store, with commas between them; UserError if one is invalid. ``timeout_s``
+    is that of a whole exchange with one of them.
 
     Every request raises CoordinatorUnreachable if no coordinator answered (the messages may have been applied), and
     UserError if the coordinator refuses: a wrong token, or a message that it does not take.
-
-    Raises:
-        UserError: An address is invalid.
     """
 
     def __init__(self, urls: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -154,9 +151,7 @@ class CoordinatorClient:
     def _converse(self, method: str, path: str, body: str | None, deadline_s: float) -> tuple[int, bytes]:
         """Send a request; return (status, body) of the answer, by ``deadline_s`` on the clock ``time.monotonic``.
 
-        Raises:
-            OSError, http.client.HTTPException: There is no whole answer.
-            AnswerTooLong: It exceeds ``MAX_ANSWER_BYTES``.
+        OSError or http.client.HTTPException without a whole answer; AnswerTooLong above ``MAX_ANSWER_BYTES``.
         """
         if not self._is_open and not self._has_hung_up:
             self._connect(deadline_s)

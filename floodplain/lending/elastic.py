@@ -38,9 +38,7 @@ class ElasticTensor:
 
     Made by ``ElasticPool.to_elastic``; used on its pool's thread. A move copies first, then switches, and frees last,
     so that a failed one leaves everything as it was. ``on_close`` is called after ``close`` has freed the bytes.
-
-    Raises:
-        UserError: The tensor is not dense, or is empty.
+    UserError if the tensor is not dense, or is empty.
     """
 
     def __init__(self, tensor: torch.Tensor, on_close: Callable[[ElasticTensor], None]) -> None:
@@ -63,10 +61,7 @@ class ElasticTensor:
         """Return the tensor at its bytes' present place, for reading and writing; without a gradient.
 
         Valid until the pool's next ``respond`` or ``close``: then it, and every view of it, must not be touched.
-
-        Raises:
-            UserError: The elastic tensor is closed.
-            TensorLost: Its bytes were on a device that is gone.
+        UserError if the elastic tensor is closed; TensorLost if its bytes were on a device that is gone.
         """
         if not self._is_open:
             raise UserError("this elastic tensor is closed: use it before its pool ends")
@@ -79,11 +74,9 @@ class ElasticTensor:
         self._extent = extent
 
     def move_to_peer(self) -> None:
-        """For its pool: move the bytes to the extent that it owns.
+        """For its pool: move the bytes to the extent that it owns; InvariantError if it owns none, or a too small one.
 
-        Raises:
-            torch.AcceleratorError: The device is gone; nothing changed.
-            InvariantError: It owns none, or the extent is too small.
+        torch.AcceleratorError if the device is gone; nothing changed.
         """
         if self._extent is None:
             raise InvariantError("an elastic tensor moves to a neighbour, and has no extent there")
@@ -94,8 +87,7 @@ class ElasticTensor:
     def move_to_host(self) -> bool:
         """For its pool: bring the bytes back, if they are away, and free the extent; False if they were lost with it.
 
-        Raises:
-            RuntimeError: The host has no memory for them; nothing changed.
+        RuntimeError if the host has no memory for them; nothing changed.
         """
         if self._is_away:
             try:
@@ -159,8 +151,7 @@ class ElasticPool:
     def to_elastic(self, tensor: torch.Tensor) -> ElasticTensor:
         """Copy a tensor's values to host memory, where they stay without a lease, and request one.
 
-        Raises:
-            UserError: The tensor is not dense, or is empty; or the pool is closed.
+        UserError if the tensor is not dense, or is empty, or the pool is closed.
         """
         self._check_open()
         elastic = ElasticTensor(tensor, self._forget)
@@ -170,12 +161,9 @@ class ElasticPool:
     def respond(self) -> PageMoves:
         """Bring back what is recalled, the most urgent first, then use what is granted.
 
-        To be called at a boundary, while nothing reads or writes an elastic tensor: what ``torch()`` returned before is
-        no longer valid. Call it more often than recalls have time: a late call saves the bytes, but the producer waits.
-
-        Raises:
-            UserError: The pool is closed.
-            RuntimeError: The host has no memory for what is recalled: it stays where it is.
+        To be called at a boundary, while nothing reads or writes an elastic tensor, and more often than recalls have
+        time: a late call saves the bytes, but the producer waits. UserError if the pool is closed; RuntimeError if the
+        host has no memory for what is recalled, which then stays where it is.
         """
         self._check_open()
         to_host_bytes, lost_bytes = self._bring_back()

@@ -74,11 +74,9 @@ class LentPool:
     def foreign_bytes(self) -> int:
         """Return what others hold of the device; may be called on any thread.
 
-        While the pool has its full size no lease can be held: what is in use beside it then (modules that the driver
-        has loaded, processes outside of the protocol) is not counted.
-
-        Assumes that every borrower's context exists; otherwise borrowed bytes are under-reported by at most
-        ``guest_bytes``, which offers exclude.
+        While the pool has its full size no lease can be held, so what is in use beside it then is not counted. Assumes
+        that every borrower's context exists; otherwise borrowed bytes are under-reported by at most ``guest_bytes``,
+        which offers exclude.
         """
         if self.own_bytes >= self.full_bytes:
             self._device.forget_others()
@@ -131,8 +129,7 @@ class LentPool:
 def open_lent_pool(pool: KVPool, loop: Loop, limits: PoolLimits, backend: Backend) -> LentPool:
     """Return an engine's pool as a lender; torch's own pool is capped to leave lent memory alone.
 
-    Raises:
-        UserError: On a GPU no second process can compute, or torch has taken too much of it already.
+    UserError if on a GPU no second process can compute, or torch has taken too much of it already.
     """
     lent_pool = LentPool(pool, loop, limits, backend.measure_guest_bytes())
     pool.device.cap_torch(lent_pool.full_bytes)

@@ -23,8 +23,8 @@ MOST_MESSAGES = 256
 def lease_clock() -> float:
     """Return seconds since the machine started, including those in which it was suspended.
 
-    ``time.monotonic`` stands still during a suspension: the machine would resume and believe that its last message is
-    recent, while all others consider it dead (clock_gettime(2), CLOCK_BOOTTIME).
+    ``time.monotonic`` stands still then: the machine would resume and take its last message for recent, while it is
+    considered dead (clock_gettime(2), CLOCK_BOOTTIME).
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -44,9 +44,8 @@ class LentDevice:
 class Membership:
     """A process as member: what it may allocate on other devices (AQUA, section 6: southbound interface), and lends.
 
-    Every call returns immediately with what is known so far; its effect is sent with the agent's next message. Without
-    an agent every request stays pending. Safe to call from several threads. If ``is_last``, no process will have that
-    name after this one.
+    Every call returns immediately; its effect is sent with the agent's next message. Without an agent every request
+    stays pending. Safe to call from several threads. ``is_last``: as of ``LeaseAgent``.
 
     Attributes:
         version: Raised by every answer with news: an engine checks its leases when it has changed.
@@ -97,7 +96,7 @@ class Membership:
     def pending(self) -> Collection[int]:
         """Return numbers of requests that may still appear in ``to_allocate``.
 
-        A granted request ends if its leases are recalled or expire before they were allocated: ask again.
+        A granted request ends if its leases are recalled or expire before they were allocated: request again.
         """
         with self._lock:
             return {*self._side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
@@ -148,9 +147,8 @@ class Membership:
     def claim(self, wanted_bytes: int, has_bytes: int) -> int:
         """Return how many of the wanted bytes the device's owner may take; so many are its own from now on.
 
-        To grow, the owner claims first. After it has shrunk it claims what it has left, and the rest may be offered. It
-        keeps what it has: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
-        ``wanted_bytes`` is all that it would take, including ``has_bytes``.
+        To grow, the owner claims first; after it has shrunk it claims what it has left, and the rest may be offered. It
+        keeps what it has, and while no coordinator answers takes what is free. ``wanted_bytes`` include ``has_bytes``.
         """
         with self._lock:
             assert self._lender is not None and self._device is not None, "a member without a device owns nothing"
@@ -253,10 +251,7 @@ class Membership:
         return total
 
     def list_leases(self) -> list[tuple[str, str, int, float | None]]:
-        """Return leases that have not ended: (``producer`` or ``consumer``, the other end, bytes, seconds left).
-
-        The seconds are None if the lease is not recalled.
-        """
+        """Return leases that have not ended: (``producer`` or ``consumer``, other end, bytes, seconds if recalled)."""
         with self._lock:
             now, known = self._clock(), list(self._side.known.values())
         leases = []  # without ended ones, which stay known until the next list arrives

@@ -51,8 +51,7 @@ def open_peer_parts(
 ) -> tuple[SwapTier, PeerParts]:
     """Open the PEER tier of an engine for at most ``num_bytes``, without memory; copies are paced by ``links``, if any.
 
-    Raises:
-        UserError: This process can borrow from none of the devices that it sees.
+    UserError if this process can borrow from none of the devices that it sees.
     """
     memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
     tier = backend.open_peer_tier(pool, slots, None if links is None else links.peer)
@@ -82,9 +81,9 @@ class ChunkUse:
 class IdleChunks:
     """Tracks the use of chunks; chooses which idle ones a borrower returns, and how many it wants. Pure.
 
-    It wants ``max_chunks`` until one was idle. From then on it wants what it has, and more if there is too little room.
-    It returns a chunk, after ``idle_s`` seconds without use (0 keeps all), only if a whole chunk's room stays, and
-    wants more only if less than half of one is left. So under constant use leases do not oscillate.
+    It wants ``max_chunks`` until one was idle. From then on it wants what it has, and more only if less than half a
+    chunk's room is left. It returns a chunk, after ``idle_s`` seconds without use (0 keeps all), only if a whole
+    chunk's room stays. So under constant use leases do not oscillate.
     """
 
     def __init__(self, idle_s: float, chunk_slots: int, max_chunks: int) -> None:

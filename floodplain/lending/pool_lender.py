@@ -49,10 +49,7 @@ class Northbound(Protocol):
         """
 
     def take_back(self, to_bytes: int) -> None:
-        """Grow towards ``to_bytes`` by as much, and never beyond.
-
-        The bytes ought to be free. If they are not, nothing changes, and the call is repeated later.
-        """
+        """Grow towards ``to_bytes`` by as much, never beyond. If the bytes are not free, nothing changes: repeat."""
 
 
 def report_load(loop: Loop, full_blocks: int, now: float) -> PoolLoad:

@@ -64,10 +64,7 @@ class LeaseRequests:
             self._pending.add(self._client.ask([shard]))
 
     def take_grants(self) -> Iterator[Lease]:
-        """Yield the leases that these requests were granted. Allocate or refuse each at once.
-
-        Leases that no borrower of the client has requested are refused.
-        """
+        """Yield leases granted to these requests: allocate or refuse each. Those of no borrower here are refused."""
         others = (sibling._pending for sibling in self._siblings if sibling is not self)
         for lease in self._client.to_allocate(set().union(*others)):
             if lease.request in self._pending:

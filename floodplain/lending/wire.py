@@ -105,10 +105,7 @@ def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 def decode_answer(value: object, names: Sequence[str]) -> Answer:
-    """Return the answer to a batch of messages from these members; WireError if it is malformed.
-
-    A reply must be about its message's member.
-    """
+    """Return the answer to messages from members ``names``, one reply about each; WireError if malformed."""
     answer = from_json(EncodedAnswer, value, "the answer", is_open=True)
     if len(answer.replies) != len(names):
         raise WireError(f"{len(answer.replies)} answers came to {len(names)} messages")

@@ -3,8 +3,7 @@
     digest = SEED + sum of weight(i) * word[i]        weight(i) = 2 * (i * 0x9E3779B1 mod 2**30) + 1
 
 Weights are distinct and in 1..2**31, words differ by less than 2**32: one changed word, or two exchanged ones, change
-the sum by less than 2**63 and never by 0. The position counts over all layers, so that an exchange of K and V, or of
-two layers, shows too. It is no defence against malice.
+the sum by less than 2**63 and never by 0. The position counts over all layers. It is no defence against malice.
 """
 
 from __future__ import annotations

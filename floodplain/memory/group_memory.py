@@ -1,7 +1,7 @@
 """Pages of one instance while it is in a group: it keeps fewer layers, so its KV pool has more blocks.
 
-A member of a group computes its *kept* layers only. Pages of the other layers' parameters and KV are mapped behind more
-blocks of the kept ones. Pages of used blocks are mapped at another address under group block ids: no byte is copied.
+Pages of the other layers' parameters and KV are mapped behind more blocks of the *kept* layers. Pages of used blocks
+are mapped at another address under group block ids: no byte is copied.
 """
 
 from __future__ import annotations

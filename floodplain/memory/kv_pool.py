@@ -1,10 +1,8 @@
 """The KV cache of one model on one device: one arena per layer, resized at iteration boundaries.
 
-A block has a part in every layer, at the same place of each arena. Only whole pages are unmapped, so the pool shrinks
-by the *quantum*: as many blocks as make a layer's part whole pages. Holes between quanta are fine.
-
-With fewer layers *mapped*, the same pages hold more blocks. A layer's blocks are in its arena, or *placed* elsewhere
-under the same ids, such as in the host's memory.
+A block has a part in every layer, at the same place of each arena. The pool shrinks by the *quantum*: as many blocks as
+make a layer's part whole pages. Holes between quanta are fine. With fewer layers *mapped*, the same pages hold more
+blocks. A layer's blocks are in its arena, or *placed* elsewhere under the same ids, such as in the host's memory.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ class Shrunk:
 
 class KVPool:
     """Owner of the KV bytes. Nothing is mapped at first: ``grow`` it. One thread at a time, at a boundary.
-
-    Address space for whole quanta of ``max_blocks`` is reserved.
 
     Attributes:
         mapped_layers: The layers that have pages, in order, all behind the same blocks; at first all.

@@ -1,10 +1,8 @@
 """The line of streamed layers: ordered copies between a layer's copies off the device and the memory it computes in.
 
-A block has the same place in a layer's copies and in every arena, so a copy is a list of offsets and a size.
-
-Order makes the copies safe: a slot is loaded after the rows of the layer that was computed in it are written to that
-layer's copy, and a layer is loaded after its own rows are written. On a host one queue keeps the order of all copies;
-on a GPU two streams do, which wait for each other's events.
+A block has the same place in a layer's copies and in every arena, so a copy is a list of offsets and a size. Order
+makes the copies safe: a slot is loaded after the rows of the layer that was computed in it are written to that layer's
+copy, and a layer is loaded after its own rows are written.
 """
 
 from __future__ import annotations

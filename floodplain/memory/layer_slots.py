@@ -1,8 +1,7 @@
 """KV of streamed layers: the memory each layer computes in, copies around it, and how layers start and stop streaming.
 
-Blocks have the same ids in all layers, so block tables, prefix keys and policies do not change: attention gets another
-base pointer. When a slot changes its layer, its content is invalid; a layer's copy lacks only what the line has not
-written yet. The order of copies alone makes both correct (``memory.layer_line``).
+Blocks have the same ids in all layers. When a slot changes its layer, its content is invalid; a layer's copy lacks only
+what the line has not written yet. The order of copies alone makes both correct (``memory.layer_line``).
 
 A second, *near* copy behind a faster link, in a neighbour's memory, only makes loads faster: *home*, in the host's
 memory, is always complete, and a near copy may be added with any content, or dropped, at any time. Its block is *stale*

@@ -1,7 +1,7 @@
 """Slots of swap space, each with room for one block: their bytes and digests. ``core.tiers.SlotLedger`` assigns them.
 
-torch's own page-locked memory is rounded up to powers of two and kept, so exactly the slots' bytes are locked here;
-with unified addresses kernels of every device read and write them at the host's address (cudaHostRegisterDefault).
+Exactly the slots' bytes are page-locked here, since torch rounds up to powers of two; with unified addresses kernels of
+every device read and write them at the host's address (cudaHostRegisterDefault).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Copies of blocks between a KV pool and slots, beside compute, and the engine behind them.
 
-Slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one digest, any
-subset of a sequence's blocks can be swapped in alone, and blocks for adjacent slots are one copy.
-
-A *lane* copies in one direction. Its ``begin`` runs on the thread that submits; its ``finish``, which takes time, runs
-on the copy thread of its direction.
+Slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one digest, and
+blocks for adjacent slots are one copy. A *lane* copies in one direction. Its ``begin`` runs on the thread that submits;
+its ``finish``, which takes time, runs on the copy thread of its direction.
 """
 
 from __future__ import annotations
@@ -232,10 +230,7 @@ class CopyEngine(Generic[Job]):
         return arrived
 
     def _run(self, direction: Direction) -> None:
-        """Body of a copy thread. A lane's exception goes to the engine's caller, and ends the process there.
-
-        Until then it continues: lanes release memory as copies end, and others may wait for that.
-        """
+        """Body of a copy thread. It continues after a lane's exception: lanes release memory as copies end."""
         lane = self._lanes[direction]
         while jobs := self._take_jobs(direction, lane.most_jobs):
             try:

@@ -22,7 +22,7 @@ class Standing:
 
     Attributes:
         least_available: Least blocks that can be allocated, those that the decodes need included.
-        num_at_risk: So many blocks are empty, or the cached ones that are evicted next, so many, have backups.
+        num_at_risk: At least so many blocks are empty, or the next so many cached blocks to be evicted have backups.
     """
 
     least_available: int = 0
@@ -34,18 +34,14 @@ class StandingPolicy(Protocol):
     """A policy that knows when its decisions stand."""
 
     def stands(self, view: View) -> Standing | None:
-        """With what its decision for ``view`` stands: one token for each running sequence, and no copy.
-
-        None: it may decide otherwise in the next step.
-        """
+        """With what its decision (a token per running sequence, no copy) for ``view`` stands; None: it may change."""
         ...
 
 
 class Policy(Protocol):
     """Decides which sequences run next. The engine and the simulator run the same objects.
 
-    A policy keeps no reference to a view and changes nothing outside itself; equal views, times and random states give
-    equal decisions. It reads only the view; time and randomness are arguments.
+    It keeps no view and changes nothing outside itself. Equal views, times and random states give equal decisions.
     """
 
     name: str

@@ -46,10 +46,7 @@ def service(row: SequenceView, step: int, num_generated: int) -> tuple[bool, int
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:
-    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes (which others computed).
-
-    0 for its later choices: the first one computed the prompt.
-    """
+    """Prompt tokens computed for the request, recomputed and shared ones excluded; 0 for its later choices."""
     if row.parent != row.seq_id:
         return 0
     if row.num_generated(step) > 0:

@@ -98,9 +98,8 @@ class Deadlines:
     def stand(self, row: SequenceView) -> tuple[float, float, bool, float]:
         """(slack, silence, whether it is on time, claim) of a stream. One function and a plain tuple, since it is hot.
 
-        Slack in seconds, negative if it is behind its TPOT goal; seconds since its last token, 0 while it decodes;
-        whether it meets both goals so far, within the graces; the part of the device that keeps it on time, or ends it
-        when due if late.
+        Slack in seconds, negative if behind its TPOT goal; seconds since its last token, 0 while it decodes; whether it
+        meets both goals, within the graces; the part of the device that keeps it on time, or ends it when due if late.
         """
         now, num_output, goal_s = self._now, row.num_generated(self._view.step), self._goals.usual_s
         first_due_s = row.order_key[1] + self.ttft_goal_s
@@ -141,7 +140,7 @@ class Deadlines:
         return weighted_work(num_prompt, int(self._left(num_output)), row.order_key[0])
 
     def fit_all(self, most_ttfts: float, room: float) -> bool:
-        """Whether all TPOT goals fit into the part ``room`` of the device, and no wait is above ``most_ttfts`` goals.
+        """Whether all TPOT goals fit into part ``room`` of the device, and no wait is above ``most_ttfts`` goals.
 
         Saved slack does not count. False while steps have no price.
         """
@@ -168,10 +167,7 @@ class Deadlines:
         return self.step_s / token_s if self._has_turns and self.step_s < token_s else 1.0
 
     def _claim(self, num_prompt: int, num_output: int, goal_s: float, slack_s: float) -> float:
-        """Part of the device that keeps a request on time; saved slack lowers it.
-
-        It needs the blocks of its prompt, and of its output so far or of most of a mean answer if that is more.
-        """
+        """Part of the device that keeps a request on time: blocks for its prompt and output, less its saved slack."""
         token_s = goal_s + slack_s / self._left(num_output) if slack_s > 0 else goal_s
         num_foreseen = num_output if num_output > self._num_foreseen else self._num_foreseen
         return self._presence(token_s) * self._of_device(num_prompt + num_foreseen + 1)

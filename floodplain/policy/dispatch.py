@@ -1,12 +1,9 @@
 """Chooses the freest instance for a request, and migrations of running requests, as Llumnix does (OSDI'24). Pure.
 
 Freeness (section 4.4) is an instance's blocks less the demand of all its requests, waiting ones included, divided by
-the number of its requests. A known prefix decides near ties. Choices of one request go to one instance, so that it
-computes their prompt once.
-
-Rescheduling (sections 4.2 and 4.4): a request migrates from the instance with the least freeness to the freest one, if
-the former is below ``LOW_FREENESS`` and the latter is still at ``HIGH_FREENESS`` or above afterwards. So a target
-becomes a source only after its load has grown, and requests do not move to and fro under a constant load.
+the number of its requests. A request migrates from the instance with the least freeness to the freest one, if the
+former is below ``LOW_FREENESS`` and the latter is still at ``HIGH_FREENESS`` or above afterwards: so a target becomes a
+source only after its load has grown.
 """
 
 from __future__ import annotations
@@ -51,8 +48,9 @@ def freeness(view: InstanceView) -> float:
 def choose_instance(views: Iterable[InstanceView], num_needed_blocks: int) -> int | None:
     """The epoch of the instance that gets a request of ``num_needed_blocks`` known blocks; None if there is none.
 
-    An instance with other choices of the request is chosen, however busy it is. A known prefix counts only if the
-    request fits beside the instance's demand. Ties go to fewer requests, then to the instance that joined first.
+    An instance with other choices of the request is chosen, however busy it is: it computes their prompt once. A known
+    prefix decides near ties, if the request fits beside the instance's demand. Other ties go to fewer requests, then to
+    the instance that joined first.
     """
     candidates = list(views)
     if not candidates:
@@ -81,7 +79,7 @@ MOST_UNDER_WAY = 4
 class MovableRequest:
     """A running request that may migrate: the router's number, blocks of its known tokens and the next one.
 
-    ``tried_s``: when its last move began; None if it never moved.
+    ``tried_s``: when its last migration began; None if it never migrated.
     """
 
     number: int

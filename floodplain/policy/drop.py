@@ -1,16 +1,12 @@
-"""Which instances drop layers together, by the fewest, most even merges that suffice; and when. Pure.
+"""Which instances drop layers together, by the fewest, most even merges that suffice; and when. Pure (docs/design/019).
 
-Merging two groups frees one copy of all layers, whatever their sizes; each request then runs through all stages of the
-new group, and the longest group is the slowest (KunServe, section 4.1). So the number of merges follows from the need,
-and the rest is balance: *longest processing time first* into as many bins as groups are left. The paper merges the two
-smallest groups again and again (Algorithm 6), which leaves longer groups.
-
-Memory helps where requests wait: each merge contains an overloaded group, and calm groups only as its partners.
+Merging two groups frees one copy of all layers, whatever their sizes, and the longest group is the slowest (KunServe,
+section 4.1). So the need gives the number of merges, and *longest processing time first* the balance. Each merge
+contains an overloaded group, and calm groups only as its partners.
 
 *Drop*: for a while, requests at heads of lines needed more blocks than are free, and the shortage is predicted to last
-longer than a drop takes. The prediction is a straight line through the demand of the last window, extended by one
-window. *Restore*: for a longer while, demand took less than half of the undropped pools. Moves are at least a gap
-apart, and drops between two restores are limited, so decisions do not flap.
+longer than a drop takes, by a straight line through the demand of the last window, extended by one window. *Restore*:
+for a longer while, demand took less than half of the undropped pools.
 """
 
 from __future__ import annotations
@@ -46,8 +42,8 @@ class DropSizes:
     def group_blocks(self, pool_blocks: Sequence[int]) -> int:
         """Blocks of a group's pool, limited by the smallest member: a block needs room in all members.
 
-        ``pool_blocks`` is the KV pool of each member while it has all layers. Layers are cut evenly, and the largest
-        part counts for each member; an uneven cut has fewer blocks.
+        ``pool_blocks`` is the KV pool of each member while it has all layers. The largest part of an even cut counts
+        for each member; an uneven cut has fewer blocks.
         """
         num_kept = -(-self.num_layers // len(pool_blocks))
         dropped_bytes = (self.num_layers - num_kept) * self.layer_bytes
@@ -107,8 +103,8 @@ def plan_drop(
 ) -> DropPlan | None:
     """The plan with the fewest merges that gains ``need_blocks``; None if none does, or if nothing is needed.
 
-    With one merge fewer the same rule gains too little. If no group is overloaded yet, all groups count as overloaded.
-    ``loads`` are all groups that may take part, single instances included.
+    If no group is overloaded yet, all groups count as overloaded. ``loads`` are all groups that may take part, single
+    instances included.
     """
     if need_blocks <= 0:
         return None
@@ -164,10 +160,7 @@ def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSize
 def _plan_merges(
     overloaded: Sequence[GroupLoad], calm: Sequence[GroupLoad], num_merges: int, sizes: DropSizes
 ) -> DropPlan:
-    """The most even plan of ``num_merges`` (fewer than groups), without merges that contain no overloaded group.
-
-    Overloaded groups come with the most overloaded first, calm ones with the best partner first.
-    """
+    """The most even plan of ``num_merges``, none of calm groups alone; both lists come with the best to merge first."""
     partners = calm[:num_merges]
     num_bins = len(overloaded) + len(partners) - num_merges
     longest_first = sorted([*overloaded, *partners], key=lambda load: -load.num_stages)
@@ -264,7 +257,7 @@ class DropMoment:
     """A decision about drops.
 
     ``need_blocks`` of a drop: the larger of the blocks missing now and those predicted to be. ``lasts_s``: seconds for
-    which blocks are predicted to be missing; infinite if demand does not fall.
+    which blocks are predicted to be missing; inf if demand does not fall.
     """
 
     move: DropMove = DropMove.STAY
@@ -273,10 +266,7 @@ class DropMoment:
 
 
 class DropTiming:
-    """Decides when to drop and restore. Equal loads in equal order give equal decisions.
-
-    A move that was not carried out shows in the next loads, and may be decided again after a gap.
-    """
+    """Decides when to drop and restore. A move that was not carried out may be decided again after a gap."""
 
     def __init__(self, settings: DropTimingSettings = DropTimingSettings()) -> None:
         self.settings = settings

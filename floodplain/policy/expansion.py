@@ -1,11 +1,9 @@
 """How many layers of the KV cache stream: as many as load needs and as overlap with compute. Pure.
 
 *Up* while memory is short and copies would overlap with compute. *Down* when compute waits, or when memory is not
-needed. Each recent step is judged by itself: steps of decodes alone are shorter than the mean, and spare time of a long
-step cannot be used in a short one. The stall of a step is predicted from its time without stalls, the time of a load,
-and which layers stream (``cost.expansion``).
-
-Pie (arXiv 2411.09317) finds the number by trial.
+needed. The stall of a step is predicted (``cost.expansion``) from its time without stalls, the time of a load, and
+which layers stream; Pie (arXiv 2411.09317) finds the number by trial. Each recent step is judged by itself: steps of
+decodes alone are shorter than the mean, and spare time of a long step cannot be used in a short one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Fair shares: the request, or the API key, with the least served work runs next.
+"""Fair shares: the request, or the API key, with the least served work runs next (bounds: docs/design/004).
 
-Served work is counted for each request, all its choices together (``policy.ranking``), or for each API key and within
-it for each request. It is lifted to the active minimum at arrival and on return from idle (``core.served``). So new
-requests start level with the least served active one, and a stream of new requests does not starve old ones, as it does
-under ``cfs``.
-
-Bound: between two turns of request A, request B takes at most D // s + 1 turns, if B had D tokens less when A was
-preempted and a turn is worth s tokens; turns for B's prompt come on top. If requests are exchanged one for one, none is
-preempted more than a slice above the least served, so the bound is two. First turns are in order of arrival, except
-that a request may have to wait for a copy that another request began.
+Served work is counted for each request, all its choices together, or for each API key and within it for each request.
+It is lifted to the active minimum at arrival and on return from idle (``core.served``). So new requests start level
+with the least served active one, and a stream of new requests does not starve old ones, as it does under ``cfs``.
 """
 
 from __future__ import annotations

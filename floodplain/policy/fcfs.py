@@ -1,10 +1,9 @@
-"""First come, first served, as vLLM V1 does it: the honest baseline.
+"""First come, first served, as vLLM V1 does it: the baseline.
 
-One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
-latest arrival is preempted and will recompute; no waiting request starts in such a step. Otherwise waiting requests
-start in order of arrival, until the first one whose tokens do not all fit into the free blocks (vLLM's default,
-``scheduler_reserve_full_isl``). A prefix in swap space is a hit, too. If several steps may be outstanding, each
-computes its share of all work (see ``policy.microbatch``).
+One token budget per step is shared by decodes and prefill chunks. If a running sequence finds no free block, the latest
+arrival is preempted and will recompute; no waiting request starts in such a step. Otherwise waiting requests start in
+order of arrival, until the first one whose tokens do not all fit into the free blocks (vLLM's default,
+``scheduler_reserve_full_isl``). A prefix in swap space is a hit, too.
 """
 
 from __future__ import annotations
@@ -135,10 +134,7 @@ class _Step:
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
     def _fetch(self, row: SequenceView) -> None:
-        """Fetch a waiting request's prefix from swap space; the rest is computed later.
-
-        If another request's copy brings the prefix, only room is kept: the request shares the blocks when they arrive.
-        """
+        """Fetch a waiting request's prefix from swap space, or keep room if another request's copy brings it."""
         self._blocks -= blocks_for(self._view, row.num_restorable_tokens) - row.num_shared_blocks
         if row.is_arriving or row.next_copy in self._coming:
             return
@@ -159,8 +155,7 @@ class _Step:
     def _can_take(self, num_blocks: int, index: int) -> bool:
         """Allocate blocks to running sequence ``index``, preempting later ones at need, in the end itself.
 
-        False without a preemption, so that no sequence loses work for a few steps, if a copy in flight will free
-        blocks, or if the latest arrival is loading and cannot be preempted yet.
+        False without a preemption if a copy in flight will free blocks, or if the latest arrival is still loading.
         """
         while num_blocks > self._blocks:
             self.is_short_of_blocks = True

@@ -23,12 +23,10 @@ class GatedPolicy:
     """FCFS while all live requests fit, with their growth over one slice; else ``inner`` (AQUA's Figure 8 does so).
 
     The gate opens when requests stop fitting, or when prompts take too long for the policy. It closes when no request
-    is in swap space and all fit with the growth of a slice, which is the hysteresis. Without swap space it stays
-    closed: a turn that costs a prompt is worse than waiting. It also stays closed while swap space is too slow, with
-    that as the decision's reason (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide).
-    Then a policy that chooses admissions still ranks, no resident is preempted for another request, and swapped
-    requests are resumed when there is room. While all requests fit, prefixes that are about to be evicted are backed
-    up in swap space.
+    is in swap space and all fit with the growth of a slice. It stays closed without swap space, and, with that as the
+    decision's reason, while swap space is too slow by the measured prices. Then a policy that chooses admissions still
+    ranks, no resident is preempted for another request, and swapped requests are resumed when there is room. While all
+    requests fit, prefixes that are about to be evicted are backed up in swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:

@@ -58,7 +58,7 @@ class PaceGoals:
         return now - row.first_token_s > (row.num_generated(self._view.step) + GRACE_TOKENS) * self.of(row)
 
     def fit_into(self, share: float, rows: Iterable[SequenceView]) -> bool:
-        """Whether this share of the device is enough for all TPOT goals; False while steps have no price.
+        """Whether ``share`` of the device is enough for all TPOT goals; False while steps have no price.
 
         A stream needs its blocks, or its place, for the part ``step time / goal`` of the time.
         """

@@ -1,10 +1,8 @@
-"""How much of its KV pool an engine lends: what recent load does not need; nothing when load rises.
+"""How much of its KV pool an engine lends: what recent load does not need; nothing when load rises (AQUA, section 6).
 
-There are two moves. *Offer*: after a calm time, lend all that the recent peak leaves, judged by the pool that remains.
-*Recall*: take everything back at once, when requests wait, the pool fills, or the arrival rate is above that of the
-offer (AQUA, section 6). Offers are at least a calm time apart, and a recall needs an offer before it, so the policy
-does not flap. With a profile, the first offer needs no calm time, and an arrival rate is too high only above the
-profile's.
+*Offer*: after a calm time, lend all that the recent peak leaves, judged by the pool that remains. *Recall*: take
+everything back at once, when requests wait, the pool fills, or the arrival rate is above that of the offer or of the
+profile. Offers are at least a calm time apart, and a recall needs an offer before it, so the policy does not flap.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ class PoolLoad:
         now: Seconds of any monotonic clock.
         num_waiting: Live requests that are not on the device, although they could run.
         num_used_blocks: Blocks that live requests hold; cached prefixes do not count.
-        num_blocks: Blocks that the pool has, and
-        full_blocks: would have if nothing were lent; always the same.
+        num_blocks: Blocks of the pool now.
+        full_blocks: Blocks of the pool if nothing were lent; constant.
         num_arrived: Requests since the start.
         can_offer: Whether an offer would reach the coordinator now.
     """
@@ -65,11 +63,11 @@ class LendingSettings:
         high: Part of the pool in use from which on it recalls: above it, requests are about to wait.
         calm_s: Seconds of calm before an offer, and between two of them: copying back and forth costs a consumer more
             than it gains in a shorter time.
-        busy_s: Seconds of trouble before a recall, so that one look at a request that waits for a step is not enough.
+        busy_s: Seconds of trouble before a recall, so that a request that waits for one step is not enough.
         window_s: Seconds whose peak counts, and whose rate is that of the offer: long enough for a whole request.
         rate_window_s: Seconds over which arrivals are counted to detect a rise.
-        rise: The rate has risen if arrivals are so many times those expected from the offer's rate,
-        rise_sigmas: and exceed them by so many standard deviations of a Poisson count, so that it is hardly chance.
+        rise: The rate has risen if arrivals are so many times those expected from the offer's rate, and
+        rise_sigmas: exceed them by so many standard deviations of a Poisson count.
         least_part: Part of the pool below which a change is not worth the messages.
         profiled_rate: Requests per second of the steady state, from a profile; None: the rate at the offer counts.
         profiled_peak_blocks: Blocks in use at that rate. Lending always leaves room for them under ``high``, and the

@@ -1,13 +1,9 @@
-"""The share of all work that one step may compute if several steps may be outstanding.
+"""The share of all work that one step may compute if several steps may be outstanding (docs/design/017).
 
-The batch of one outstanding step is a microbatch, and a pipeline is as slow as the costliest one. Streams of
-outstanding steps are skipped, since their next token is unknown, but stay in the view: else a policy would take the
-wrong sequence for the latest, and two sequences could preempt each other for ever. A prompt's tokens are all known:
-its chunks may follow each other through the stages.
-
-Work is cut into microbatches of equal cost, so that a pipeline has no bubbles (KunServe, 4.3): in its order, and also
-inside a prompt. The token count is not the cost: attention reads all tokens before a chunk, so the late chunks of a
-long prompt cost most.
+The batch of one outstanding step is a microbatch. Streams of outstanding steps are skipped, since their next token is
+unknown, but stay in the view: else two sequences could preempt each other for ever. Work is cut into microbatches of
+equal cost, also inside a prompt, whose chunks may follow each other through the stages (KunServe, 4.3). Attention reads
+all tokens before a chunk, so the late chunks of a long prompt cost most.
 """
 
 from __future__ import annotations
@@ -70,10 +66,7 @@ def cut(pieces: Sequence[Piece], limit: float, cost: ChunkCost) -> tuple[list[Pi
 
 
 def halve(pieces: Sequence[Piece], least_tokens: int, cost: ChunkCost) -> list[Piece]:
-    """The first part of the paper's recursive halving by cost, which stops below ``least_tokens``.
-
-    The published baseline. Halving stops at different depths, so its parts differ by a factor of two and more.
-    """
+    """The first part of the paper's recursive halving by cost, the baseline, which stops below ``least_tokens``."""
     part = list(pieces)
     while sum(piece.num_tokens for piece in part) >= max(2, least_tokens):
         part, _ = cut(part, total_cost(part, cost) / 2, cost)
@@ -174,10 +167,7 @@ class Budget:
                 self.num_tokens = 0
 
     def most(self, prefix: int, wanted: int, num_reserved: int = 0) -> int:
-        """How many of the ``wanted`` tokens of a prompt, after ``prefix`` others, the step may compute.
-
-        The share of ``num_reserved`` streams that are later in the order is kept.
-        """
+        """How many ``wanted`` tokens of a prompt, after ``prefix``, fit beside ``num_reserved`` later streams."""
         if not self.is_shared:
             return max(0, min(wanted, self.num_tokens - num_reserved))
         kept = min(max(0.0, self._stream_share), num_reserved * self._cost(prefix, 1))

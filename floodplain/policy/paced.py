@@ -1,28 +1,19 @@
-"""Early first tokens, most streams at their TPOT goal, oldest requests finished first.
+"""Early first tokens, most streams at their TPOT goal, oldest requests finished first (bounds: docs/design/004).
 
-The device is divided, both its pool and its places (``max_num_seqs``). One part, the *core*, runs the oldest streams
-to their end, as FCFS does, so that work finishes. In the rest, the *rotation*, all other streams run in turns. While
-sharing can keep the TPOT goals of all live requests, the rotation is large: a core that is far ahead of its goals
-helps no request. Otherwise it is small, because equal shares would make all streams late. The order is
+The device is divided, both its pool and its places (``max_num_seqs``). One part, the *core*, runs the oldest streams to
+their end, as FCFS does. In the rest, the *rotation*, all other streams run in turns. It is large while sharing can keep
+the TPOT goals of all live requests, else small. The order is
 
 1. newcomers, which have no first token yet, by arrival (a request's own TTFT goal shifts it within limits);
 2. the core, by arrival;
 3. rotating streams: overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on
    time for their TPOT goal; then late ones. Within each kind, streams with fewer tokens go first, in rounds that
-   double: a pause costs the mean of a short answer most, and a short answer ends soonest. Within a round the order is
-   arrival.
+   double: a pause costs the mean of a short answer most. Within a round the order is arrival.
 
 If the first overdue stream does not fit into the rotation, the youngest of the core make room for it. Newcomers wait,
 as under FCFS, in three cases: the device is *crowded* (a rotating stream has been silent for longer than
 ``max_gap_s``); swap space could not take one more; or the server has no TTFT goal and the load is *prompt bound*:
-prompts are so large a part of the work that serving first tokens first costs other requests more than it gains.
-
-Bounds, for steps of at most t seconds with turns of s steps and rotating streams that need V blocks in a rotation of P
-blocks (or V places of P): a stream is silent for at most ``OVERDUE * max_gap_s + (V / P + 1) * (s + 3) * t`` seconds,
-V / P rounded up: beside a turn, swap-in and swap-out hold the blocks for three more steps. A stream that is larger
-than the rotation counts for the time in which all such streams get their turns. Newcomers add to V only while no
-rotating stream has been silent for more than ``max_gap_s``, so silence grows beyond it only with the streams' own
-contexts.
+serving first tokens first costs other requests more than it gains.
 """
 
 from __future__ import annotations
@@ -193,8 +184,8 @@ def _let_in(
 def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
     """Whether serving first tokens first costs more than it gains.
 
-    Then most of a request's cost is before its first token, so fewer requests wait if they finish in order of arrival.
-    Also, prompts are a larger part of the work than the part of a step's time that they may get.
+    So it is if most of a request's cost precedes its first token (arrival order then lets fewer requests wait), and
+    prompts are a larger part of the work than the part of a step's time that they may get.
     """
     return settings.ttft_goal_s is None and view.prices.prompt_share > settings.prompt_share
 
@@ -202,10 +193,7 @@ def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], rotating: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Hold back all newcomers while the load is prompt bound or a rotating stream has been silent for too long.
-
-    Otherwise admit them by arrival until swap space could not take the next one; hold back the rest.
-    """
+    """Hold back newcomers: all while prompt bound or a stream is too long silent, else those that no swap space has."""
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):
         return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)

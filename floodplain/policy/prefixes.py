@@ -13,9 +13,9 @@ from floodplain.policy.growth import blocks_for
 def pays_to_fetch(view: View, row: SequenceView) -> bool:
     """Whether a waiting request's prefix is fetched from swap space faster than it is computed.
 
-    True while the price of computing is unknown. Copies in flight go first; one made for another request may be the
-    one that this request needs. The step beside which the copy runs does not count: it delays this request, but the
-    skipped computation delays no other.
+    True while the price of computing is unknown. Copies in flight go first; one made for another request may be the one
+    that this request needs. The step beside which the copy runs does not count: it delays this request, but the skipped
+    computation delays no other.
     """
     num_tokens = row.num_restorable_tokens - row.num_cached_tokens
     if num_tokens <= 0 or not view.tiers:
@@ -30,8 +30,8 @@ def pays_to_fetch(view: View, row: SequenceView) -> bool:
 def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBackupOrder | None:
     """Back up the cached prefixes that one step could evict, a few blocks at a time; None if none need it now.
 
-    The copies run beside ``step``, and only while the link sends nothing else. A block that a copy reads cannot be
-    allocated: so at most half of the spare blocks are copied at a time, and no more than cross the link in the step.
+    The copies run beside ``step``, and only while the link is idle: no more than cross it in the step. At most half of
+    the spare blocks are copied at a time, since a block that a copy reads cannot be allocated.
     """
     if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
         return None
@@ -47,8 +47,8 @@ def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBa
 def least_chance_to_save(tiers: Iterable[TierView], prices: Prices, block_tokens: int) -> float:
     """The least chance of a use at which a block that no request uses is worth a copy to the nearest tier.
 
-    The copy costs as much as fetching it, which saves computing it. 0 while the price of computing is unknown, inf if
-    copying is no faster. Without the link's latency, which many blocks share.
+    The copy costs as much as fetching it, which saves computing it, without the link's latency. 0 while the price of
+    computing is unknown, inf if copying is no faster.
     """
     tier = next(iter(tiers), None)
     compute_s = block_tokens * prices.prefill_token_s

@@ -25,10 +25,7 @@ DEFAULT_POLICY = "timely"
 
 
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
-    """Make a policy; time-slicing ones are wrapped in the gate. ``settings`` defaults to the policy's own.
-
-    SettingRefused if there is no policy of that name.
-    """
+    """Make a policy (time-slicing ones in the gate), by default with its own settings. SettingRefused: no such name."""
     if name == "fcfs":
         return FcfsPolicy(saves_prefixes=True)
     if name not in _SHARING:

@@ -2,20 +2,10 @@
 
 Parts: tokens per second and initial cost of each lever; the choice; rates learned from reports of instances.
 
-A step of ``n`` streams takes ``base_s + n token_s``. More streams in memory give more tokens as long as the base, which
-loads parameters, is a large part of the step: that is all that more KV memory can gain. If the base is zero, the
-device is compute-bound, and no lever gives more tokens.
-
 The price is in *token-seconds*: waiting output tokens times the time that they wait, until none waits. It is the area
 under the curve of waiting tokens, which rises with arrivals and falls with generation (at a lever's rate; not during
-its pause). Divided by the tokens it is their mean wait, so it covers E2E latency and throughput in one number.
-
-By that price turns gain nothing: the same memory generates the same tokens. Turns serve goals: first tokens are early,
-and silences are bounded. So turns are preferred to waiting while their copies cost little, and levers with more memory
-must gain enough to outweigh goals: in a group, and while all layers stream, requests are served by FCFS.
-
-``ReliefRule`` joins this choice with ``DropTiming`` (memory is short for long enough): one rule for the router and the
-simulator.
+its pause). By that price turns gain nothing: they serve goals. So turns are preferred to waiting while their copies
+cost little, and levers with more memory, under which requests are served by FCFS, must gain enough to outweigh goals.
 """
 
 from __future__ import annotations
@@ -58,11 +48,7 @@ class StreamStep:
     ) -> float:
         """Output tokens per second of a pipeline: each stage has a share of the layers, and of the streams at a time.
 
-        Args:
-            num_streams: Streams in the memory of the group.
-            num_stages: Stages of the pipeline.
-            hop_s: Seconds from one stage to the next.
-            bubble: Idle share of the stages' time; None: that of equal stages.
+        Hops take ``hop_s`` seconds; ``bubble`` is the idle share of the stages' time, None: that of equal stages.
         """
         idle = EVEN_BUBBLE.get(num_stages, max(EVEN_BUBBLE.values())) if bubble is None else bubble
         cycle_s = self.base_s + num_streams / num_stages * self.token_s + num_stages * hop_s

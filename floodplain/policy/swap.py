@@ -36,10 +36,7 @@ class SwapBudget:
         return not any(self._copying_pays(row, tier) for tier in self._view.tiers)
 
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
-        """Whether a resident's turn may end now without losing KV; ``num_slots`` are needed by all chosen so far.
-
-        True, too, if recomputing is cheaper than copying, or if there is no swap space.
-        """
+        """Whether a resident's turn may end now without losing KV worth a copy; ``num_slots`` are needed so far."""
         tiers = [tier.tier for tier in self._view.tiers if self._copying_pays(row, tier)]
         if not tiers or any(self._free[tier] >= num_slots for tier in tiers):
             return True
@@ -115,8 +112,8 @@ class SwapBudget:
 def copying_pays(view: View) -> bool:
     """Whether swapping KV in from some tier is faster than computing it; True while prices are unknown.
 
-    With hysteresis: turns begin only if a copy takes at most half the time of computing, and go on, while sequences
-    are swapped, until it takes as long. They do not begin if only slower tiers have free slots.
+    With hysteresis: turns begin only if a copy takes at most half the time of computing, and go on, while sequences are
+    swapped, until it takes as long. They do not begin if only slower tiers have free slots.
     """
     if view.swapped:
         return bool(quick_tiers(view))

@@ -6,19 +6,19 @@ deadlines. Else not every request can keep its goals, and equal shares would mak
 
 - **Admission.** A waiting request is *on time* if its first token can still meet its TTFT goal, else it is *in line*.
   A request on time is admitted if its claim fits beside the claims of all streams (``deadlines``), if its prompt ends
-  in time, and if the device is not *crowded*. The device is crowded if a swapped stream is about to miss its TPOT goal,
-  or if a stream has had no token for nearly ``max_gap_s``.
+  in time, and if the device is not *crowded*: no swapped stream is about to miss its TPOT goal, and each stream has
+  had a token within nearly ``max_gap_s``.
 - **Line.** Each request in line has a deadline: its arrival, plus ``line_patience`` times the longest wait that FCFS
   would have imposed since the queue was last empty, plus a second. The k-th request in line is served after k requests
   have ended. If that misses a deadline, the line is *tight*: its head is admitted next, and no request on time is. A
   head past its deadline is admitted whatever is claimed. Capacity that is left over is *backfilled* from the young end
   of the line, since deadlines protect its old end.
 - **Device.** First streams without a token for long, then streams whose slack is less than a turn, then prompts, then
-  streams with more slack by arrival, those on the device before swapped ones. Streams that have missed a
-  goal rank last until their end is due, and are preempted first.
+  streams with more slack, those on the device before swapped ones, by arrival. Streams that have missed a goal rank
+  last until their end is due, and are preempted first.
 
-Deadlines and gaps are targets: the tests bound the first by two turns, and the second too, at up to three times the
-load that the device can serve. Beyond that ``max_gap_s`` can be exceeded (``docs/design/004``).
+Deadlines and gaps are targets: beyond three times the load that the device can serve, ``max_gap_s`` can be exceeded
+(docs/design/004).
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ _BY_ARRIVAL, _FIRST = attrgetter("order_key"), itemgetter(0)
 
 
 class TimelyPolicy(SharingPolicy):
-    """Ranks by ``paced`` while all goals fit, else by deadlines (rules: module docstring)."""
+    """Ranks by ``paced`` while all goals fit, else by deadlines."""
 
     name = "timely"
     keeps_goals = True

@@ -1,7 +1,4 @@
-"""Fits a ranking of all live requests into memory: which sequences are preempted, resumed and scheduled.
-
-Every resident sequence gets a token or a chunk. A sequence is preempted only to make room for a higher-ranked one.
-"""
+"""Fits a ranking of all live requests into memory: which sequences are preempted, resumed and scheduled."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ UNPRICED_PREFILL = 256
 class TokenBudget:
     """Tokens of one step that are left, for prompts and streams (AQUA, section 7: p prefill, d decode tokens).
 
-    Every stream on the device gets its token, and prompts get the rest. In a step with streams, prompts get at most
-    ``prefill_share`` of its time: "first tokens first" must not starve streams. None: no such limit.
+    Every stream on the device gets its token, and prompts get the rest; in a step with streams, at most
+    ``prefill_share`` of its time, so that they do not starve streams. None: no such limit.
     """
 
     def __init__(self, view: View, prefill_share: float | None) -> None:
@@ -136,11 +133,9 @@ class _Turn:
         """Resume or admit absent sequences in rank order, preempting residents that rank below them.
 
         The first one without room ends the loop: a small request must not pass a large one for ever. If swap space is
-        full, no resident is preempted for another request, because a turn that costs a prompt gains nothing; only KV
-        that is cheaper to recompute than to copy back is dropped. So all waiting requests may have to wait for swap
-        space, while swapped and running ones still take turns. If the entering sequence shares blocks and residents
-        were preempted, those blocks may be gone: its room is kept, and it enters in the next step. For one
-        whose content another sequence already brings, room is kept if there is any.
+        full, only KV that is cheaper to recompute than to copy back is dropped; waiting requests wait for swap space,
+        while swapped and running ones still take turns. If the entering sequence shares blocks and residents were
+        preempted, those blocks may be gone: it enters in the next step, and its room is kept.
         """
         for row in self._absent:
             if row.is_leaving or not self._can_begin(row):

@@ -1,7 +1,7 @@
 """Learns the demand: lengths of prompts and answers, the rate at which requests end, and the wait under FCFS.
 
-The mean answer counts live streams as censored observations (the product-limit estimator: Kaplan and Meier, 1958).
-Short answers end first when a load begins, so the mean of ended answers alone can be half of the true mean.
+The mean answer counts live streams as censored observations (the product-limit estimator: Kaplan and Meier, 1958),
+since short answers end first when a load begins.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     outputs = driver.complete(result, now)   the result of the oldest outstanding step
     driver.settle(ended, take_times, now)    copies have ended, at a boundary
 
-The caller has the clock, the executor, and the waiting. While ``next_plan`` returns Wait it calls ``note_wait``, and
-then ``end_wait``.
+While ``next_plan`` returns Wait the caller calls ``note_wait``, and then ``end_wait``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hands over requests from one step loop to another, with the KV that was computed for them.
 
 A ``Record`` has a loop's tokens and KV of a request at a boundary, on the device and in swap space. ``adopt`` resumes a
-request that was submitted to another loop from blocks that hold its KV already. Without blocks nothing is adopted: the
-request waits, and its KV is recomputed from its tokens (KunServe, section 4.2).
+request that was submitted to another loop from blocks that hold its KV already; without blocks its KV is recomputed
+from its tokens (KunServe, section 4.2).
 
 ``Outgoing`` and ``Incoming`` migrate one running request while both loops run (Llumnix, section 4.2): the source's
 blocks are held until the target has a copy, so if anything fails before, the request resumes in the source. Nothing

@@ -1,10 +1,8 @@
 """The step loop: makes plans and takes results. It does not wait, read a clock, or touch a device.
 
-    plan = loop.next_plan(now)                       a StepPlan, or Wait
-    outputs = loop.complete(result, now)             steps, in the order of their ids
-    loop.transfer_done(transfer_id, lost, now)       copies, in any order, at any time
-
-A shell executes plans on a device; the simulator prices them; both use the same objects.
+plan = loop.next_plan(now)                       a StepPlan, or Wait
+outputs = loop.complete(result, now)             steps, in the order of their ids
+loop.transfer_done(transfer_id, lost, now)       copies, in any order, at any time
 """
 
 from __future__ import annotations
@@ -80,10 +78,9 @@ class Loop:
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
-        """End a request from outside (a client disconnected: ABORT, a stop string: STOP).
+        """End a request from outside (a client disconnected: ABORT, a stop string: STOP); returns whether it was live.
 
-        Returns whether it was still live. Its blocks are freed at once, or when the outstanding step that touches them
-        completes.
+        Its blocks are freed at once, or when the outstanding step that touches them completes.
         """
         seq = self.state.sequences.get(seq_id)
         if seq is None or seq.status is Status.FINISHED:
@@ -248,10 +245,7 @@ class Loop:
         self._last.keep(StepPlan(counters.num_steps))
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
-        """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost.
-
-        InvariantError if it is not in flight.
-        """
+        """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` are lost. InvariantError if not in flight."""
         move, missing = self.state.transfers.end(transfer_id, lost)
         self._swaps.settle(move, lost, now)
         if missing:
@@ -309,7 +303,8 @@ class Loop:
     def _seal(self, seq: Sequence) -> None:
         """Register the content keys of blocks that are full of computed tokens now.
 
-        A sequence that was ended from outside may have computed a token that it does not know: no key has that block.
+        A sequence that was ended from outside may have computed a token that is not in ``tokens``: its block gets no
+        key.
         """
         block_tokens = self.state.ledger.block_tokens
         num_full = min(seq.num_computed, len(seq.tokens)) // block_tokens
@@ -340,10 +335,7 @@ class Loop:
 
 
 def decode_ahead(state: LoopState, seqs: Seq[Sequence], token: int, ends_s: Seq[float]) -> None:
-    """Give each sequence ``token`` in each of the steps that end at ``ends_s``.
-
-    Blocks are sealed and allocated in the order of the steps. InvariantError if there are too few.
-    """
+    """Give each sequence ``token`` in each of the steps that end at ``ends_s``. InvariantError: too few blocks."""
     num_steps, block_tokens = len(ends_s), state.ledger.block_tokens
     at_boundary: list[list[tuple[Sequence, int]]] = [[] for _ in range(num_steps + 1)]  # with their tokens, by steps
     for seq in seqs:

@@ -1,17 +1,15 @@
 """Linear prices learned from payments, of steps and of copies: policies compare copies with computing by them.
 
-The price of a step is linear: a constant, a price per decode and a price per prompt token. A Kalman filter tracks them
-as they drift; errors are relative to the step's time. A price stays as it is while no step has its part, and if steps
-cannot distinguish two prices, both change. Where the cores that compute also make copies, steps beside copies are
-slower; so a second line learns from the other steps what a token takes without load.
+The price of a step is a constant, a price per decode and a price per prompt token. A Kalman filter tracks them as they
+drift. A price stays as it is while no step has its part; if steps cannot distinguish two prices, both change. Where the
+cores that compute also make copies, steps beside copies are slower; so a second line learns from the other steps.
 
 The part of prompts in the work is computed from the prompts of ended requests and the decodes of all requests: short
 answers end first when a load begins, so ended requests alone would make outputs look shorter than they are.
 
-The price of a copy is a line for each direction, a constant plus a price per block, since other processes may use the
-link, too. The lines start at the values that were measured or modelled at the start, and return to them when nothing
-has been copied for a while: else a link that was once too slow for turns would never be tried again. Policies see the
-slower direction.
+The price of a copy is a constant plus a price per block, for each direction. It starts as measured or modelled, and
+returns to that when nothing has been copied for a while: else a link that was once too slow for turns would never be
+tried again. Policies see the slower direction.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ Amounts = tuple[float, float, float]
 class Line:
     """Unit prices of three amounts and their uncertainty: a Kalman filter of drifting weights.
 
-    Errors are relative, so that small and large payments teach equally much. Every step teaches: the sums are written
-    out, since loops over three numbers take five times as long. An amount that is always 0 has no part in them.
+    Errors are relative, so that small and large payments teach equally much. The sums are written out, since loops over
+    three numbers take five times as long. An amount that is always 0 has no part in them.
 
     Args:
         weights: Initial unit price of each amount.

@@ -137,8 +137,7 @@ MOST_PLACES = 10_000
 class Retries:
     """Places of requests that were aborted before their first token, by API key and prompt.
 
-    Without them, a client could hang up and send again to count as a new request, which can still meet its TTFT goal,
-    while patient clients wait in line.
+    Else a client could disconnect and send again to count as a new request, which can still meet its TTFT goal.
     """
 
     def __init__(self) -> None:

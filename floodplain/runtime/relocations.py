@@ -56,8 +56,8 @@ class Relocations:
     def evacuate(self, tier: Tier, slots: Collection[int], target: Tier, most: int) -> Relocation | None:
         """Begin to copy up to ``most`` blocks from these slots to another tier; None if none can be copied now.
 
-        Blocks that the device has, too, are dropped. If ``target`` has no free slot, all are dropped and will be
-        recomputed. Backups that a copy reads or writes now are left for the next call.
+        Blocks that the device has, too, are dropped; all, if ``target`` has no free slot. Backups that a copy reads or
+        writes now are left for the next call.
         """
         backups = self.backups
         there = [backup for backup in backups.in_slots(tier, slots) if self._is_at_rest(backup)]

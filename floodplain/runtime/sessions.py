@@ -6,8 +6,6 @@ its name, if that has no live request. Sessions of one name learn from each othe
 
 The KV of an ended request is pinned until its worth (``policy.returns``) is at most the price of a slot. That price is
 the worth of the contents that were unpinned last because their slots were needed; it falls while no slots are needed.
-
-The vLLM plug-in and the step loop both use it: it knows keys of contents and a ``BackupTable``, and no sequences.
 """
 
 from __future__ import annotations
@@ -115,10 +113,7 @@ class SessionBook:
         return session.number
 
     def start(self, number: int, now: float) -> None:
-        """Note that a request of a session starts to compute: its gap has ended. No-op for its next starts.
-
-        Its KV is on the device from now on, or kept for the request: the pin ends.
-        """
+        """Note that a request of a session starts to compute: its gap, and the pin, end. No-op for its next starts."""
         session = self._sessions.get(number)
         if session is None or session.ended_s is None or session.arrived_s is None:
             return

@@ -17,9 +17,9 @@ SPARE_SAVED = 32
 
 
 class LastDecision:
-    """Repeats a decision that only decodes, for as long as its policy says that it stands.
+    """Repeats a decision that only decodes, for as long as it stands by its policy's ``Standing``.
 
-    A new request, one that ended, a copy, a change of the pool: each has the policy asked again.
+    The policy decides again after a new request, one that ended, a copy, or a change of the pool.
     """
 
     def __init__(self, state: LoopState) -> None:

@@ -1,7 +1,6 @@
 """Transfers between the device and swap space: swap-outs, backups, swap-ins, and fetches of prefixes.
 
-A block with a backup is never copied again, so preempting a sequence whose full blocks were written behind copies at
-most its last, partly filled block.
+A block with a backup is never copied again.
 """
 
 from __future__ import annotations
@@ -120,10 +119,7 @@ class Swaps:
         return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, next(self._tails)))
 
     def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
-        """Keep existing backups of up to ``most`` full blocks of which the sequence keeps none yet.
-
-        Returns (index, key) of those blocks that have no backup.
-        """
+        """Keep existing backups of up to ``most`` further full blocks; returns (index, key) of those without one."""
         block_tokens = self._state.ledger.block_tokens
         keys = seq.keys_for(seq.num_computed // block_tokens, block_tokens)
         kept = {backup.key for backup in seq.backups}
@@ -152,8 +148,8 @@ class Swaps:
     def _reserve(self, keys: list[BlockKey], tier: Tier) -> list[Backup]:
         """Allocate slots in ``tier``, and in other tiers for blocks that do not fit there.
 
-        The policy counted a slot in ``tier`` for each block without a kept backup. Some blocks turned out to have an
-        idle backup, which took a slot of its own tier: there is room over all tiers, but perhaps not in this one.
+        The policy counted a slot in ``tier`` for each block without a kept backup; some turned out to have an idle
+        backup in another tier: there is room over all tiers, but perhaps not in this one.
         """
         backups = self._state.backups.begin_write_from(tier, keys)
         if backups is None:

@@ -22,8 +22,7 @@ from floodplain.runtime.state import LoopState
 class Found:
     """What can be restored of one absent sequence: fields of its row (``core.view``).
 
-    ``watched`` are the contents that this result depends on: those of the run that can be restored, and the first
-    missing one.
+    ``watched``: the contents that this depends on: those of the run that can be restored, and the first missing one.
     """
 
     num_cached_tokens: int
@@ -38,8 +37,7 @@ class Found:
 class ContentWatch:
     """Caches one ``Found`` per sequence, and drops it when a content that it depends on changes.
 
-    A prefix can be hundreds of blocks long and a hundred requests may wait for it: a lookup for each of them at every
-    step would cost more than everything else that the loop does.
+    A prefix can be hundreds of blocks long and a hundred requests may wait for it.
     """
 
     def __init__(self, state: LoopState) -> None:

@@ -1,6 +1,5 @@
 """A CUDA device's memory through the driver's virtual memory management (cuda-bindings, loaded when it is opened).
 
-cuMemCreate makes pages, cuMemMap puts them behind a reserved range.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
 
@@ -98,7 +97,7 @@ class CudaDevice:
         return len(self._owned) * self.page_bytes + int(torch.cuda.memory_reserved(self._driver.index))
 
     def cap_torch(self, kept_bytes: int) -> None:
-        """Keep torch's own pool out of ``kept_bytes``, for our pages and borrowers, until ``close``.
+        """Keep torch's pool out of ``kept_bytes``, for our pages and borrowers, until ``close``.
 
         Lent memory must be free whenever it is lent. ``UserError`` if torch has taken more than the rest already.
         """

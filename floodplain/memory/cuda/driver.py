@@ -25,8 +25,7 @@ def _load_driver() -> Any:
 class CudaDriver:
     """Driver calls for one of the CUDA devices that this process sees; safe from several threads, as the driver is.
 
-    Calls on virtual memory need no current context; others are left to torch. ``api`` are the bindings; the constructor
-    raises ``UserError`` without them.
+    Virtual memory needs no current context; other calls are left to torch. ``UserError`` without the bindings ``api``.
     """
 
     def __init__(self, index: int) -> None:

@@ -3,9 +3,8 @@
 Events keep the order that a queue keeps on a host: a load waits for the last write from its place and for the last
 write to its layer; a write waits for compute submitted before it; compute waits for the copies of a layer's place.
 
-A call of the copy engine takes the host some 5 µs, and a link some 1 µs for a block of 64 KiB, so a kernel copies
-scattered pieces at their own addresses. It takes its share of the multiprocessors, so the copy engine gets runs that
-are long enough to hide its calls, and copies of only a few runs. ``benchmarks/gpu`` compares the two.
+A call of the copy engine takes the host some 5 µs, so it copies long runs or few of them; a kernel, which takes its
+share of the multiprocessors, copies scattered pieces at their own addresses. ``benchmarks/gpu`` compares the two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Memory of this process on a neighbour GPU, mapped for our own GPU, the only one that accesses it.
 
-No kernel ever runs on the neighbour, and nothing here makes a context there.
-https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
-
-A producer's engine claims a small file with its GPU's UUID while it runs: it maps the producer's name to the GPU in
-every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives it there (rules: ``named_file``).
+No kernel ever runs on the neighbour, and nothing here makes a context there. A producer's engine claims a small file
+with its GPU's UUID while it runs: it maps the producer's name to the GPU in every process, whatever index
+``CUDA_VISIBLE_DEVICES`` gives it there (rules: ``named_file``).
 """
 
 from __future__ import annotations

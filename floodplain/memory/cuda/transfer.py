@@ -3,10 +3,6 @@
 All work of a direction is on its stream in order: gather into staging, copy, next gather. Memory of a copy's slots is
 kept in place from ``submit`` to the end of the copy: memory that must be returned now waits for the copies that are
 under way there, and never for the step loop.
-
-A *wire* copies rows of staging to and from adjacent slots: page-locked ones through torch, a neighbour's through the
-driver, since torch would make a context there. An *end* is where blocks are: it fills staging with them, or empties it
-into them, and adds up their digests.
 """
 
 from __future__ import annotations
@@ -53,7 +49,10 @@ class PinnedWire:
 
 
 class PeerWire:
-    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``), by our device's driver."""
+    """A ``Wire`` to memory on neighbours, which the caller keeps in place (``Slots.use``), by our device's driver.
+
+    torch would make a context there.
+    """
 
     def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
         self._slots = slots
@@ -71,7 +70,7 @@ class PeerWire:
 
 
 class End(Protocol):
-    """The side of a copy on which its blocks are."""
+    """The side of a copy on which its blocks are: it fills staging, or empties it, and adds up digests."""
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
         """OUTBOUND fills the first rows of staging with these blocks (int64 [n]), INBOUND copies them from there.
@@ -296,10 +295,7 @@ class CudaTransferEngine(CopyEngine[CudaJob]):
 def open_pool_copies(
     pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
 ) -> CudaTransferEngine:
-    """The transfer engine of a KV pool on a GPU and page-locked or neighbours' slots, not yet started.
-
-    Each direction gathers ``staging_blocks`` at a time on the device.
-    """
+    """The unstarted engine between a KV pool on a GPU and slots; ``staging_blocks`` at a time, in each direction."""
     end, wire = PoolEnd(pool, device), _open_wire(slots, device)
     return CudaTransferEngine(
         pool, slots, lambda direction: CudaStream(direction, device, pool.layout, end, wire, staging_blocks)

@@ -1,10 +1,8 @@
-"""A device made of shared memory, whose pages are owned by processes, as a GPU's memory is.
+"""A device made of shared memory, whose pages are owned by processes, as a GPU's memory is (docs/design/001).
 
 It is one file of ``capacity_bytes``. A process owns a page by holding an open-file-description lock on the page's bytes
 (``F_OFD_SETLK``, fcntl(2)). The kernel drops such locks when the owner exits, by SIGKILL too, and keeps them while it
-is stopped, as a GPU driver does with memory. A process that may open the file can see which pages are owned.
-
-A child made by fork without exec shares the description, and keeps the pages owned: start helpers with spawn.
+is stopped. A child made by fork without exec keeps the pages owned: start helpers with spawn.
 """
 
 from __future__ import annotations
@@ -144,10 +142,7 @@ class HostDevice:
         return PAGE_BYTES * (1 + first), PAGE_BYTES * count
 
     def _find_free(self) -> np.ndarray:
-        """Which pages have no owner, bool [capacity_pages]: locks of other owners are found as conflicts.
-
-        The kernel names any one conflicting lock, so the parts beside it are asked about again.
-        """
+        """Which pages have no owner, bool [capacity_pages]. The kernel names one conflicting lock at a time."""
         is_free = ~self._is_owned
         unknown = [(0, self.capacity_pages)]
         while unknown:
