@@ -19,8 +19,7 @@ from benchmarks.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
 from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from floodplain.bench.offline import report_between
 from floodplain.engine.build import build_engine, kv_bytes_per_token
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.flags import DTYPES
+from floodplain.engine.config import DTYPES, EngineConfig
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.strict_json import save_result
 from floodplain.plugins.vllm.settings import PluginSettings

@@ -13,6 +13,7 @@ from floodplain.cli.options import add_verb, dataclass_from
 from floodplain.cli.sources import NO_FLAGS, PREFIX
 from floodplain.cluster.engine_flags import DROPPABLE, MOVABLE, PIPELINE, config_of
 from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
+from floodplain.core.errors import flag_name
 from floodplain.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -72,12 +73,11 @@ def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequen
     """The command of a child of the router, without the address; its token comes on standard input."""
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):
-        value = getattr(config, item.name)
-        flag = item.name.replace("_", "-")
+        value, flag = getattr(config, item.name), flag_name(item.name)
         if isinstance(value, bool):
-            command.append(f"--{flag}" if value else f"--no-{flag}")
+            command.append(flag if value else f"--no-{flag[2:]}")
         elif value is not None and not item.metadata.get("positional"):
-            command.append(f"--{flag}={value}")
+            command.append(f"{flag}={value}")
     return [*command, *(["--quiet"] if is_quiet else []), config.model]
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from floodplain.cli.hints import TYPO_SIMILARITY, did_you_mean, hint_for, is_bundled
 from floodplain.cli.sources import Source, dest_of, read_config_file, variable_of
-from floodplain.core.errors import UserError
+from floodplain.core.errors import UserError, flag_name
 from floodplain.core.sizes import format_size, parse_size
 
 C = TypeVar("C")
@@ -227,7 +227,7 @@ def _add_flag(container: Any, item: Field[Any], hint: Any) -> None:
     default = None if is_required else item.default if item.default_factory is MISSING else item.default_factory()
     options: dict[str, Any] = {"help": _help(item, default), "default": default}
     if kind is bool:
-        container.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, **options)
+        container.add_argument(flag_name(item.name), action=argparse.BooleanOptionalAction, **options)
         return
     options |= {
         "type": _converter(parse_size) if item.metadata.get("size") else kind,
@@ -238,11 +238,7 @@ def _add_flag(container: Any, item: Field[Any], hint: Any) -> None:
     if item.metadata.get("positional"):
         container.add_argument(item.name, **options | ({} if is_required else {"nargs": "?"}))
     else:
-        container.add_argument(_flag(item.name), required=is_required, **options)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        container.add_argument(flag_name(item.name), required=is_required, **options)
 
 
 def _kind(hint: Any) -> tuple[Callable[[str], Any], bool]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import UserError, flag_name
+from floodplain.core.flags import changed
 from floodplain.engine.config import EngineConfig
 
 _NO_SWAP = "its stages have no swap space"
@@ -39,17 +40,16 @@ _TAKEN: Mapping[str, Mapping[str, Any]] = {
     MOVABLE: {},
 }
 """Flags that are set."""
-_DEFAULTS = {item.name: item.default for item in fields(EngineConfig)}
 
 
 def config_of(config: EngineConfig, part: str) -> EngineConfig:
     """The engine flags of instances that are ``part``. Raises ``UserError`` if they ask for what these cannot do."""
-    for name, why in _LEFT_OUT[part].items():
-        value = getattr(config, name)
-        if value not in (_DEFAULTS[name], _TAKEN[part].get(name, _DEFAULTS[name])):
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{flag} does not go with {part}: {why}; leave one of them out")
-    return replace(config, **_TAKEN[part])
+    left_out, taken = _LEFT_OUT[part], _TAKEN[part]
+    for name, value in changed(config).items():
+        if name in left_out and (name, value) not in taken.items():
+            flag = f"{flag_name(name)} {value}"
+            raise UserError(f"{flag} does not go with {part}: {left_out[name]}; leave one of them out")
+    return replace(config, **taken)
 
 
 def gpus_of_instance(config: EngineConfig) -> int:
@@ -65,7 +65,7 @@ def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> 
     for name in ("device_name", "coordinator"):
         value = getattr(config, name)
         if value is not None:
-            flag = f"--{name.replace('_', '-')} {value}"
+            flag = f"{flag_name(name)} {value}"
             raise UserError(
                 f"{flag} is for one engine, and --instances {num_instances} gives the same flags to each: leave it "
                 "out, and start those that need it by floodplain instance --join"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import get_args
 
-from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.errors import UserError, flag_name
+from floodplain.core.flags import changed, check_choices, flag
 from floodplain.policy.microbatch import Split
 from floodplain.web.address import check_address, is_loopback
 
@@ -122,10 +122,7 @@ class ClusterConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.relief not in RELIEFS:
-            raise UserError(f"--relief must be one of {', '.join(RELIEFS)}, not {self.relief!r}")
-        if self.microbatches not in SPLITS:
-            raise UserError(f"--microbatches must be one of {', '.join(SPLITS)}, not {self.microbatches!r}")
+        check_choices(self)
         if self.instances is None:
             self._check_unused()
             return
@@ -188,9 +185,8 @@ class ClusterConfig:
 
     def _find_given(self, *names: str) -> list[str]:
         """Those of these flags that do not have their default, with their values."""
-        defaults = {item.name: item.default for item in fields(self)}
-        given = {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
-        return [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+        given = changed(self)
+        return [f"{flag_name(name)} {given[name]}" for name in names if name in given]
 
     def _check_unused(self) -> None:
         given = ["--pipeline"] if self.pipeline else []

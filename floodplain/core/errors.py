@@ -7,6 +7,11 @@ class UserError(Exception):
     """Bad usage or input. One line that says what to change: printed with exit status 2, or answered with 400."""
 
 
+def flag_name(name: str) -> str:
+    """A setting's name as a flag of the command line: ``max_num_seqs`` is ``--max-num-seqs``."""
+    return f"--{name.replace('_', '-')}"
+
+
 class SettingRefused(UserError):
     """A setting is out of its range. The message has its name as in Python; front ends raise ``as_flags``."""
 
@@ -16,8 +21,7 @@ class SettingRefused(UserError):
 
     def as_flags(self) -> UserError:
         """The same error with names of command-line flags."""
-        flags = [f"--{name.replace('_', '-')}" for name in self._names]
-        return UserError(f"{' and '.join(flags)} {self._problem}")
+        return UserError(f"{' and '.join(map(flag_name, self._names))} {self._problem}")
 
 
 class RequestRefused(UserError):

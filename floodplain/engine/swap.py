@@ -13,8 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, show_size
 from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.flags import HARDWARE_PREFIX
+from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.lending.peer_tier import PeerParts, open_peer_parts
 from floodplain.memory.backend import LINK_STAGING_BYTES, Backend
 from floodplain.memory.host.emulated_link import EmulatedLink, LinkPair

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.core.errors import UserError
-from floodplain.core.flags import flag
+from floodplain.core.errors import UserError, flag_name
+from floodplain.core.flags import changed, flag
 from floodplain.engine.config import EngineConfig
 from floodplain.profiler.goals import TryGoals
 from floodplain.profiler.search import RepeatedTries, rate_grid
@@ -66,7 +66,7 @@ class LlmProfileConfig:
             raise UserError(f"--rates takes the lowest and the highest rate, not {len(self.rates)} numbers")
         for name in ("ttft_ms", "itl_ms"):
             if not 0 < getattr(self, name) < 1e9:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name):g}")
+                raise UserError(f"{flag_name(name)} must be above 0, not {getattr(self, name):g}")
         if self.goodput and (self.ttft_ms, self.itl_ms) != (DEFAULT_TTFT_MS, DEFAULT_ITL_MS):
             raise UserError("--goodput names all goals itself: leave out --ttft-ms and --itl-ms")
         if not 0 < self.try_seconds <= MOST_TRY_S:
@@ -80,7 +80,7 @@ class LlmProfileConfig:
             raise UserError("--base-url measures a server and --steps computes: leave one of them out")
         for name in ("tokenizer", "api_key_file", "send", "kv_block_bytes"):
             if getattr(self, name) is not None and self.base_url is None:
-                raise UserError(f"--{name.replace('_', '-')} is of a server: give its address with --base-url")
+                raise UserError(f"{flag_name(name)} is of a server: give its address with --base-url")
 
     @property
     def goals(self) -> TryGoals:
@@ -133,13 +133,13 @@ def check_load(spec: WorkloadSpec) -> None:
         ("limit", spec.limit is not None and not cuts, "give --try-seconds"),
     ):
         if is_given:
-            raise UserError(f"--{name.replace('_', '-')} does not go with a search for the rate: {instead}")
+            raise UserError(f"{flag_name(name)} does not go with a search for the rate: {instead}")
 
 
 def _refuse_others(engine: EngineConfig, known: tuple[str, ...], why: str) -> None:
-    for item in fields(engine):
-        if item.name not in known and getattr(engine, item.name) != item.default:
-            raise UserError(f"--{item.name.replace('_', '-')}: {why}")
+    for name in changed(engine):
+        if name not in known:
+            raise UserError(f"{flag_name(name)}: {why}")
 
 
 _LINE = "seconds of a step, of each decode in it, and of each prompt token"
@@ -198,7 +198,7 @@ class SwapProfileConfig:
             ("goodput", bool(spec.goodput)),
         ):
             if is_given:
-                raise UserError(f"--{name.replace('_', '-')} does not go with --bursts: leave it out")
+                raise UserError(f"{flag_name(name)} does not go with --bursts: leave it out")
 
 
 def _check_pair(count_name: str, count: int, tokens_name: str, tokens: int) -> None:

@@ -15,8 +15,7 @@ from floodplain.core.tiers import Link, Tier
 from floodplain.cost.link import LINKS
 from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.engine.build import kv_bytes_per_token
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.flags import HARDWARE_PREFIX
+from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.swap import DEFAULT_POOL_FACTOR
 from floodplain.model.network.config import ModelConfig

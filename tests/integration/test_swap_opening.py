@@ -12,8 +12,7 @@ from floodplain.core.tiers import Tier
 from floodplain.cost.link import LINKS
 from floodplain.engine import build, swap
 from floodplain.engine.build import build_engine
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.flags import HARDWARE
+from floodplain.engine.config import HARDWARE, EngineConfig
 from floodplain.engine.shell import Engine
 from tests.support.swapping import BLOCK_BYTES
 

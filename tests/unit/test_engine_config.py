@@ -11,8 +11,7 @@ import pytest
 from floodplain.cli.options import Parser, add_dataclass_flags, add_verb, dataclass_from, resolve
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
-from floodplain.engine.config import EngineConfig
-from floodplain.engine.flags import HARDWARE
+from floodplain.engine.config import HARDWARE, EngineConfig
 from floodplain.lending.membership import DEADLINE_S
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
