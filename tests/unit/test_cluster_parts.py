@@ -35,7 +35,7 @@ from floodplain.cluster.settings import (
     InstanceConfig,
     split_address,
 )
-from floodplain.cluster.state.request_table import RequestTable
+from floodplain.cluster.state.request_table import SUSPECT_PLACEMENTS, RequestTable
 from floodplain.cluster.state.roster import PrefixMemory, Roster
 from floodplain.cluster.sums import StatsTable, since
 from floodplain.cluster.wire.messages import Abort, InstanceFacts, KvHeld, KvPulled, Welcome
@@ -259,12 +259,32 @@ def test_children_get_no_flag_by_a_variable() -> None:
 # -- migrations --------------------------------------------------------------------------------------------------------
 
 
-def test_a_migration_that_expires_leaves_a_request_that_was_given_back_where_it_is() -> None:
-    table, sent = RequestTable(Roster(60.0)), list[Any]()
-    controller = MigrationController(table, lambda *message: sent.append(message), lambda: None)
+def two_movable_instances() -> tuple[RequestTable, list[int]]:
+    table = RequestTable(Roster(60.0))
     epochs = [table.roster.join(FACTS, None, 0.0).epoch for _ in range(2)]
     for epoch in epochs:
         table.roster.expect(epoch).can_move = True
+    return table, epochs
+
+
+def test_a_suspect_does_not_migrate() -> None:
+    table, epochs = two_movable_instances()
+    controller = MigrationController(table, lambda *message: None, lambda: None)
+    entry = table.open(make_request("r", (1, 2, 3), 0.0, max_tokens=9))
+    table.place()
+    table.take(entry, 5)
+    entry.num_failed_placements = SUSPECT_PLACEMENTS
+    source = entry.epoch or 0
+    (target,) = set(epochs) - {source}
+    with pytest.raises(UserError, match="runs no request that could move"):
+        controller.move_one(source, target)
+    table.take(entry, 6)  # no suspect any more
+    assert controller.move_one(source, target)
+
+
+def test_a_migration_that_expires_leaves_a_request_that_was_given_back_where_it_is() -> None:
+    (table, epochs), sent = two_movable_instances(), list[Any]()
+    controller = MigrationController(table, lambda *message: sent.append(message), lambda: None)
     entry = table.open(make_request("r", (1, 2, 3), 0.0, max_tokens=9))
     table.place()
     table.take(entry, 5)

@@ -11,7 +11,7 @@ import pytest
 
 from floodplain.cluster.groups.controller import GroupController
 from floodplain.cluster.groups.membership import Membership
-from floodplain.cluster.state.request_table import Entry, RequestTable
+from floodplain.cluster.state.request_table import SUSPECT_PLACEMENTS, Entry, RequestTable
 from floodplain.cluster.state.roster import Roster
 from floodplain.cluster.wire.group_messages import (
     Adopt,
@@ -186,6 +186,39 @@ def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch
     router.end(epoch)
     assert [one.epoch for one in router.table.roster] == [3]
     assert {(entry.epoch, entry.num_moves) for entry in waiting} == {(3, 0)}
+
+
+def suspect_one_of(router: Router, epoch: int) -> Entry:
+    """Two instances have ended under one request of the instance without a new token."""
+    suspect = next(iter(router.table.entries_of(epoch).values()))
+    suspect.num_failed_placements = SUSPECT_PLACEMENTS
+    return suspect
+
+
+def test_suspects_of_a_forming_group_are_placed_apart_and_others_keep_their_kv() -> None:
+    router = Router(num_members=2, num_others=2)
+    router.submit()
+    placed = {epoch: list(router.table.entries_of(epoch).items()) for epoch in (3, 4)}
+    suspects = [suspect_one_of(router, epoch) for epoch in (3, 4)]
+    number = router.group_controller.drop([3, 4])
+    for epoch, entries in placed.items():
+        rows = tuple(KvRow(ticket, NUM_PROMPT, NUM_PROMPT - 1, 2) for ticket, _ in entries)
+        prepared = Prepared(epoch, number, None, "h", epoch, f"h:{epoch}", 480, 2, (8,) * 12, 4, rows)
+        router._answer(prepared, range(2 * len(rows)))
+    plan = router.group_controller.plan_of(number)
+    others = {entry.number for entries in placed.values() for _, entry in entries if entry not in suspects}
+    assert plan is not None and plan.moving.keys() == others != set()
+    assert sorted(entry.epoch or 0 for entry in suspects) == [0, 1], "one waits, or is beside the other"
+
+
+def test_a_suspect_of_a_group_that_restores_waits_for_an_instance_without_one() -> None:
+    router = Router()
+    suspect = suspect_one_of(router, 1)
+    router.hand_over()
+    router.return_other()
+    collected = [held.request for order in router.sent if isinstance(order, Collect) for held in order.held]
+    assert len(collected) == NUM_REQUESTS - 1 and suspect.number not in collected
+    assert suspect.epoch in (1, 2)
 
 
 # -- blocks that are reserved for a returning request are adopted or freed, even if its stream never ran ---------------

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from floodplain.cluster.groups.plan import GroupPlan, MovingRequest
+from floodplain.cluster.groups.plan import GroupPlan, MovingRequest, find_movable
 from floodplain.cluster.groups.table import Change, Group, GroupTable, find_max_model_len
 from floodplain.cluster.state.request_table import Entry, RequestTable
 from floodplain.cluster.state.row_checks import check_moves, check_report, check_rows
@@ -215,7 +215,7 @@ class GroupController:
         entries = self._table.entries_of(message.epoch)
         found = {}
         for row, blocks in wire.split_blocks(message.rows, integers):
-            if blocks and (entry := entries.get(row.ticket)) is not None and entry.num_tokens == row.num_tokens:
+            if blocks and (entry := find_movable(entries, row)) is not None:
                 found[entry.number] = MovingRequest(entry, row.num_computed, 0, blocks, blocks)
         plan.moving = found
         for entry in entries.values():

@@ -91,7 +91,7 @@ class GroupPlan:
         return num_quanta * self.report_of(0).quantum_blocks
 
     def divide(self, shape: ModelShape, facts: InstanceFacts, entries: Mapping[int, Mapping[int, Entry]]) -> None:
-        """Divide the layers, and choose the requests that keep their KV: the oldest, as far as there is room.
+        """Divide the layers, and choose the movable requests that keep their KV: the oldest, as far as there is room.
 
         ``facts`` may be any member's. ``entries`` are requests on members, by epoch and ticket. Raises ``UserError`` if
         there are fewer layers than members.
@@ -105,7 +105,7 @@ class GroupPlan:
             (entry, HeldRow(place, blocks), row.num_computed)
             for place, epoch in enumerate(self.epochs)
             for row, blocks in wire.split_blocks(self.reports[epoch][0].rows, self.reports[epoch][1])
-            if blocks and (entry := entries[epoch].get(row.ticket)) is not None and entry.num_tokens == row.num_tokens
+            if blocks and (entry := find_movable(entries[epoch], row)) is not None
         ]
         found.sort(key=lambda one: (one[0].request.priority, one[0].number))
         quantum_blocks = reports[0].quantum_blocks
@@ -218,6 +218,15 @@ class GroupPlan:
         if self.sizes is None:
             raise InvariantError(f"group {self.number} is not divided yet")
         return self.sizes
+
+
+def find_movable(entries: Mapping[int, Entry], row: wire.KvRow) -> Entry | None:
+    """The request of a member's row, if its KV may move: all its tokens are known, and it is no suspect.
+
+    A suspect waits for an instance without another one. ``entries`` are the member's requests, by ticket.
+    """
+    entry = entries.get(row.ticket)
+    return None if entry is None or entry.num_tokens != row.num_tokens or entry.is_suspect else entry
 
 
 def _memory_of(report: wire.Prepared, layer_block_bytes: int) -> StageMemory:

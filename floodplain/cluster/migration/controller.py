@@ -122,7 +122,7 @@ class MigrationController:
         return [
             MovableRequest(entry.number, self._table.count_blocks(entry), self._tried_s.get(entry.number))
             for entry in entries
-            if entry.tokens and self.migrations.find(entry.number) is None
+            if entry.tokens and not entry.is_suspect and self.migrations.find(entry.number) is None
         ]
 
     def _begin(self, request: int, source: int, target: int) -> int:

@@ -23,7 +23,7 @@ MAX_FAILED_PLACEMENTS = 3
 
 SUSPECT_PLACEMENTS = MAX_FAILED_PLACEMENTS - 1
 """A request under which so many instances ended is a suspect. It is placed where no other suspect is: if one of them
-ends instances, the others get a token elsewhere, and do not fail with it."""
+ends instances, the others get a token elsewhere, and do not fail with it. Its KV never moves to a chosen instance."""
 
 MAX_PREFIX_BLOCKS = 256
 """Most blocks of a prompt that are hashed to compare instances: hashing a whole long prompt would block the router."""
@@ -162,7 +162,10 @@ class RequestTable:
         return True
 
     def lift(self, entry: Entry) -> None:
-        """Take a request off its instance to move it with its KV; then ``put`` it on another, or let it ``wait``."""
+        """Take a request off its instance to move it with its KV; then ``put`` it on another, or let it ``wait``.
+
+        A suspect must ``wait`` at once.
+        """
         self._take_back(entry)
         self._lifted[entry.number] = entry
 
@@ -271,3 +274,5 @@ class RequestTable:
             raise InvariantError("a request waits for an instance, and has one")
         if not self._unplaced.keys().isdisjoint(self._lifted):
             raise InvariantError("a lifted request waits for an instance")
+        if any(entry.is_suspect for entry in self._lifted.values()):
+            raise InvariantError("a suspect moves with its KV, perhaps to an instance with another one")
