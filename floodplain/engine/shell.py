@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from floodplain.core.blocks import BlockState
 from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import EndedRequest, Lifecycle
-from floodplain.core.plan import StepOutputs, StepPlan, StepResult, TokenLogprobs
+from floodplain.core.plan import StepOutputs, StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.tiers import CopyTime, Tier
@@ -23,10 +23,10 @@ from floodplain.engine.expansion import Expansion
 from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.outputs import ERROR, EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
 from floodplain.engine.step_meter import StepMeter
+from floodplain.engine.text_stream import TextStream
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.structure import grammars_of
-from floodplain.model.text_pieces import StreamDecoder
 from floodplain.model.token_history import with_bad_tokens
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.driver import StepDriver
@@ -364,31 +364,16 @@ class Engine:
         )
 
 
-@dataclass(slots=True)
-class _Stream:
-    decoder: StreamDecoder
-    wants_logprobs: bool
-    lifecycle: Lifecycle
-
-
 class OutputProcessor:
     """Owner of the text state of every live request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._streams: dict[SeqId, _Stream] = {}
+        self._streams: dict[SeqId, TextStream] = {}
 
     def add(self, seq_id: SeqId, request: Request, lifecycle: Lifecycle) -> None:
         """Add the text state of a new request; ``lifecycle`` is the loop's, and is only read."""
-        params = request.params
-        decoder = StreamDecoder(
-            self._tokenizer,
-            request.prompt_token_ids + request.known_token_ids,
-            stop=params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens - len(request.known_token_ids),
-        )
-        self._streams[seq_id] = _Stream(decoder, params.logprobs is not None, lifecycle)
+        self._streams[seq_id] = TextStream(self._tokenizer, request, lifecycle)
 
     def drop(self, seq_id: SeqId) -> None:
         """Drop the text state of a request; it gets no more deltas."""
@@ -399,37 +384,15 @@ class OutputProcessor:
 
         If its ``finish_reason`` is ``stop``, the caller ends the sequence in the loop, which does not see stop strings.
         """
+        finished, logprobs, scores = outputs.finished, outputs.logprobs, outputs.prompt_logprobs
         for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
             stream = self._streams.get(seq_id)
             if stream is not None:
-                delta = self._delta(seq_id, stream, token, outputs.finished.get(seq_id), outputs.logprobs.get(seq_id))
-                scores = outputs.prompt_logprobs.get(seq_id)
-                yield seq_id, delta if scores is None else replace(delta, prompt_logprobs=scores)
-        for seq_id, reason in outputs.finished.items():
+                delta = stream.take(token, finished.get(seq_id), logprobs.get(seq_id), scores.get(seq_id))
+                if delta.finish_reason is not None:
+                    del self._streams[seq_id]
+                yield seq_id, delta
+        for seq_id, reason in finished.items():
             if reason is FinishReason.ABORT and self._streams.pop(seq_id, None) is not None:
                 logger.error("a request ends: the model computed NaN or infinity for it; try another --dtype")
                 yield seq_id, OutputDelta("", (), ERROR)
-
-    def _delta(
-        self,
-        seq_id: SeqId,
-        stream: _Stream,
-        token: int,
-        reason: FinishReason | None,
-        logprobs: TokenLogprobs | None,
-    ) -> OutputDelta:
-        is_stop_token = reason is FinishReason.STOP
-        text = stream.decoder.flush() if is_stop_token else stream.decoder.push(token)
-        if reason is FinishReason.LENGTH and not stream.decoder.is_stopped:
-            text += stream.decoder.flush()
-        if stream.decoder.is_stopped:
-            reason = FinishReason.STOP
-        if reason is not None:
-            del self._streams[seq_id]
-        return OutputDelta(
-            text=text,
-            token_ids=(token,),
-            finish_reason=None if reason is None else reason.value,
-            logprobs=(logprobs,) if stream.wants_logprobs and logprobs is not None else None,
-            num_cached_tokens=stream.lifecycle.num_cached_tokens,
-        )

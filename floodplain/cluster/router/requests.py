@@ -19,7 +19,7 @@ from floodplain.core.lifecycle import EndedRequest, EventKind, Lifecycle
 from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.outputs import OutputDelta
-from floodplain.model.text_pieces import StreamDecoder
+from floodplain.engine.text_stream import TextStream
 from floodplain.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,47 +38,26 @@ class Caller:
         on_accepted: Callable[[], None] = lambda: None,
         on_first_token: Callable[[Lifecycle], None] = lambda _: None,
     ) -> None:
-        params = request.params
         self.deltas: asyncio.Queue[OutputDelta | BaseException] = asyncio.Queue()
         self.lifecycle = Lifecycle(request.arrival_s)
         self.finish_reason: FinishReason | None = None
         self._on_accepted, self._on_first_token = on_accepted, on_first_token
-        self._wants_logprobs = params.logprobs is not None
-        self._decoder = StreamDecoder(
-            tokenizer,
-            request.prompt_token_ids,
-            stop=params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        self._text = TextStream(tokenizer, request, self.lifecycle)
 
     def take(self, token: int, row: TokenRow, now: float) -> FinishReason | None:
         """Add the next token, from this row. Why the request ends with it; None if it does not."""
         self.lifecycle.token_times_s.append(now)
-        if len(self.lifecycle.token_times_s) == 1:
+        is_first = len(self.lifecycle.token_times_s) == 1
+        if is_first:
             self.lifecycle.num_cached_tokens = row.num_cached_tokens
             self._on_first_token(self.lifecycle)
         reason = None if row.finish_reason is None else FinishReason(row.finish_reason)
-        text = self._decoder.flush() if reason is FinishReason.STOP else self._decoder.push(token)
-        if reason is FinishReason.LENGTH and not self._decoder.is_stopped:
-            text += self._decoder.flush()
-        if self._decoder.is_stopped:
-            reason = FinishReason.STOP
-        if reason is not None:
-            self.finish_reason = reason
+        delta = self._text.take(token, reason, row.logprobs, row.prompt_logprobs if is_first else None)
+        if delta.finish_reason is not None:
+            self.finish_reason = FinishReason(delta.finish_reason)
             self.lifecycle.record(EventKind.FINISHED, now)
-        logprobs = (row.logprobs,) if self._wants_logprobs and row.logprobs is not None else None
-        self.deltas.put_nowait(
-            OutputDelta(
-                text=text,
-                token_ids=(token,),
-                finish_reason=None if reason is None else reason.value,
-                logprobs=logprobs,
-                num_cached_tokens=self.lifecycle.num_cached_tokens,
-                prompt_logprobs=row.prompt_logprobs if len(self.lifecycle.token_times_s) == 1 else None,
-            )
-        )
-        return reason
+        self.deltas.put_nowait(delta)
+        return self.finish_reason
 
     def accept(self) -> None:
         """An instance has accepted the request; only the first call counts."""
