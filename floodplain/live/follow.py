@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json, parsing
 from floodplain.live.changes import Snapshot, apply
 from floodplain.web.client import HttpClient, NoAnswer
+from floodplain.web.events import EventTooLong, SseParser
 
 SILENCE_S = 10.0
 """Seconds without a message after which the service is not heard any more; it sends at least one a second."""
@@ -17,7 +18,6 @@ CONNECT_S = 2.0
 OTHER_VERSION = "are of another version, or not Floodplain's"
 MAX_MESSAGE_BYTES = 2**24
 """Of one message: a few thousand rows."""
-MESSAGE_END = b"\n\n"
 
 
 class KeyRefused(NoAnswer):
@@ -39,16 +39,6 @@ async def follow(client: HttpClient) -> AsyncGenerator[Snapshot]:
             yield now
 
 
-def take_messages(pending: bytearray, data: bytes) -> Iterator[str]:
-    """Append ``data`` to ``pending``, and move the messages that are whole out of it; each byte is searched once."""
-    begin = max(0, len(pending) - 1)  # the first byte of a message's end may be there already
-    pending += data
-    while (end := pending.find(MESSAGE_END, begin)) >= 0:
-        yield pending[:end].removeprefix(b"data: ").decode(errors="replace")
-        del pending[: end + len(MESSAGE_END)]
-        begin = 0
-
-
 async def _messages(client: HttpClient) -> AsyncGenerator[str]:
     try:
         async with client.open("/live", None, time.monotonic() + SILENCE_S, CONNECT_S) as exchange:
@@ -58,13 +48,13 @@ async def _messages(client: HttpClient) -> AsyncGenerator[str]:
                 raise KeyRefused("the key is missing or wrong")
             if exchange.status != 200:
                 raise NoAnswer(await exchange.problem())
-            pending = bytearray()
+            parser = SseParser(MAX_MESSAGE_BYTES)
             while (data := await exchange.read()) is not None:
                 exchange.deadline_s = time.monotonic() + SILENCE_S
-                for message in take_messages(pending, data):
+                for message in parser.feed(data):
                     yield message
-                if len(pending) > MAX_MESSAGE_BYTES:
-                    raise UserError(f"its live data have a message over {MAX_MESSAGE_BYTES} bytes")
+    except EventTooLong:
+        raise UserError(f"its live data have a message over {MAX_MESSAGE_BYTES} bytes") from None
     except TimeoutError:
         raise NoAnswer(f"it is silent for {SILENCE_S:g} s") from None
     raise NoAnswer("it has ended the stream")

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from floodplain.live.feed import Feed
+from floodplain.web import events
 from floodplain.web.connection import ABORT_SCOPE_KEY
 from floodplain.web.gate import HEAD_SCOPE_KEY, PAGE_FOLDER
 
@@ -55,11 +56,10 @@ def page_routes(feed: Feed, check: Callable[[Request], None]) -> APIRouter:
     @routes.get("/live")
     async def live(request: Request) -> Response:
         check(request)
-        headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
         if HEAD_SCOPE_KEY in request.scope:  # the stream has no end
-            return Response(headers=headers, media_type="text/event-stream")
-        events = feed.listen(request.scope[ABORT_SCOPE_KEY])
-        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+            return Response(headers=events.HEADERS, media_type="text/event-stream")
+        updates = feed.listen(request.scope[ABORT_SCOPE_KEY])
+        return StreamingResponse(updates, headers=events.HEADERS, media_type="text/event-stream")
 
     return routes
 

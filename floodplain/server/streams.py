@@ -16,6 +16,7 @@ from floodplain.core.plan import PromptLogprobs, TokenLogprobs
 from floodplain.engine.outputs import ERROR, OutputDelta
 from floodplain.server.responses import PromptTokensDetails, Usage
 from floodplain.web.errors import ApiError
+from floodplain.web.events import HEADERS
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[OutputDelta, None]
@@ -181,8 +182,6 @@ async def _hang_up(receive: Receive) -> None:
 
 PING = b": ping\n\n"
 """A comment, which clients skip. Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
-HEADERS = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
-"""Headers that forbid proxies to buffer events; the second is nginx's."""
 
 
 class Acceptance:

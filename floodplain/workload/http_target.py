@@ -11,66 +11,12 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json
 from floodplain.web.address import check_base_url
 from floodplain.web.client import HttpClient, NoAnswer, one_line
+from floodplain.web.events import EventTooLong, SseParser
 from floodplain.workload.prompts import PromptForm
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, TokenUsage
 
 MAX_EVENT_BYTES = 2**22
-"""Most bytes of an event's data, or of a line. The longest valid ones are answers in one piece."""
-
-
-class EventTooLong(ValueError):
-    """A line or an event has more than ``MAX_EVENT_BYTES``."""
-
-
-class SseParser:
-    """Splits a stream of server-sent events into their data, for any split of the bytes.
-
-    Only ``data`` fields are returned; comments and other fields are dropped. Source:
-    https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
-    """
-
-    def __init__(self) -> None:
-        self._tail: list[bytes] = []
-        self._tail_bytes = 0
-        self._data: list[str] = []
-        self._data_bytes = 0
-
-    def feed(self, chunk: bytes) -> list[str]:
-        """Take the next bytes and return the data of every event that they complete. May raise EventTooLong."""
-        self._tail.append(chunk)
-        self._tail_bytes += len(chunk)
-        if b"\n" not in chunk and b"\r" not in chunk:
-            if self._tail_bytes > MAX_EVENT_BYTES:
-                raise EventTooLong(f"a line has more than {MAX_EVENT_BYTES} bytes")
-            return []
-        text = b"".join(self._tail) if len(self._tail) > 1 else chunk
-        held = b""
-        if b"\r" in text:
-            if text.endswith(b"\r"):  # a line feed may follow, which ends the same line
-                text, held = text[:-1], b"\r"
-            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, tail = text.split(b"\n")
-        self._tail = [tail + held] if tail or held else []
-        self._tail_bytes = len(tail) + len(held)
-        return [event for line in lines if (event := self._take(line)) is not None]
-
-    def close(self) -> list[str]:
-        """The data of a last event without a blank line; call it at the end of the bytes."""
-        return [*self.feed(b"\n"), *self.feed(b"\n")]
-
-    def _take(self, line: bytes) -> str | None:
-        if line.startswith(b"data:"):
-            self._data_bytes += len(line)
-            if self._data_bytes > MAX_EVENT_BYTES:
-                raise EventTooLong(f"an event has more than {MAX_EVENT_BYTES} bytes")
-            self._data.append(line[6 if line.startswith(b" ", 5) else 5 :].decode("utf-8", errors="replace"))
-        elif not line and self._data:
-            event = "\n".join(self._data)
-            self._data, self._data_bytes = [], 0
-            return event
-        return None
-
-
+"""The longest valid events are answers in one piece."""
 SLACK_TOKENS = 16
 """Accepted tokens beyond the requested number: servers differ in what they count at the ends."""
 _SLACK_PROMPT_TOKENS = 1024
@@ -90,7 +36,7 @@ class StreamedAnswer:
         self._most_tokens = request.max_tokens + SLACK_TOKENS
         self._events_left = _EVENTS_PER_TOKEN * request.max_tokens + _SLACK_EVENTS
         self._bytes_left = _BYTES_PER_TOKEN * request.max_tokens + _SLACK_BYTES
-        self._sse = SseParser()
+        self._sse = SseParser(MAX_EVENT_BYTES)
         self._num_ids = 0
         self._has_text = self._has_finish_reason = False
         self._usage: Any = None

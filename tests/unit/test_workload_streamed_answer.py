@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.workload.client import token_times
-from floodplain.workload.http_target import MAX_EVENT_BYTES, EventTooLong, SseParser, StreamedAnswer
+from floodplain.workload.http_target import StreamedAnswer
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
 
 REQUEST = LoadRequest(request_id="r", arrival_s=0.0, prompt="hi", prompt_token_ids=(5, 6), max_tokens=4)
@@ -154,16 +154,3 @@ def test_a_long_answer_in_one_event_is_read() -> None:
     text = "é" * 250_000  # six bytes each in JSON
     chunks = read(event(choices=[choice(text, "length")], usage=usage(100_000)), DONE, request=long)
     assert len(token_times(chunks[:1], 100_000)) == 100_000
-
-
-def test_lines_of_an_event_are_joined_each_without_its_first_space() -> None:
-    parser, parts = SseParser(), (b"data:a\r", b"\ndata:  b\r\n\r", b"\n")
-    assert [event for part in parts for event in parser.feed(part)] == ["a\n b"]
-
-
-@pytest.mark.parametrize("piece", [b"x" * 2**16, b"data: " + b"x" * 2**16 + b"\n"])
-def test_a_line_or_an_event_without_an_end_is_held_in_bounded_memory(piece: bytes) -> None:
-    parser = SseParser()
-    with pytest.raises(EventTooLong):
-        for _ in range(MAX_EVENT_BYTES // 2**16 + 2):
-            parser.feed(piece)
